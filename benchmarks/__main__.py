@@ -135,7 +135,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--switches",
         action="store_true",
-        help="step: with all our kernels, without, with each alone, in float8; or one --variant",
+        help="step: with all our kernels, without, with each alone, in float8; or --variant A,B",
     )
     parser.add_argument(
         "--flags",

@@ -16,6 +16,8 @@ def rounded(format: str) -> Callable[[Any], str]:
     return lambda x: "-" if x is None else f"{x:{format}}"
 
 
+# Beside those of a step and of kernels, where a GPU was read.
+POWER: Columns = {"watts": rounded(",.0f"), "sm_mhz": rounded(",.0f")}
 STEP: Columns = {
     "tokens_per_s": rounded(",.0f"),
     "ms": rounded(".1f"),
@@ -315,4 +317,6 @@ TITLES = {
     "host_bytes": "host memory",
     "floor_matmul_ms": "matmul floor ms",
     "floor_bytes_ms": "bytes floor ms",
+    "watts": "W",
+    "sm_mhz": "MHz",
 }

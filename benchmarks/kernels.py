@@ -9,9 +9,11 @@ import jaxtrain_kernels as kernels
 from jaxtrain_kernels import cross_entropy
 from jaxtrain_kernels.shapes import LOSS_BENCH, LossShape
 
+from benchmarks.power import Meter
 from benchmarks.record import describe
 from benchmarks.timing import ceilings, kernel_ms, relative_error, rotating
 from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.cluster.xla_flags import known_options
 from jaxtrain.estimate.workload import SHORT
 from jaxtrain.settings import UserError
 
@@ -34,10 +36,13 @@ def loss_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
         inputs = rotating(lambda key, s=shape: loss_inputs(s, dtype, key))
         flops = 6.0 * shape.N * shape.D * shape.V
         for backend in [name for name in cross_entropy.BACKENDS if name in backends]:
-            figures = measured(loss_with_gradients(shape, backend), inputs, flops)
+            # As a step in float8 is compiled (jaxtrain/train/program.py).
+            options = known_options(("cublas",)) if backend.startswith("fp8") else {}
+            fn = loss_with_gradients(shape, backend)
+            figures = measured(fn, inputs, flops, compiler_options=options)
             if figures is not None:
                 row = {"name": "linear_cross_entropy", "shape": shape.name, "backend": backend}
-                yield row | figures | {"error": loss_error(shape, backend, dtype)}
+                yield row | figures | {"error": loss_error(shape, backend, dtype, options)}
 
 
 def sized(small: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -69,7 +74,7 @@ def finished(bench: str, dtype: jnp.dtype, variant: str | None, rows: list[Row])
 
 def report(row: Row) -> None:
     """One line at once, as a bench of kernels takes minutes."""
-    rates = (("ms", "ms"), ("tflops", "TF/s"), ("gbps", "GB/s"))
+    rates = (("ms", "ms"), ("tflops", "TF/s"), ("gbps", "GB/s"), ("watts", "W"), ("sm_mhz", "MHz"))
     figures = [f"{row[key]:.4g} {unit}" for key, unit in rates if row.get(key)]
     wrong = [] if row.get("exact", True) else [f"WRONG: error {row['error']}"]
     found = row.get("failed") or ", ".join([*figures, *wrong])
@@ -96,17 +101,18 @@ def failure(error: Exception) -> str:
 def measured(
     fn: Kernel, inputs: Sequence[tuple[Any, ...]], flops: float, **options: Any
 ) -> dict[str, Any] | None:
-    """ms and TF/s; None where the backend cannot serve. options: `kernel_ms`'s.
+    """ms, TF/s, watts and clock; None where the backend cannot serve. options: `kernel_ms`'s.
 
     Any other failure stands in the row: that of one backend must not lose the others.
     """
+    meter = Meter()
     try:
-        ms = kernel_ms(fn, inputs, **options)
+        ms = kernel_ms(fn, inputs, meter=meter, **options)
     except NotImplementedError:
         return None
     except Exception as error:
         return {"ms": None, "tflops": None, "failed": failure(error)}
-    return {"ms": ms, "tflops": flops / ms / 1e9}
+    return {"ms": ms, "tflops": flops / ms / 1e9} | meter.figures()
 
 
 def error_of(
@@ -156,9 +162,11 @@ def small_loss(s: LossShape) -> LossShape:
     return s._replace(name=f"{s.name}_small", N=256, D=64, V=512, valid_vocab=s.valid_vocab and 500)
 
 
-def loss_error(shape: LossShape, backend: str, dtype: Any) -> float | None:
+def loss_error(
+    shape: LossShape, backend: str, dtype: Any, compiler_options: dict[str, Any] | None = None
+) -> float | None:
     """Of the gradients, against the float32 specification."""
     s = small_loss(shape)
     gradients = lambda name: lambda *inputs: loss_with_gradients(s, name)(*inputs)[1]
     inputs = loss_inputs(s, dtype, jax.random.key(1))
-    return error_of(gradients(backend), gradients("reference"), inputs)
+    return error_of(gradients(backend), gradients("reference"), inputs, compiler_options)

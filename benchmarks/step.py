@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.power import Meter
 from benchmarks.profile import profile
 from benchmarks.random_inputs import new_state, random_batch
 from benchmarks.record import describe, stem
@@ -64,13 +65,13 @@ def bench_step(
             state, values = compiled(state, batch, hyperparams, frozen)  # noqa: F821 - deleted below
             return values["loss"]
 
-        calls = steps_of_a_window(step, batches)
-        ms = median_ms(step, batches[: 2 * calls], calls=calls, windows=WINDOWS)
+        calls, meter = steps_of_a_window(step, batches), Meter()
+        ms = median_ms(step, batches[: 2 * calls], calls=calls, windows=WINDOWS, meter=meter)
         # The allocator's peak is the process's: an earlier, larger one hides that of this step.
         after = peak_bytes()
         metrics["peak_bytes"] = after if after > before else memory_needed(compiled)
         metrics |= {"ms": ms, "tokens_per_s": 1e3 * w.tokens / ms, "mfu": mfu(w, ms)}
-        metrics |= memory(compiled) | {"loss": float(step(*batches[0]))}
+        metrics |= memory(compiled) | {"loss": float(step(*batches[0]))} | meter.figures()
         if not jnp.isfinite(metrics["loss"]):
             raise UserError(f"{w.name}: the loss became {metrics['loss']} while it was timed")
         record = describe("step", w.name, variant or w.precision, workload=w.facts())
@@ -83,8 +84,11 @@ def bench_step(
             "floor": limits._asdict() | floors_ms(w, limits.matmul_tflops),
         }
         del compiled
+        drawn = ", ".join(f"{x:,.0f} {name}" for name, x in meter.figures().items())
         print(
-            f"  {ms:.1f} ms, {metrics['tokens_per_s']:,.0f} tokens/s", file=sys.stderr, flush=True
+            f"  {ms:.1f} ms, {metrics['tokens_per_s']:,.0f} tokens/s {drawn}".rstrip(),
+            file=sys.stderr,
+            flush=True,
         )
         yield record
         if parts:

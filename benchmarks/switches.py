@@ -18,12 +18,19 @@ NONE = (
     "model.kernels={norm: xla, rope: xla, ffn: xla, loss: xla}",
     "optim.symmetric=false",
 )
+OF_MUON = {"symmetric", "polar_express_4"}  # variants that are nothing without it
 # What each switch adds to none; a later override of a key wins.
 ALONE = {
     "attention": ("model.attention=mosaic",),
     "rows": ("model.kernels.loss=mosaic", "model.kernels.norm=mosaic", "model.kernels.rope=mosaic"),
     "ffn": ("model.kernels.ffn=mosaic",),
     "symmetric": ("optim.symmetric=true",),
+}
+# What is off by default, beside all kernels.
+MORE = {
+    "qkv": ("model.kernels.qkv=mosaic",),
+    "fp8_logits": ("model.kernels.loss=fp8_logits",),
+    "polar_express_4": ("optim.orthogonalize=polar_express_4",),
 }
 
 
@@ -32,27 +39,33 @@ def variants() -> dict[str, tuple[str, ...]]:
     alone = {f"xla and {name}": (*NONE, *more) for name, more in ALONE.items()}
     fp8 = ("model.fp8=blocks",)
     delayed = (*fp8, "model.fp8_history=16")
-    return {"bf16": (), "xla": NONE, **alone, "fp8": fp8, "fp8_delayed": delayed}
+    every = tuple(line for lines in MORE.values() for line in lines)
+    more = {f"bf16 and {name}": lines for name, lines in MORE.items()}
+    more |= {"bf16 and all": every, "fp8_delayed and all": (*delayed, *every)}
+    return {"bf16": (), "xla": NONE, **alone, "fp8": fp8, "fp8_delayed": delayed, **more}
 
 
 def bench_switches(
     name: str, overrides: Sequence[str], only: str | None = None, profile_dir: Path | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A record of `bench step` for each variant (or the one named), all of one process.
+    """A record of `bench step` for each variant, or for those named, all of one process.
 
-    So they share its clocks and its ceilings, and each kernel is compiled once. Raises UserError
-    for an unknown variant, and where the kernels do not serve.
+    So they share its clocks and its ceilings, and each kernel is compiled once. only: names with
+    commas between, in the order that they are measured in; without the times of a step's parts.
+    Raises UserError for an unknown variant, and where the kernels do not serve.
     """
     every = variants()
-    if only is not None and only not in every:
-        raise UserError(f"there is no variant {only}; there are {', '.join(every)}")
+    names = list(every) if only is None else [name.strip() for name in only.split(",")]
+    for variant in names:
+        if variant not in every:
+            raise UserError(f"there is no variant {variant}; there are {', '.join(every)}")
     if reason := hopper.unsupported_reason(target()):
         raise UserError(f"--switches compares the kernels for Hopper: {reason}")
     optim = load_config(find_config(name), overrides).optim.name
-    for variant, lines in every.items():
-        if only not in (None, variant) or (optim != "muon" and "symmetric" in variant):
+    for variant in names:
+        if optim != "muon" and OF_MUON & set(variant.split()):
             continue
-        lines = [line for line in lines if optim == "muon" or not line.startswith("optim.")]
-        yield from bench_step(name, [*overrides, *lines], variant, profile_dir)
+        lines = [line for line in every[variant] if optim == "muon" or "optim." not in line]
+        yield from bench_step(name, [*overrides, *lines], variant, profile_dir, only is None)
         jax.clear_caches()
         gc.collect()

@@ -26,6 +26,7 @@ from benchmarks.columns import (
     PACKED,
     PLANS,
     POPULATION,
+    POWER,
     PROJECTION,
     QUICKSTART,
     RACE,
@@ -94,6 +95,7 @@ def figures(
     columns: Columns, records: Sequence[Record], peers: Sequence[Record]
 ) -> tuple[list[str], list[list[str]]]:
     """One row a record, and one for its floor below the last that has the same."""
+    columns = with_power(columns, [record["metrics"] for record in records])
     cells = lambda values: [show(values.get(key)) for key, show in columns.items()]
     rows, floors = [], [*(record.get("floor") for record in records), None]
     for i, record in enumerate(records):
@@ -119,6 +121,7 @@ def listed(
     entries += [(row | {"backend": peer["peer"]}, peer) for peer in peers for row in peer["rows"]]
     # Stable: within a name and shape ours come first, then the peers, as they were recorded.
     order = list(dict.fromkeys((row["name"], row.get("shape")) for row, _ in entries))
+    columns = with_power(columns, [row for row, _ in entries])
     entries.sort(key=lambda entry: order.index((entry[0]["name"], entry[0].get("shape"))))
     header = ["name", "shape", "backend", "variant", "device"]
     rows = [
@@ -133,6 +136,11 @@ def listed(
     keep += range(len(header), len(header) + len(columns) + 1)
     header += [*(TITLES.get(key, key) for key in columns), "figures"]
     return [header[i] for i in keep], [[row[i] for i in keep] for row in rows]
+
+
+def with_power(columns: Columns, found: Sequence[Record]) -> Columns:
+    """The columns, with watts and the clock where any of these figures has them."""
+    return columns | {key: x for key, x in POWER.items() if any(key in row for row in found)}
 
 
 def raced(records: Sequence[Record], every: bool) -> tuple[list[str], list[list[str]]]:

@@ -1,5 +1,6 @@
 """How everything is timed, and the two ceilings of the device that nothing can beat."""
 
+import contextlib
 import functools
 import statistics
 import time
@@ -8,6 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from benchmarks.power import Meter
 
 COLD_BYTES = 2**28  # inputs that add up to this do not stay in any device's cache
 WINDOW_SECONDS = 0.2
@@ -32,6 +35,7 @@ def median_ms(
     calls: int | None = None,
     windows: int = 5,
     seconds: float | None = None,
+    meter: Meter | None = None,
 ) -> float:
     """Milliseconds of one call: median over windows of `calls` calls, each waited for at its end.
 
@@ -40,7 +44,8 @@ def median_ms(
     shorter than that: `kernel_ms`.
 
     inputs: argument tuples that the calls rotate over (see `rotating`). calls: by default as many
-    as fill `seconds` (0.2). The first calls, which compile and warm up, are not counted.
+    as fill `seconds` (0.2). The first calls, which compile and warm up, are not counted. meter: is
+    on during the windows.
     """
 
     def window(count: int) -> float:
@@ -56,7 +61,8 @@ def median_ms(
         calls, seconds = 2, seconds or WINDOW_SECONDS
         while calls < MOST_CALLS and (each := window(calls)) * calls < seconds / 2:
             calls = min(MOST_CALLS, max(2 * calls, round(seconds / each)))
-    return 1e3 * statistics.median(window(calls) for _ in range(windows))
+    with meter or contextlib.nullcontext():
+        return 1e3 * statistics.median(window(calls) for _ in range(windows))
 
 
 def kernel_ms(

@@ -120,7 +120,12 @@ def test_times_that_a_dry_run_computes_are_no_times():
     assert [kind_of(x, "preflight") for x in ("compute_ms", "total_bytes", "compile_s")] == [
         "bytes", "bytes", "time",
     ]  # fmt: skip
-    assert kind_of("ms", "step") == "time" and set(ALLOWED) == {"time", "loss", "bytes", "count"}
+    assert kind_of("ms", "step") == kind_of("watts", "rows") == "time" and set(ALLOWED) == {
+        "time",
+        "loss",
+        "bytes",
+        "count",
+    }
 
 
 @pytest.fixture

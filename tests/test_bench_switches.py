@@ -26,6 +26,12 @@ def test_each_variant_switches_what_it_says():
     assert (configs["fp8"].model.fp8, configs["fp8"].model.fp8_history) == ("blocks", None)
     delayed = configs["fp8_delayed"].model
     assert (delayed.fp8, delayed.fp8_history) == ("blocks", 16)
+    every = configs["fp8_delayed and all"]
+    assert (every.model.fp8, every.model.kernels.qkv) == ("blocks", "mosaic")
+    assert (every.model.kernels.loss, every.optim.orthogonalize) == (
+        "fp8_logits", "polar_express_4",
+    )  # fmt: skip
+    assert configs["bf16 and qkv"].model.kernels.loss is None
 
 
 def test_one_process_measures_them_all(monkeypatch):
@@ -34,18 +40,21 @@ def test_one_process_measures_them_all(monkeypatch):
     monkeypatch.setattr(switches.jax, "clear_caches", lambda: None)
     monkeypatch.setattr(switches.gc, "collect", lambda: 0)
 
-    def bench_step(name, lines, variant, folder):
+    def bench_step(name, lines, variant, folder, parts):
         calls.append((variant, lines))
         yield {}
 
     monkeypatch.setattr(switches, "bench_step", bench_step)
     with on_target("cuda", (9, 0)):
-        assert len(list(switches.bench_switches("gpt_d12", ["model.depth=2"]))) == 8
+        assert len(list(switches.bench_switches("gpt_d12", ["model.depth=2"]))) == 13
         assert calls[0] == ("bf16", ["model.depth=2"])
         assert calls[1] == ("xla", ["model.depth=2", *switches.NONE])
         calls.clear()
         list(switches.bench_switches("gpt_d12", [], "fp8"))
         assert calls == [("fp8", ["model.fp8=blocks"])]
+        calls.clear()
+        list(switches.bench_switches("gpt_d12", [], "bf16 and qkv, bf16"))
+        assert calls == [("bf16 and qkv", ["model.kernels.qkv=mosaic"]), ("bf16", [])]
         calls.clear()
         list(switches.bench_switches("gpt_d12", ["optim={name: adamw}"]))
         assert "xla and symmetric" not in dict(calls)

@@ -421,7 +421,7 @@ EVERYWHERE = {
     "model.weight_form": "stochastic_rounding hadamard group_size",
     "model.rope_scaling": "name factor low_freq_factor high_freq_factor original_context beta_fast "
     "beta_slow attention_factor truncate short_factor long_factor",
-    "model.kernels": "norm rope relu2 ffn loss",
+    "model.kernels": "norm rope qkv relu2 ffn loss",
     "train": "sequence_length batch_size device_batch_size fit steps tokens_per_parameter "
     "scaling_fit init_from on_nonfinite max_consecutive_skips compiler_options",
     "train.local_sgd": "every outer_lr outer_momentum compress fragments",

@@ -17,7 +17,7 @@ from jaxtrain.model.layers import Rotary, add_bias, declare_bias, lookup, rms_no
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
-from jaxtrain.weights.contract import dense, dequantize
+from jaxtrain.weights.contract import dense, dequantize, matmul_joined
 from jaxtrain.weights.params import declare
 
 GATE_CHANNELS = 12
@@ -62,6 +62,11 @@ def attend_rows(
     """`parallel.attention`; zigzag: the text is split over the mesh's axis `context`."""
     more = dict(options._asdict(), zigzag=zigzag, return_lse=return_lse)
     return parallel.attention(q_BTNH, k_BTKH, v_BTKH, **more)
+
+
+def takes_whole_rows(attend: Attend) -> bool:
+    """Whether that is `attend_rows` of texts that no axis of the mesh splits."""
+    return getattr(attend, "func", attend) is attend_rows and parallel.context_size() == 1
 
 
 class LayerInputs(NamedTuple):
@@ -162,7 +167,7 @@ class Attention(KeyValueProjection):
         value_BTC: Float[Array, "B T C"] | None,
         cache: LayerCache | None,
         source: KeyValueProjection | KeysValues | None = None,
-    ) -> tuple[Float[Array, "B T D"], KeysValues]:
+    ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
         """Returns the output and the keys and values: of these tokens, or the updated cache.
 
         source: with `model.share_kv`, the projection to keys and values, or another layer's k_BTKH
@@ -170,6 +175,11 @@ class Attention(KeyValueProjection):
         """
         c = self.config
         B, T, _ = x_BTD.shape
+        y_BTD = None
+        if inputs.fused.qkv and takes_whole_rows(inputs.attend) and cache is None and not source:
+            y_BTD = self.in_one_array(x_BTD, spec, inputs, value_BTC)
+        if y_BTD is not None:
+            return y_BTD, None
         q_BTNH = add_bias(dense(x_BTD, self.q), self.q_bias).reshape(B, T, c.heads, c.qk_dim)
         rope = inputs.short_rope if spec.short_rope else inputs.rope
         wide = max(c.qk_dim, c.head_dim)  # kernels take heads of one size
@@ -204,6 +214,32 @@ class Attention(KeyValueProjection):
             y_BTNH = cache.attend(q_BTNH, kv, window, c.attention_softcap, scale)
         y_BTNH = y_BTNH[..., : c.head_dim] if wide > c.head_dim else y_BTNH
         return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kv
+
+    def in_one_array(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        spec: LayerSpec,
+        inputs: LayerInputs,
+        value_BTC: Float[Array, "B T C"] | None,
+    ) -> Float[Array, "B T D"] | None:
+        """The output, where q, k and v are projected by one matmul; None where their forms have a
+        product of their own (LoRA).
+        """
+        c, (B, T, _) = self.config, x_BTD.shape
+        rope = inputs.short_rope if spec.short_rope else inputs.rope
+        y_BTC = matmul_joined(x_BTD, *(matrix.get_value() for matrix in (self.q, self.k, self.v)))
+        if y_BTC is None or rope is None:
+            return None
+        qkv_BTCH = y_BTC.reshape(B, T, -1, c.head_dim)
+        value_BTKH = None if value_BTC is None else value_BTC.reshape(B, T, c.kv_heads, -1)
+        scale = c.attention_scale or c.qk_scale**2 / math.sqrt(c.qk_dim)
+        cos_BTH, sin_BTH = (jax.lax.squeeze(x, [2]) for x in rope)
+        y_BTNH = parallel.rope_attention(
+            qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, inputs.segments_BT, heads=c.heads,
+            eps=c.norm_eps, scale=scale, causal=c.causal, window=spec.window,
+            softcap=c.attention_softcap, implementation=inputs.fused.qkv,
+        )  # fmt: skip
+        return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias)
 
     def norm_and_rope(
         self, x_BTNH: Float[Array, "B T N H"], rope: Rotary | None, gain: nnx.Param | None

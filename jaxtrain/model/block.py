@@ -28,13 +28,13 @@ class BlockOutput(NamedTuple):
     """What a layer hands on.
 
     x_BTD: the stream after attention. branch_BTD: what the feed-forward network adds to it. kv:
-    keys and values of these tokens, or the updated cache. balance_B: the experts' balance loss of
-    each row, None without experts.
+    keys and values of these tokens, or the updated cache; None with kernels.qkv. balance_B: the
+    experts' balance loss of each row, None without experts.
     """
 
     x_BTD: Array
     branch_BTD: Array
-    kv: KeysValues
+    kv: KeysValues | None
     balance_B: Array | None = None
 
 

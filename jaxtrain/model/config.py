@@ -263,6 +263,15 @@ class ModelFields[Size: int | None](Settings):
             raise ValueError(
                 "kernels.rope needs position_embedding: rotary and qk_norm without qk_norm_gain"
             )
+        plain = not (self.qk_norm_gain or self.qkv_bias or self.share_kv or self.mla)
+        plain = plain and self.qk_head_dim in (None, self.head_dim) and not self.rope_scaling
+        if self.kernels.qkv and not (self.fits_rope_kernel and plain):
+            raise ValueError(
+                "kernels.qkv needs position_embedding: rotary and qk_norm, without qk_norm_gain, "
+                "qkv_bias, share_kv, mla, qk_head_dim and rope_scaling"
+            )
+        if self.kernels.qkv and self.deterministic_attention:
+            raise ValueError("kernels.qkv has no deterministic_attention")
         if self.kernels.relu2 and self.ffn != "relu2":
             raise ValueError(f"kernels.relu2 needs ffn: relu2, not {self.ffn}")
         if named(self.kernels.ffn) and (self.ffn != "relu2" or self.ffn_bias or self.kernels.relu2):

@@ -159,7 +159,7 @@ def apply_layer[Source](
     whole: bool,
     stream: Stream,
     source: Source,
-) -> tuple[Stream, KeysValues]:
+) -> tuple[Stream, KeysValues | None]:
     """Scale the stream, add the embedding back in, run the block."""
     c, fused, (layer, parts, kv) = modules.config, inputs.fused, pick(source)
     scales = (layer["residual_scale"], layer["x0_scale"]) if c.residual_scales else None

@@ -21,11 +21,19 @@ class FusedOps(Settings):
 
     norm: str | None = Field(None, description="residual additions with the RMS norm after them")
     rope: str | None = Field(None, description="rotation and norm of queries and keys")
+    qkv: str | None = Field(
+        None,
+        description="queries, keys and values in one array, with one matmul each way, turned in "
+        "place before attention; in the place of rope and model.attention; default off",
+    )
     relu2: str | None = Field(None, description="the squared ReLU by itself; default: as ffn says")
     ffn: str | None = Field(
         None, description="the squared ReLU in the matmul before it; with model.fp8, in the casts"
     )
-    loss: str | None = Field(None, description="the head with the loss")
+    loss: str | None = Field(
+        None,
+        description="the head with the loss; also fp8_logits, whose logits' matmul is in float8",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -34,12 +42,21 @@ class FusedOps(Settings):
             dict.fromkeys(("norm", "rope", "ffn", "loss"), given) if type(given) is str else given
         )
 
-    @field_validator("*")
+    @field_validator("norm", "rope", "qkv", "relu2", "ffn")
     @classmethod
     def _known(cls, name: str | None) -> str | None:
-        if name not in (None, *rows.BACKENDS):
-            raise ValueError(f"there is no backend {name}; there are {', '.join(rows.BACKENDS)}")
-        return name
+        return known_backend(name, tuple(rows.BACKENDS))
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, name: str | None) -> str | None:
+        return known_backend(name, (*rows.BACKENDS, "fp8_logits"))
+
+
+def known_backend(name: str | None, known: tuple[str, ...]) -> str | None:
+    if name not in (None, *known):
+        raise ValueError(f"there is no backend {name}; there are {', '.join(known)}")
+    return name
 
 
 class Experts(Settings):

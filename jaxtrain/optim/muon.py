@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
-from jaxtrain.optim.orthogonalize import COEFFICIENTS, normalize, orthogonalize
+from jaxtrain.optim.orthogonalize import COEFFICIENTS, LARGEST, normalize, orthogonalize
 from jaxtrain.optim.param_groups import Hyper, OptimizerConfig, ParamGroup
 from jaxtrain.optim.soap import (
     SOAPDirectionConfig,
@@ -75,8 +75,10 @@ class MuonConfig(OptimizerConfig):
     )
     momentum_warmup_steps: int = Field(400, ge=0, description="steps from momentum_start up")
     nesterov: bool = Field(True, description="look one step of momentum ahead")
-    orthogonalize: Literal["polar_express", "newton_schulz"] = Field(
-        "polar_express", description="polynomial iteration towards the nearest orthogonal matrix"
+    orthogonalize: Literal["polar_express", "polar_express_4", "newton_schulz"] = Field(
+        "polar_express",
+        description="polynomial iteration towards the nearest orthogonal matrix, 5 times; "
+        "polar_express_4: 4 times, after a scaling by the norm of the Gram matrix",
     )
     gram_newton_schulz: bool = Field(
         True, description="iterate on the Gram matrix of long matrices, in float16 on a GPU"
@@ -258,7 +260,8 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
     ) -> tuple[jax.Array, jax.Array | None]:
         shape, axis = u.shape, second_moment_axis(u.shape)
         u = normalize(split_columns(u, blocks), c.equilibrate)
-        u = orthogonalize(u, COEFFICIENTS[c.orthogonalize], c.gram_newton_schulz, c.symmetric)
+        iteration = COEFFICIENTS[c.orthogonalize], c.gram_newton_schulz, c.symmetric
+        u = orthogonalize(u, *iteration, LARGEST.get(c.orthogonalize))
         u = join_columns(u, blocks)
         # All norms below follow from one pass over the result in sixteen bits.
         squares = jnp.sum(jnp.square(u.astype(jnp.float32)), axis=axis, keepdims=True)

@@ -24,7 +24,14 @@ POLAR_EXPRESS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5  # Jordan et al. 2024
-COEFFICIENTS = {"polar_express": POLAR_EXPRESS, "newton_schulz": NEWTON_SCHULZ}
+COEFFICIENTS = {
+    "polar_express": POLAR_EXPRESS,
+    "polar_express_4": POLAR_EXPRESS[1:],
+    "newton_schulz": NEWTON_SCHULZ,
+}
+# The largest singular value that the first polynomial takes, where matrices are first scaled to it
+# by a bound that is closer than the Frobenius norm, which does the first iteration's work.
+LARGEST = {"polar_express_4": 1.9}
 GRAM_FROM = 2  # times longer than wide: from here on the Gram matrix's iteration is cheaper
 RESTART = 2  # iterations on one Gram matrix
 
@@ -62,12 +69,14 @@ def orthogonalize(
     coefficients: tuple[tuple[float, float, float], ...],
     gram: bool = True,
     symmetric: bool = True,
+    largest: float | None = None,
 ) -> Float[Array, "*L i o"]:
     """Push all singular values, at most 1 at first, of each matrix towards 1.
 
     X <- (aI + bA + cA^2) X with A = X X^T, on the shorter side. The result is in the dtype of the
     matmuls. `gram`: long matrices by `gram_newton_schulz`, which is the same with fewer FLOPs.
     `symmetric`: products that are symmetric by the fastest kernel for such, else by XLA.
+    `largest`: scale the matrices first, so that no singular value is above it and some are near.
     """
     short, long = sorted(x_in_out.shape[-2:])
     # Rounding A on its own, apart from X, asks for float16's longer mantissa.
@@ -78,22 +87,48 @@ def orthogonalize(
     if x.shape[-2] > x.shape[-1]:
         x = x.mT
     through = gram_newton_schulz if by_gram else newton_schulz
-    x = through(x, coefficients, None if symmetric else "xla")
+    x = through(x, coefficients, None if symmetric else "xla", largest)
     x = x.mT if x_in_out.shape[-2] > x_in_out.shape[-1] else x
     return x.reshape(x_in_out.shape)
 
 
+Polynomial = tuple[float, float, float]
+
+
+def scaled_polynomial(
+    a: Float[Array, "L M M"], polynomial: Polynomial, largest: float
+) -> Float[Array, "L 3"]:
+    """Of each matrix X, c (c0 I + c1 c^2 A + c2 c^4 A^2): the polynomial of c X, times c.
+
+    A = X X^T. sqrt(||A||_F) is not below X's largest singular value; c brings that to `largest`.
+    """
+    squares_L = jnp.sum(jnp.square(a.astype(jnp.float32)), axis=(-2, -1))
+    # X's Frobenius norm is just below 1, so that this is as small as A's can be.
+    smallest = 0.5 / a.shape[-1] ** 0.5
+    c_L = largest * jax.lax.rsqrt(jnp.maximum(jnp.sqrt(squares_L), smallest))
+    c0, c1, c2 = polynomial
+    return jnp.stack([c0 * c_L, c1 * c_L**3, c2 * c_L**5], axis=-1)
+
+
 def newton_schulz(
-    x: jax.Array, coefficients: Sequence[tuple[float, float, float]], implementation: str | None
+    x: jax.Array,
+    coefficients: Sequence[Polynomial],
+    implementation: str | None,
+    largest: float | None = None,
 ) -> jax.Array:
-    for polynomial in coefficients:
+    for n, polynomial in enumerate(coefficients):
         a = matmul.gram(x, implementation=implementation)
+        if n == 0 and largest is not None:
+            polynomial = scaled_polynomial(a, polynomial, largest)
         x = matmul.square_polynomial(a, polynomial, implementation=implementation) @ x
     return x
 
 
 def gram_newton_schulz(
-    x: jax.Array, coefficients: Sequence[tuple[float, float, float]], implementation: str | None
+    x: jax.Array,
+    coefficients: Sequence[Polynomial],
+    implementation: str | None,
+    largest: float | None = None,
 ) -> jax.Array:
     """The iteration on the small A alone: A <- PAP, Q <- PQ, and X <- QX at the end.
 
@@ -106,6 +141,8 @@ def gram_newton_schulz(
     for part in (coefficients[:RESTART], coefficients[RESTART:]):
         a, q = matmul.gram(x, implementation=implementation), None
         for left, polynomial in zip(reversed(range(len(part))), part):
+            if largest is not None:
+                polynomial, largest = scaled_polynomial(a, polynomial, largest), None
             p = matmul.square_polynomial(a, polynomial, implementation=implementation)
             q = p if q is None else p @ q
             if left:

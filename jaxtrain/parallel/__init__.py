@@ -10,7 +10,12 @@ from jaxtrain.parallel.axes import (
     shard_map,
     shardings,
 )
-from jaxtrain.parallel.context import check_context_chunks, previous_token, zigzag_shard
+from jaxtrain.parallel.context import (
+    check_context_chunks,
+    context_size,
+    previous_token,
+    zigzag_shard,
+)
 from jaxtrain.parallel.experts import moe_dispatch_combine
 from jaxtrain.parallel.kernels import (
     attention,
@@ -19,6 +24,7 @@ from jaxtrain.parallel.kernels import (
     feed_forward_relu2,
     linear_cross_entropy,
     paged_attention,
+    rope_attention,
     shard_map_tokens,
     token_losses,
 )
@@ -35,9 +41,10 @@ from jaxtrain.parallel.stacks import distribute_matrices
 
 __all__ = [
     "BATCH", "MeshConfig", "attention", "bubble_fraction", "check_context_chunks", "check_stages",
-    "constrain", "constrain_tree", "distribute_matrices", "embedding_grad", "embedding_lookup",
-    "feed_forward_relu2", "linear_cross_entropy", "make_mesh", "moe_dispatch_combine", "num_shards",
-    "pad_chunks", "paged_attention", "partition_spec", "pipeline_size", "place_batch",
-    "previous_token", "replicated_axes", "run_pipeline", "shard_map", "shard_map_tokens",
-    "shardings", "split_layers", "token_losses", "zigzag_shard",
+    "constrain", "constrain_tree", "context_size", "distribute_matrices", "embedding_grad",
+    "embedding_lookup", "feed_forward_relu2", "linear_cross_entropy", "make_mesh",
+    "moe_dispatch_combine", "num_shards", "pad_chunks", "paged_attention", "partition_spec",
+    "pipeline_size", "place_batch", "previous_token", "replicated_axes", "rope_attention",
+    "run_pipeline", "shard_map", "shard_map_tokens", "shardings", "split_layers", "token_losses",
+    "zigzag_shard",
 ]  # fmt: skip

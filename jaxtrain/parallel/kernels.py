@@ -81,6 +81,35 @@ def attention(
     return shard_map(local, specs, out)(q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
 
+def rope_attention(
+    qkv_BTCH: Float[Array, "B T C H"],
+    cos_BTH: Float[Array, "b T H"],
+    sin_BTH: Float[Array, "b T H"],
+    value_BTKH: Float[Array, "B T K H"] | None,
+    segments_BT: Int[Array, "B T"] | None,
+    **options: Any,
+) -> Float[Array, "B T N H"]:
+    """Rotation, norm and attention, split over batch rows (see `jaxtrain_kernels.rope_attention`).
+
+    Raises UserError if the backend that was asked for cannot serve.
+    """
+
+    def local(qkv, cos, sin, value, segments):
+        try:
+            arrays = qkv, cos, sin, value
+            return kernels.rope_attention(*arrays, segment_ids_BT=segments, **options)
+        except NotImplementedError as error:
+            raise UserError(f"model.kernels.qkv: {error}; null leaves it out") from None
+
+    mesh, arrays = current_mesh(), (qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, segments_BT)
+    if mesh is None:
+        return local(*arrays)
+    if mesh.shape["tensor"] > 1:
+        raise UserError("model.kernels.qkv splits no heads: leave it out, or set mesh.tensor=1")
+    rows = lambda x: None if x is None else P(*partition_spec(("batch",), x.shape[:1], mesh))
+    return shard_map(local, tuple(map(rows, arrays)), rows(qkv_BTCH))(*arrays)
+
+
 def paged_attention(
     q_BTNH: Float[Array, "B T N H"],
     k_PpKH: Pages,

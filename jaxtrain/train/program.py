@@ -36,7 +36,8 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compile ahead of the loop, and refuse what the device cannot do or hold."""
     check_options(c.train.compiler_options)
-    names = ("cublas",) * bool(c.model.fp8) + ("once",) * c.model.scan_layers
+    fp8 = c.model.fp8 or c.model.kernels.loss == "fp8_logits"
+    names = ("cublas",) * bool(fp8) + ("once",) * c.model.scan_layers
     options = known_options(names) | c.train.compiler_options
     try:
         compiled = step.lower(state, batch, hyperparams, frozen).compile(

@@ -6,6 +6,7 @@ an array into each form is in the table `jaxtrain.weights.WEIGHTS`.
 """
 
 import abc
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,6 +35,12 @@ class Weight(abc.ABC):
         """relu(x W)^2 `down` in kernels of this form's own; None where it has none."""
         return None
 
+    def matmul_joined(
+        self, x: Float[Array, "*B K"], others: "Sequence[Array | Weight]"
+    ) -> Float[Array, "*B N"] | None:
+        """x times this matrix and others side by side; None where this form has no such product."""
+        return None
+
     @abc.abstractmethod
     def dequantize(self) -> Float[Array, "K N"]:
         """The array that the matrix stands for, in the dtype of the compute."""
@@ -42,6 +49,36 @@ class Weight(abc.ABC):
 def matmul(x: Float[Array, "*B K"], weight: Array | Weight) -> Float[Array, "*B N"]:
     """x times a matrix in any form."""
     return weight.matmul(x) if isinstance(weight, Weight) else x @ weight
+
+
+def matmul_joined(
+    x: Float[Array, "*B K"], *matrices: Array | Weight
+) -> Float[Array, "*B N"] | None:
+    """x times matrices side by side, in one product; None where their forms have none."""
+    first, *others = matrices
+    if isinstance(first, Weight):
+        return first.matmul_joined(x, others)
+    arrays = [first, *(w for w in others if not isinstance(w, Weight))]
+    if len(arrays) <= len(others):
+        return None
+    x, w_KN = gradients_together(x, jnp.concatenate(arrays, axis=1))
+    return x @ w_KN
+
+
+@jax.custom_vjp
+def gradients_together(x: Array, w_KN: Array) -> tuple[Array, Array]:
+    """Both, whose gradients are computed one after the other.
+
+    XLA would put that of a joined matrix off to the end of the backward pass, and keep its large
+    operands until then.
+    """
+    return x, w_KN
+
+
+gradients_together.defvjp(
+    lambda x, w_KN: ((x, w_KN), None),
+    lambda _, gradients: jax.lax.optimization_barrier(gradients),
+)
 
 
 def feed_forward_relu2(

@@ -11,6 +11,7 @@ their gradient.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxtrain.parallel.axes import constrain, current_mesh
 from jaxtrain.settings import UserError
-from jaxtrain.weights.contract import Weight
+from jaxtrain.weights.contract import Weight, gradients_together
 from jaxtrain.weights.params import Params, ParamSpec, Specs, path_name
 
 # Smaller products take longer to quantise than they save (nanochat's bound); and cuBLASLt's
@@ -66,6 +67,22 @@ class Fp8Weight(Weight):
         )  # fmt: skip
         return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
 
+    def matmul_joined(
+        self, x: Float[Array, "*B K"], others: Sequence[Array | Weight]
+    ) -> Float[Array, "*B N"] | None:
+        """Cast once more, side by side with one scale: the copies have one each.
+
+        Every matrix's history then is of the output's gradient of all of them.
+        """
+        matrices = [self, *(w for w in others if isinstance(w, Fp8Weight))]
+        if len(matrices) <= len(others):
+            return None
+        w_KN = jnp.concatenate([matrix.w_KN for matrix in matrices], axis=1)
+        x, w_KN = gradients_together(x, w_KN)
+        seen = [matrix.amax for matrix in matrices if matrix.amax is not None]
+        amax = tuple(map(shared_maximum, zip(*seen))) if len(seen) == len(matrices) else None
+        return Fp8Weight(w_KN, None, amax).matmul(x)
+
     def feed_forward_relu2(
         self, x: Float[Array, "B T K"], down: Array | Weight, implementation: str | None
     ) -> Float[Array, "B T K"] | None:
@@ -90,6 +107,12 @@ class Fp8Weight(Weight):
     def dequantize(self) -> Float[Array, "K N"]:
         """The array itself: float8 is how it is multiplied, not how it is stored."""
         return self.w_KN
+
+
+def shared_maximum(maxima: Sequence[Array]) -> Array:
+    """The largest; what stands in for its gradient goes to each of them, whole."""
+    alone = lambda most: most - jax.lax.stop_gradient(most)
+    return jax.lax.stop_gradient(jnp.max(jnp.stack(maxima))) + sum(map(alone, maxima))
 
 
 def quantize_float8(w_LKN: Float[Array, "L K N"]) -> Fp8Weight:

@@ -24,6 +24,7 @@ from jaxtrain_kernels.matmul.fp8 import (
     fp8_quantize_delayed,
     fp8_unsupported,
 )
+from jaxtrain_kernels.rope_attention import rope_attention
 
 __all__ = [
     "E4M3",
@@ -44,4 +45,5 @@ __all__ = [
     "linear_cross_entropy_per_token",
     "paged_attention",
     "quantize",
+    "rope_attention",
 ]

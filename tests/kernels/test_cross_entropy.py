@@ -10,6 +10,7 @@ import pytest
 from jaxtrain_kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_per_token
 from jaxtrain_kernels.cross_entropy.xla import default_chunk
 from jaxtrain_kernels.dispatch import on_target
+from jaxtrain_kernels.matmul.fp8.reference import rounded
 from jaxtrain_kernels.shapes import LOSS_SMALL, LossShape
 
 by_name = functools.partial(pytest.mark.parametrize, "shape", ids=lambda shape: shape.name)
@@ -200,3 +201,49 @@ def test_inside_shard_map_the_head_gradient_is_summed():
     loss, gradients = jax.jit(jax.value_and_grad(f, (0, 1)))(*inputs(shape, np.float32))
     for x, y in zip((loss, *gradients), truth(shape)):
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_float8_logits_are_those_of_rounded_operands_and_gradients_go_straight_through(softcap):
+    shape = LossShape("", 32, 16, 64, softcap=softcap, valid_vocab=60)
+    x, w, labels, weights = inputs(shape, np.float32)
+    w = w / 4
+    got = loss_and_gradients(shape, x, w, labels, weights, implementation="fp8_logits", chunk=32)
+    near = rounded(x, jnp.float8_e4m3fn), rounded(w, jnp.float8_e4m3fn)
+    call = options(shape)
+    call.pop("z_loss")
+
+    def of_logits(logits):
+        one = jnp.eye(shape.V)
+        f = functools.partial(linear_cross_entropy, implementation="reference", **call)
+        return f(logits, one, jnp.asarray(labels), jnp.asarray(weights))
+
+    loss, dlogits = jax.value_and_grad(of_logits)(near[0] @ near[1])
+    for a, b in zip(got, (loss, dlogits @ w.T, x.T @ dlogits)):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_float8_logits_are_near_those_in_sixteen_bits():
+    shape = LossShape("", 8192, 768, 32768, softcap=15.0)
+    x, w, labels, weights = inputs(shape, jnp.bfloat16)
+    arrays = x, (w.astype(np.float32) / 28).astype(jnp.bfloat16), labels, weights
+    ours, plain = (
+        loss_and_gradients(shape, *arrays, implementation=name) for name in ("fp8_logits", "mosaic")
+    )
+    np.testing.assert_allclose(ours[0], plain[0], rtol=1e-3)
+    for a, b in zip(ours[1:], plain[1:]):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(b)
+
+
+def test_float8_logits_lower_for_hopper_with_one_product_in_float8():
+    spec = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
+    arrays = spec(64, 64), spec(64, 8192), spec(64, dtype=jnp.int32), spec(64, dtype=jnp.float32)
+    f = functools.partial(linear_cross_entropy, softcap=15.0, implementation="fp8_logits")
+    with on_target("cuda", (9, 0)):
+        traced = jax.jit(jax.grad(f, (0, 1))).trace(*arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 1
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert ["f8E4M3FN" in line for line in products] == [True, False, False]

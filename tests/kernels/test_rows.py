@@ -288,7 +288,7 @@ def test_kernels_are_the_default_where_they_serve():
 def test_one_name_is_for_all_passes():
     c = ModelConfig.model_validate({"kernels": "xla"})
     assert c.kernels.model_dump() == {
-        "norm": "xla", "rope": "xla", "relu2": None, "ffn": "xla", "loss": "xla",
+        "norm": "xla", "rope": "xla", "qkv": None, "relu2": None, "ffn": "xla", "loss": "xla",
     }  # fmt: skip
     with pytest.raises(ValueError, match="there is no backend fast"):
         ModelConfig.model_validate({"kernels": "fast"})

@@ -68,6 +68,30 @@ def test_mosaic_equals_reference_without_races(op, L, M, K, dtype, tiling, capfd
     assert "RACE" not in "".join(capfd.readouterr())
 
 
+def test_each_matrix_may_have_a_polynomial_of_its_own():
+    a, _ = arguments("square_polynomial", 2, 192, 192, jnp.float16)
+    each = jnp.asarray([COEFFICIENTS, (0.5, 1.5, -0.25)], jnp.float32)
+    out = symmetric.square_polynomial(a, each, tiling=SMALL, interpret=INTERPRET)
+    wide = a.astype(jnp.float32)
+    expected = [reference.square_polynomial(wide[n : n + 1], tuple(each[n])) for n in range(2)]
+    eps = float(jnp.finfo(jnp.float16).eps)
+    np.testing.assert_allclose(out.astype(jnp.float32), jnp.concatenate(expected), atol=eps)
+    for backend in (xla, reference):
+        other = backend.square_polynomial(wide, each)
+        np.testing.assert_allclose(other, jnp.concatenate(expected), atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_each_matrix_has_its_polynomial():
+    a, _ = arguments("square_polynomial", 3, 768, 768, jnp.float16)
+    each = jnp.asarray([COEFFICIENTS, (0.5, 1.5, -0.25), (8.0, -3.0, 0.1)], jnp.float32)
+    out = jax.jit(symmetric.square_polynomial)(a, each).astype(jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        expected = reference.square_polynomial(a.astype(jnp.float32), each)
+    eps = float(jnp.finfo(jnp.float16).eps)
+    np.testing.assert_allclose(out, expected, atol=8 * eps, rtol=2 * eps)
+
+
 @pytest.mark.slow
 def test_a_mapped_axis_is_one_more_axis_of_the_grid():
     """As in a population of models (`jaxtrain.train.population`)."""

@@ -190,3 +190,21 @@ def test_what_it_does_not_go_with_is_one_clear_error(changes, message, tmp_path,
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_one_array_of_queries_keys_and_values_has_one_product_and_the_same_loss():
+    one, found = batch(4, micro=4), []
+    for kernels in ({}, {"qkv": "reference"}):
+        task, _ = fp8_task(3, kernels=kernels)
+        run, past = slopes(task), model_fp8.init_amax_history(task.specs, 3)
+        for _ in range(3):
+            (loss, _), grads, past = run(one, past)
+        found.append((loss, grads, past))
+    (loss, grads, past), (other_loss, other_grads, other_past) = found
+    np.testing.assert_allclose(other_loss, loss, rtol=1e-3)
+    close_within_rounding(other_grads, grads, 0.1)
+    close_within_rounding(other_past.inputs, past.inputs, 0.02)
+    heads = [other_past.gradients[f"blocks/attention/{name}"] for name in "qkv"]
+    np.testing.assert_array_equal(heads[0], heads[1])
+    np.testing.assert_array_equal(heads[0], heads[2])
+    assert (heads[0] > 0).all()

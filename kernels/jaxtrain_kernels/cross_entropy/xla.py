@@ -27,13 +27,24 @@ SOFTCAP_AS_MAXIMUM = 30.0
 
 
 class CrossEntropyOptions(NamedTuple):
-    """row_pass: a kernel in place of `row_pass` below; None = that."""
+    """row_pass: a kernel in place of `row_pass` below; None = that. logits_of: what is made of
+    w once for all chunks, and a chunk's logits of x and that; None = x @ w.
+    """
 
     softcap: float | None
     z_loss: float
     valid_vocab: int | None
     chunk: int
     row_pass: Callable[..., Any] | None = None
+    logits_of: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+
+    def product(self, w_DV: Any) -> Callable[[Any], Any]:
+        """A chunk's logits, of its x."""
+        if self.logits_of is None:
+            return lambda x_CD: x_CD @ w_DV
+        prepare, multiply = self.logits_of
+        prepared = prepare(w_DV)
+        return lambda x_CD: multiply(x_CD, prepared)
 
 
 def supports(target: Target, x_ND, w_DV) -> None:
@@ -41,11 +52,12 @@ def supports(target: Target, x_ND, w_DV) -> None:
 
 
 def linear_cross_entropy(
-    x_ND, w_DV, labels_N, weights_N, *, softcap, z_loss, valid_vocab, chunk, row_pass=None
-):
+    x_ND, w_DV, labels_N, weights_N, *, softcap, z_loss, valid_vocab, chunk, row_pass=None,
+    logits_of=None,
+):  # fmt: skip
     """As the public function; row_pass: `hopper.rows.loss_rows` or another kernel like it."""
     chunk = chunk or default_chunk(len(x_ND), len(w_DV.T))
-    options = CrossEntropyOptions(softcap, z_loss, valid_vocab, chunk, row_pass)
+    options = CrossEntropyOptions(softcap, z_loss, valid_vocab, chunk, row_pass, logits_of)
     return _loss(options, *_vary_alike(x_ND, w_DV, labels_N, weights_N))
 
 
@@ -68,9 +80,11 @@ def default_chunk(n_tokens: int, n_vocab: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(options, x_ND, w_DV, labels_N, weights_N):
+    logits_of = options.product(w_DV)
+
     def add(total, chunk):
         x, labels, weights = chunk
-        nll, lse = _row_losses(options, x @ w_DV, labels)
+        nll, lse = _row_losses(options, logits_of(x), labels)
         return total + _weighted_sum(options, nll, lse, weights), None
 
     chunks = _split(options.chunk, x_ND, labels_N, weights_N)
@@ -84,11 +98,13 @@ def _loss_fwd(options, x_ND, w_DV, labels_N, weights_N):
         largest = jnp.abs(weights_N).max()
         scale = FLOAT16_SCALE / jnp.where(largest > 0, largest, 1)
 
+    logits_of = options.product(w_DV)
+
     def add(carry, chunk):
         total, dw_DV = carry
         x, labels, weights = chunk
         nll, lse, dlogits = (options.row_pass or row_pass)(
-            x @ w_DV,
+            logits_of(x),
             labels,
             weights * scale,
             softcap=options.softcap,

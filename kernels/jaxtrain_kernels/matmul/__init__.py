@@ -24,11 +24,14 @@ def gram(
 
 def square_polynomial(
     a_LMM: Float[Array, "L M M"],
-    coefficients: tuple[float, float, float],
+    coefficients: tuple[float, float, float] | Float[Array, "L 3"],
     *,
     implementation: str | None = None,
 ) -> Float[Array, "L M M"]:
-    """c0 I + c1 a + c2 a^2 of each symmetric a, in a's dtype; coefficients: (c0, c1, c2)."""
+    """c0 I + c1 a + c2 a^2 of each symmetric a, in a's dtype.
+
+    coefficients: (c0, c1, c2) of all matrices, or of each one, in float32.
+    """
     backend = _backend("square_polynomial", a_LMM, implementation)
     return backend.square_polynomial(a_LMM, coefficients)
 

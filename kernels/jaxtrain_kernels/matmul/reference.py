@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.matmul.xla import of_matrices
 
 
 def supports(target: Target, x_LMK) -> None:
@@ -16,7 +17,7 @@ def gram(x_LMK):
 
 def square_polynomial(a_LMM, coefficients):
     """As the public function."""
-    c0, c1, c2 = coefficients
+    c0, c1, c2 = of_matrices(coefficients)
     wide = jnp.promote_types(a_LMM.dtype, jnp.float32)
     square = jnp.matmul(a_LMM, a_LMM, preferred_element_type=wide)
     identity = jnp.eye(a_LMM.shape[-1], dtype=wide)[None]

@@ -16,10 +16,17 @@ def gram(x_LMK):
 
 def square_polynomial(a_LMM, coefficients):
     """As the public function; one pass over a's size after its square."""
-    c0, c1, c2 = coefficients
+    c0, c1, c2 = of_matrices(coefficients)
     # Spread before it is scaled, the identity costs no pass of its own.
     identity = jnp.broadcast_to(jnp.eye(a_LMM.shape[-1], dtype=a_LMM.dtype), a_LMM.shape)
-    return c2 * (a_LMM @ a_LMM) + c1 * a_LMM + c0 * identity
+    return (c2 * (a_LMM @ a_LMM) + c1 * a_LMM + c0 * identity).astype(a_LMM.dtype)
+
+
+def of_matrices(coefficients):
+    """Three numbers, or three arrays [L, 1, 1]."""
+    if isinstance(coefficients, tuple):
+        return coefficients
+    return tuple(coefficients[:, n, None, None] for n in range(3))
 
 
 def symmetric_product(a_LMM, b_LMM):

@@ -24,7 +24,7 @@ from jaxtrain_kernels.attention.hopper.backward_plan import (
     QueryTiling,
 )
 from jaxtrain_kernels.attention.hopper.backward_stats import row_stats
-from jaxtrain_kernels.attention.hopper.common import Mask
+from jaxtrain_kernels.attention.hopper.common import Heads, Mask
 
 
 def default_tiling(head_dim: int) -> BackwardTiling:
@@ -107,16 +107,54 @@ def backward(
     return dq[:, :T, :, :H], dk[:, :T, :, :H], dv[:, :T, :, :H]
 
 
+@hopper.jit_kernel("heads", "causal", "window", "softcap", "scale", "tiling", "interpret")
+def backward_sums(
+    q_BTNH: Float[Array, "B T C H"],
+    k_BSKH: Float[Array, "B T D H"],
+    v_BSKH: Float[Array, "B T E H"],
+    ids_BT: Int[Array, "B T"] | None,
+    out_BTNH: Float[Array, "B T N H"],
+    lse_BNT: Float[Array, "B N T"],
+    dout_BTNH: Float[Array, "B T N H"],
+    dlse_BNT: Float[Array, "B N T"] | None,
+    *,
+    heads: Heads,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    scale: float,
+    tiling: BackwardTiling | None = None,
+    interpret: hopper.Interpret = False,
+) -> tuple[jax.Array, ...]:
+    """dq in float32 and without the scale; then an array like k with dk, and one like v with dv.
+
+    If dv begins behind the heads of k, then both stand in one array like q, whose heads of queries
+    are left as they are in memory. Needs whole blocks of queries and a head dim of 64 or 128.
+    """
+    tiling = tiling or default_tiling(q_BTNH.shape[3])
+    arguments = q_BTNH, k_BSKH, ids_BT, Mask(causal, window), softcap, scale, tiling, interpret
+    plan = make_backward_plan(KeyPlan, *arguments, heads)
+    stats, zeros = row_stats(
+        out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, tiling.block_q, True, interpret
+    )
+    arrays = [q_BTNH, k_BSKH, v_BSKH, dout_BTNH, stats, query_ranges(plan, ids_BT)]
+    arrays += [] if ids_BT is None else [ids_BT]
+    shapes = [q_BTNH.shape] if heads.dv else [k_BSKH.shape, v_BSKH.shape]
+    into = tuple(jax.new_ref(jax.lax.empty(shape, plan.dtype)) for shape in shapes)
+    (dq,) = keys.call(plan, arrays, zeros, interpret, into)
+    return dq, *(jax.freeze(ref) for ref in into)
+
+
 def make_backward_plan[P: BackwardPlan](
-    kind: type[P], q_BTNH, k_BSKH, ids_BT, mask, softcap, scale, tiling, interpret
+    kind: type[P], q_BTNH, k_BSKH, ids_BT, mask, softcap, scale, tiling, interpret, heads=None
 ) -> P:
-    B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
+    B, T, _, H = q_BTNH.shape
+    heads = heads or common.of_separate(q_BTNH, k_BSKH)
     plan = kind(
         B=B,
         T=T,
-        N=N,
-        K=K,
+        N=heads.N,
+        K=heads.K,
         H=H + -H % (64 if H <= 64 else 128),
         dtype=q_BTNH.dtype,
         mask=mask,
@@ -125,6 +163,7 @@ def make_backward_plan[P: BackwardPlan](
         segments=ids_BT is not None,
         tiling=tiling,
         interpret=bool(interpret),
+        at=heads,
     )
     return plan.handed_out()
 

@@ -47,31 +47,41 @@ from jaxtrain_kernels.hopper import COLUMNS, ROWS
 
 
 def call(
-    plan: KeyPlan, arrays: list[jax.Array], zeros: jax.Array | None, interpret: hopper.Interpret
-) -> tuple[Any, jax.Array, jax.Array]:
-    """(dq in float32 without the scale, or None if it is apart; dk; dv). zeros: for dq, or None."""
+    plan: KeyPlan,
+    arrays: list[jax.Array],
+    zeros: jax.Array | None,
+    interpret: hopper.Interpret,
+    into: tuple[Any, ...] = (),
+) -> tuple[Any, ...]:
+    """(dq in float32 without the scale, or None if it is apart; dk; dv). zeros: for dq, or None.
+
+    into: references that dk and dv are written to, at their heads in q's, k's and v's arrays, in
+    the place of the last two results; one where both stand in one array.
+    """
 
     def attention_backward(refs, memory):
         q, k, v, do, stats, ranges, *rest = refs
         ids = rest.pop(0) if plan.segments else None
         dq = rest.pop(0) if plan.with_dq else None
         _block(
-            plan, BackwardArrays(q, k, v, do, stats, ranges, ids, dq, *rest), KeyMemory(**memory)
+            plan,
+            BackwardArrays(q, k, v, do, stats, ranges, ids, dq, rest[0], rest[-1]),
+            KeyMemory(**memory),
         )
 
-    out_type = [jax.ShapeDtypeStruct(arrays[1].shape, plan.dtype)] * 2
+    out_type = [] if into else [jax.ShapeDtypeStruct(arrays[1].shape, plan.dtype)] * 2
     launch = lambda *more: tiles.launch(
         plan, attention_backward, _scratch(plan), out_type, [*arrays, *more], interpret
     )
     if not plan.with_dq:
         return None, *launch()
-    shape = dqs.sums_shape(plan, arrays[0].shape)
+    shape = dqs.sums_shape(plan, arrays[3].shape)
     if zeros is None or plan.interpret:
         zeros = jnp.zeros(shape, jnp.float32)
     sums = jax.new_ref(zeros.reshape(shape))
-    dk, dv = launch(sums)
+    rest = launch(sums, *into)
     dq = jax.freeze(sums)
-    return dq.sum(0) if plan.interpret else dq, dk, dv
+    return dq.sum(0) if plan.interpret else dq, *(() if into else rest)
 
 
 def _scratch(plan: KeyPlan) -> dict[str, Any]:
@@ -272,15 +282,15 @@ def _finish(work: KeyWork, dk: Any, dv: Any):
     buffers = work.memory.own[1]
     width = buffers[0].shape[-1]
     pieces = [
-        (array, x, at)
-        for array, x in ((arrays.dk, dk), (arrays.dv, dv))
+        (array, head + tile.head, x, at)
+        for array, head, x in ((arrays.dk, plan.at.k, dk), (arrays.dv, plan.at.dv, dv))
         for at in range(0, plan.columns, width)
     ]
-    for i, (array, x, at) in enumerate(pieces):
+    for i, (array, head, x, at) in enumerate(pieces):
         if i >= len(buffers):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staged = buffers[i % len(buffers)].at[work.warpgroup]
         staged[...] = x[:, at : at + width]
         plgpu.commit_smem()
         columns = pl.ds(work.columns().start + at, width)
-        plgpu.copy_smem_to_gmem(staged, array.at[tile.b, rows, tile.head, columns])
+        plgpu.copy_smem_to_gmem(staged, array.at[tile.b, rows, head, columns])

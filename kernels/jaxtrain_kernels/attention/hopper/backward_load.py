@@ -109,7 +109,9 @@ def load(plan: KeyPlan, arrays: BackwardArrays, memory: KeyMemory, counter: Ref 
         head, block = query_block(plan, tile, t)
         rows, full = pl.ds(block * bq, bq), memory.q_full.at[slot]
         hopper.bar_sync(plan.barrier("stage") + slot, everyone)
-        plgpu.copy_gmem_to_smem(arrays.q.at[tile.b, rows, head], memory.q.at[slot], full)
+        plgpu.copy_gmem_to_smem(
+            arrays.q.at[tile.b, rows, plan.at.q + head], memory.q.at[slot], full
+        )
         stats = arrays.stats.at[tile.b, head, :, rows]
         plgpu.copy_gmem_to_smem(stats, memory.stats.at[slot], full)
         if plan.segments:
@@ -126,12 +128,12 @@ def load(plan: KeyPlan, arrays: BackwardArrays, memory: KeyMemory, counter: Ref 
         keys, full = pl.ds(tile.block * bk, bk), memory.k_full.at[0]
         hopper.bar_sync(plan.barrier("kv"), everyone)
         tiles.tell_tile(memory.tile, tile)
-        plgpu.copy_gmem_to_smem(arrays.k.at[tile.b, keys, tile.head], memory.k, full)
+        plgpu.copy_gmem_to_smem(arrays.k.at[tile.b, keys, plan.at.k + tile.head], memory.k, full)
         if plan.segments:
             plgpu.copy_gmem_to_smem(arrays.ids.at[tile.b, keys], memory.k_ids, full)
         load_douts(used, tile, 0)
         full = memory.v_full.at[0]
-        plgpu.copy_gmem_to_smem(arrays.v.at[tile.b, keys, tile.head], memory.v, full)
+        plgpu.copy_gmem_to_smem(arrays.v.at[tile.b, keys, plan.at.v + tile.head], memory.v, full)
 
         def load_both(t, _):
             load_queries(used, tile, t)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jax.typing import DTypeLike
 
 from jaxtrain_kernels import hopper
-from jaxtrain_kernels.attention.hopper.common import Mask
+from jaxtrain_kernels.attention.hopper.common import Heads, Mask
 
 
 class BackwardTiling(NamedTuple):
@@ -68,6 +68,7 @@ class BackwardPlan:
     tiling: Any
     blocks: int = 0
     group: int = 1  # heads that are worked on together
+    at: Heads  # where they begin in their arrays
 
     @property
     def warpgroups(self) -> int:

@@ -25,6 +25,24 @@ class Mask(NamedTuple):
     window: int | None
 
 
+class Heads(NamedTuple):
+    """How many heads the queries and the keys have, and where those of q, k, v and of v's gradient
+    begin in their arrays, which may be one and the same.
+    """
+
+    N: int
+    K: int
+    q: int = 0
+    k: int = 0
+    v: int = 0
+    dv: int = 0
+
+
+def of_separate(q_BTNH: Any, k_BSKH: Any) -> Heads:
+    """The heads of arrays of their own."""
+    return Heads(q_BTNH.shape[2], k_BSKH.shape[2])
+
+
 def rows_to(x_T: jax.Array, like: jax.Array) -> jax.Array:
     """A value per row, spread over the matrix."""
     return lax.broadcast_in_dim(x_T, like.shape, [0])

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.hopper import common
-from jaxtrain_kernels.attention.hopper.common import Mask
+from jaxtrain_kernels.attention.hopper.common import Heads, Mask
 from jaxtrain_kernels.attention.hopper.forward_compute import compute
 from jaxtrain_kernels.attention.hopper.forward_load import (
     TILE,
@@ -41,26 +41,29 @@ def default_tiling(head_dim: int, segments: bool = False) -> ForwardTiling:
     return ForwardTiling(block_kv=64, k_stages=2, q_stages=1)
 
 
-@hopper.jit_kernel("causal", "window", "softcap", "scale", "tiling", "interpret")
+@hopper.jit_kernel("causal", "window", "softcap", "scale", "heads", "tiling", "interpret")
 def forward(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B T K H"],
-    v_BSKH: Float[Array, "B T K H"],
+    q_BTNH: Float[Array, "B T C H"],
+    k_BSKH: Float[Array, "B T D H"],
+    v_BSKH: Float[Array, "B T E H"],
     ids_BT: Int[Array, "B T"] | None = None,
     *,
     causal: bool,
     window: int | None,
     softcap: float | None,
     scale: float,
+    heads: Heads | None = None,
     tiling: ForwardTiling | None = None,
     interpret: hopper.Interpret = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Attention's output in q's dtype and its log-sum-exp in float32 (-inf for a row without keys).
 
     bfloat16 or float16; N a multiple of K; H a multiple of 32 up to 256; scale > 0; any T; the
-    arguments otherwise as those of `attention`. interpret: plgpu.InterpretGPUParams, on a CPU.
+    arguments otherwise as those of `attention`. heads: those of q, k and v in arrays with more
+    heads than theirs. interpret: plgpu.InterpretGPUParams, on a CPU.
     """
-    B, T, N, H = q_BTNH.shape
+    heads = heads or common.of_separate(q_BTNH, k_BSKH)
+    (B, T, _, H), N = q_BTNH.shape, heads.N
     tiling = tiling or default_tiling(H, ids_BT is not None)
     mask = Mask(causal, window)
     ranges = common.block_ranges(mask, T, 64 * tiling.warpgroups, tiling.block_kv, ids_BT)
@@ -68,7 +71,7 @@ def forward(
         B=B,
         T=T,
         N=N,
-        K=k_BSKH.shape[2],
+        K=heads.K,
         H=H,
         dtype=q_BTNH.dtype,
         mask=mask,
@@ -77,9 +80,10 @@ def forward(
         segments=ids_BT is not None,
         tiling=tiling,
         blocks=0,
-        group=_heads_together(B * N, N // k_BSKH.shape[2], T * H * 4, tiling.l2_bytes),
+        group=_heads_together(B * N, N // heads.K, T * H * 4, tiling.l2_bytes),
         extra_masked=ids_BT is not None or _extra_masked(ranges),
         interpret=bool(interpret),
+        heads=heads,
     )
     wanted = hopper.sm_count() if tiling.blocks is None else tiling.blocks or plan.n_tiles
     plan = plan._replace(blocks=min(wanted, plan.n_tiles))
@@ -163,7 +167,7 @@ def _call(plan: ForwardPlan, arrays: list, interpret: hopper.Interpret):
     return plgpu.kernel(
         attention_forward,
         out_type=(
-            jax.ShapeDtypeStruct(arrays[0].shape, plan.dtype),
+            jax.ShapeDtypeStruct((*arrays[0].shape[:2], plan.N, plan.H), plan.dtype),
             jax.ShapeDtypeStruct((plan.B, plan.N, padded_T), jnp.float32),
         ),
         scratch_types=scratch,

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jaxtrain_kernels import hopper
-from jaxtrain_kernels.attention.hopper.common import Mask
+from jaxtrain_kernels.attention.hopper.common import Heads, Mask
 from jaxtrain_kernels.hopper import Index, Ref
 
 # What the loader tells the others about a tile, as int32 in shared memory. runs: whether each id
@@ -68,6 +68,7 @@ class ForwardPlan(NamedTuple):
     group: int  # heads that are worked on together
     extra_masked: bool  # some tile has more blocks to mask than the first it visits
     interpret: bool
+    heads: Heads  # where they begin
 
     @property
     def rows(self) -> int:
@@ -164,7 +165,7 @@ def load(plan: ForwardPlan, arrays: ForwardArrays, memory: ForwardMemory, counte
         for i, name in enumerate(TILE):
             memory.tile[stage, i] = tile[name]
         full = memory.q_full.at[stage]
-        plgpu.copy_gmem_to_smem(arrays.q.at[b, rows, head], memory.q.at[stage], full)
+        plgpu.copy_gmem_to_smem(arrays.q.at[b, rows, plan.heads.q + head], memory.q.at[stage], full)
         if plan.segments:
             plgpu.copy_gmem_to_smem(arrays.limits.at[b, :, rows], memory.limits.at[stage], full)
         kv_head = lax.div(head, plan.N // plan.K)
@@ -174,13 +175,17 @@ def load(plan: ForwardPlan, arrays: ForwardArrays, memory: ForwardMemory, counte
             keys = pl.ds(key_block(t, tile) * width, width)
             full = memory.k_full.at[slot]
             hopper.bar_sync(plan.barrier("k") + slot, everyone)
-            plgpu.copy_gmem_to_smem(arrays.k.at[b, keys, kv_head], memory.k.at[slot], full)
+            plgpu.copy_gmem_to_smem(
+                arrays.k.at[b, keys, plan.heads.k + kv_head], memory.k.at[slot], full
+            )
             if plan.segments:
                 plgpu.copy_gmem_to_smem(arrays.ids.at[b, keys], memory.k_ids.at[slot], full)
             slot = lax.rem(loaded + t, tiling.v_stages)
             full = memory.v_full.at[slot]
             hopper.bar_sync(plan.barrier("v") + slot, everyone)
-            plgpu.copy_gmem_to_smem(arrays.v.at[b, keys, kv_head], memory.v.at[slot], full)
+            plgpu.copy_gmem_to_smem(
+                arrays.v.at[b, keys, plan.heads.v + kv_head], memory.v.at[slot], full
+            )
 
         load_block(0, None)
         # The first block is on its way: time to find out about the next tile.

@@ -130,7 +130,7 @@ def _symmetric(a_LMK, b_LMK, coefficients, tiling: Tiling | None, interpret: hop
     arrays = [a_LMK] if b_LMK is None else [a_LMK, b_LMK]
     if coefficients is not None:
         # As an array, so that all polynomials are one kernel to compile.
-        arrays.append(jnp.asarray(coefficients, jnp.float32))
+        arrays.append(jnp.broadcast_to(jnp.asarray(coefficients, jnp.float32), (L, 3)))
 
     def symmetric_matmul(*refs, **memory):
         a, *others, out = refs
@@ -272,15 +272,15 @@ def _compute_tile(work: SymmetricWork, first, matrix, i, j):
     for n in range(kept):
         slot = lax.rem(first + plan.steps - kept + n, stages)
         if plan.polynomial:
-            parts[n] = _polynomial(work, slot, parts[n], (i == j) & (work.warpgroup == n))
+            parts[n] = _polynomial(work, slot, matrix, parts[n], (i == j) & (work.warpgroup == n))
             plgpu.commit_smem()  # TMA writes next where these were ordinary reads
         _free(plan, slot)
     _store(work, [part.astype(dtype) for part in parts], matrix, i, j)
 
 
-def _polynomial(work: SymmetricWork, slot, square, diagonal):
+def _polynomial(work: SymmetricWork, slot, matrix, square, diagonal):
     """c0 I + c1 a + c2 a^2 of 64x64 values, of which those of a lie in the slot."""
-    c0, c1, c2 = (work.arrays.coefficients[n] for n in range(3))
+    c0, c1, c2 = (work.arrays.coefficients[matrix, n] for n in range(3))
     a = plgpu.load(work.memory.operands.at[slot, 0, work.rows()], layout=hopper.MATRIX)
     out = c2 * square + c1 * a.astype(jnp.float32)
 

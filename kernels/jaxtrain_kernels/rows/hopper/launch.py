@@ -20,10 +20,13 @@ def launch(
     body: Callable[..., None],
     out_types: list[jax.ShapeDtypeStruct],
     blocks: int,
-    *arrays: jax.Array,
+    *arrays: jax.Array | hopper.Ref,
     interpret: hopper.Interpret = False,
 ) -> list[jax.Array]:
-    """body(block, *input and output refs) in `blocks` blocks of 128 threads; a list of arrays."""
+    """body(block, *input and output refs) in `blocks` blocks of 128 threads; a list of arrays.
+
+    A reference among the arrays may be written to as well.
+    """
 
     def kernel(*refs):
         body(lax.axis_index("block"), *refs)

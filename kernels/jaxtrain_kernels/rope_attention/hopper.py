@@ -1,0 +1,111 @@
+"""For Hopper: queries and keys are turned in place, attention's kernels read the one array.
+
+The backward of attention writes dk and dv into the array of the gradient; one pass turns dk back
+in place, and dq from the float32 sums that attention's kernel leaves.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxtrain_kernels import hopper
+from jaxtrain_kernels.attention.call import Call, kept
+from jaxtrain_kernels.attention.hopper.common import Heads
+from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.rows.hopper.rope import tokens_of_block
+
+HEAD_DIMS = (64, 128)  # of which attention's backward sums dq beside dk and dv
+TOKENS = 128  # what a length is a multiple of: blocks of queries
+
+
+class RopeAttentionOptions(NamedTuple):
+    """What is static in one call. tilings: attention's, forward and backward."""
+
+    N: int
+    K: int
+    eps: float
+    scale: float
+    causal: bool
+    window: int | None
+    softcap: float | None
+    tilings: tuple[Any, Any] = None, None
+    interpret: hopper.Interpret = False
+
+    def heads(self, with_value: bool) -> Heads:
+        v = self.N + self.K
+        return Heads(self.N, self.K, 0, self.N, 0 if with_value else v, v)
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        return dict(
+            causal=self.causal, window=self.window, softcap=self.softcap, scale=self.scale,
+            interpret=self.interpret,
+        )  # fmt: skip
+
+
+def supports(target: Target, qkv_BTCH, call: Call) -> str | None:
+    if reason := hopper.unsupported_reason(target, qkv_BTCH):
+        return reason
+    _, T, _, H = qkv_BTCH.shape
+    if H not in HEAD_DIMS:
+        return f"needs a head dim of {' or '.join(map(str, HEAD_DIMS))}, got {H}"
+    if T % TOKENS or T % tokens_of_block(H):
+        return f"needs a length in multiples of {TOKENS}, got {T}"
+    return None if call.scale > 0 else f"needs a scale above 0, got {call.scale}"
+
+
+def rope_attention(
+    qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, heads, eps, call: Call,
+    *, tilings: tuple[Any, Any] = (None, None), interpret: hopper.Interpret = False,
+):  # fmt: skip
+    """As the public function. interpret: plgpu.InterpretGPUParams, on a CPU."""
+    K = (qkv_BTCH.shape[2] - heads) // 2
+    same = call.scale, call.causal, call.window, call.softcap
+    options = RopeAttentionOptions(heads, K, eps, *same, tilings, interpret)
+    return _attend(options, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, call.segment_ids_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT):
+    return _forward(o, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT)[0]
+
+
+def _forward(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT):
+    from jaxtrain_kernels.attention.hopper.forward import forward  # takes a second to import
+    from jaxtrain_kernels.rows.hopper import rope_in_place
+
+    options = rope_in_place.TurnOptions((o.N, o.K), o.eps, o.interpret)
+    (qkv_BTCH,), r_NR = rope_in_place.turn(options, (qkv_BTCH,), cos_BTH, sin_BTH)
+    v_BTKH = None
+    if value_BTKH is not None:
+        # Of the turned array: before, the array would have two users and could not be overwritten.
+        v_BTKH = qkv_BTCH[:, :, o.N + o.K :] + value_BTKH
+    arrays = qkv_BTCH, qkv_BTCH, qkv_BTCH if v_BTKH is None else v_BTKH
+    heads = o.heads(v_BTKH is not None)
+    out = forward(*arrays, ids_BT, heads=heads, tiling=o.tilings[0], **o.attention)
+    out_BTNH, lse_BNT = kept(*out)
+    return out_BTNH, (qkv_BTCH, r_NR, v_BTKH, cos_BTH, sin_BTH, ids_BT, out_BTNH, lse_BNT)
+
+
+def _backward(o: RopeAttentionOptions, saved, dout_BTNH):
+    from jaxtrain_kernels.attention.hopper.backward import backward_sums
+    from jaxtrain_kernels.rows.hopper import rope_in_place
+
+    qkv_BTCH, r_NR, v_BTKH, cos_BTH, sin_BTH, ids_BT, out_BTNH, lse_BNT = saved
+    arrays = qkv_BTCH, qkv_BTCH, qkv_BTCH if v_BTKH is None else v_BTKH
+    heads, of_rows = o.heads(v_BTKH is not None), (out_BTNH, lse_BNT, dout_BTNH, None)
+    dq_BTNH, d_BTCH = backward_sums(
+        *arrays, ids_BT, *of_rows, heads=heads, tiling=o.tilings[1], **o.attention
+    )
+    options = rope_in_place.TurnOptions((o.N, o.K), o.eps, o.interpret)
+    (d_BTCH,) = rope_in_place.turn_back(
+        options, o.scale, (qkv_BTCH,), r_NR, dq_BTNH, (d_BTCH,), cos_BTH, sin_BTH
+    )
+    dvalue = None if v_BTKH is None else d_BTCH[:, :, o.N + o.K :]
+    # The angles follow from positions: nothing is to be learned of them.
+    zeros = jax.numpy.zeros_like(cos_BTH), jax.numpy.zeros_like(sin_BTH)
+    return d_BTCH, *zeros, dvalue, None
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,21 @@
+"""The specification: the references of both ops, one after the other."""
+
+import jax.numpy as jnp
+
+from jaxtrain_kernels.attention import reference as attention
+from jaxtrain_kernels.attention.call import Call
+from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.rows import reference as rows
+
+
+def supports(target: Target, qkv_BTCH, call: Call) -> None:
+    return None
+
+
+def rope_attention(qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, heads, eps, call: Call):
+    """As the public function."""
+    K = (qkv_BTCH.shape[2] - heads) // 2
+    q_BTNH, k_BTKH, v_BTKH = jnp.split(qkv_BTCH, [heads, heads + K], axis=2)
+    q_BTNH, k_BTKH = rows.rope_norm(q_BTNH, k_BTKH, cos_BTH, sin_BTH, eps=eps)
+    v_BTKH = v_BTKH if value_BTKH is None else v_BTKH + value_BTKH
+    return attention.attention(q_BTNH, k_BTKH, v_BTKH, call)[0]
