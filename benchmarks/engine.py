@@ -5,6 +5,7 @@ import functools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +16,9 @@ from jaxtrain_kernels.attention import paged
 
 from benchmarks.decode import bandwidth
 from benchmarks.decode_models import COMPUTE, random_weights, weight_bytes
+from benchmarks.engine_profile import profile_decoding
 from benchmarks.kernels import failure
-from benchmarks.record import describe
+from benchmarks.record import describe, stem
 from benchmarks.timing import Ceilings, ceilings, rotating
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import find_config, load_config
@@ -85,13 +87,17 @@ def loads_of(a: argparse.Namespace) -> Asked:
 
 
 def bench_engine(
-    name: str, overrides: Sequence[str], variant: str | None, asked: Asked
+    name: str,
+    overrides: Sequence[str],
+    variant: str | None,
+    asked: Asked,
+    profile_dir: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The record of a configuration, with one more row each time.
 
     Of each batch: tokens/s of all requests from the first prompt to the last token, and of the time
     in which all of them decode, beside what reading weights and cache once a step would take at the
-    rate of a copy that is measured in this call.
+    rate of a copy that is measured in this call. profile_dir: where a trace of each batch goes.
     """
     batches, prompt, new, cache_dtypes, drafts = asked
     config = load_config(find_config(name), overrides)
@@ -109,8 +115,9 @@ def bench_engine(
         label = {"name": "engine", "backend": kept or SHORT[dtype.name]}
         for batch in batches:
             shape = {"shape": f"{batch} x ({prompt} + {new})"}
+            target = profile_dir and profile_dir / f"{stem(record)}-{label['backend']}-{batch}"
             try:
-                found = rate(one, batch, kept, prompt, new, drafts, limits.copy_gbps)
+                found = rate(one, batch, kept, prompt, new, drafts, limits, target)
             except jax.errors.JaxRuntimeError as error:  # as of a cache that does not fit
                 found = {"failed": failure(error)}
             rows.append(label | shape | found)
@@ -170,9 +177,10 @@ def rate(
     prompt: int,
     new: int,
     drafts: int,
-    copy_gbps: float,
+    limits: Ceilings,
+    target: Path | None = None,
 ) -> dict[str, Any]:
-    """A row: tokens/s of a batch of requests, medians, warm."""
+    """A row: tokens/s of a batch of requests, medians, warm. target: of a trace."""
     engine = one.engine(batch, cache_dtype, drafts)
     timing = lambda seed: serve(engine, requests_of(one, batch, prompt, new, seed))
     begin = time.perf_counter()
@@ -182,7 +190,9 @@ def rate(
     warm = [timing(1 + i) for i in range(REPEATS)]
     total = statistics.median(one.total for one in warm)
     each = statistics.median(one.seconds_per_token(batch) for one in warm)
-    floor_ms = floor_bytes(one, batch, cache_dtype, prompt + new / 2) / copy_gbps / 1e6
+    floor_ms = floor_bytes(one, batch, cache_dtype, prompt + new / 2) / limits.copy_gbps / 1e6
+    if target is not None:
+        profile_decoding(engine, requests_of(one, batch, prompt, new, 1 + REPEATS), target, limits)
     return {
         "tokens_per_s": batch * new / total,
         "ms": 1e3 * each,

@@ -10,10 +10,8 @@ again, from which it goes on as if nothing had been.
 """
 
 import contextlib
-import functools
 from collections import deque
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -28,6 +26,7 @@ from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.device import Sampled
 from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
 from jaxtrain.inference.engine.pages import PagePool, affordable_pages
+from jaxtrain.inference.engine.programs import Programs, compile_all
 from jaxtrain.inference.engine.requests import (
     DEFAULT,
     EngineOptions,
@@ -43,8 +42,6 @@ from jaxtrain.model.kv_cache import page_shapes
 from jaxtrain.settings import UserError
 from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
-
-COMPILERS = 8  # programs at once
 
 
 class Pending(NamedTuple):
@@ -108,6 +105,7 @@ class Engine:
         pages, places = self.pool.total + self.virtual, self.context + options.drafts + 1
         with self.on_mesh():
             self.state = device.init_device_state(page, pages, options.slots, places)
+        self.programs = Programs(self.models, options, self.virtual, self.width)
         self.table_SW = np.zeros((options.slots, self.virtual + self.width), np.int32)
         self.table_SW[:, : self.virtual] = self.pool.total + np.arange(self.virtual)
         self.fresh = True  # no request has joined yet
@@ -325,7 +323,7 @@ class Engine:
         for i, one in enumerate(todo):
             slots_R[i], starts_R[i] = self.slots.index(one), one.computed
             counts_R[i] = min(one.left, o.chunk)
-        W = self.pages_for(int((starts_R + counts_R).max()), 4)
+        W = self.programs.pages_for(int((starts_R + counts_R).max()), 4)
         table_RW = self.table_SW[np.minimum(slots_R, o.slots - 1), : self.virtual + W]
         slots, table, starts, counts = jax.device_put((slots_R, table_RW, starts_R, counts_R))
         self.state, sampled = device.prefill_slots(
@@ -354,7 +352,7 @@ class Engine:
         active_S = np.zeros(self.options.slots, bool)
         active_S[[slot for slot, _ in rows]] = True
         most = self.options.drafts + 1
-        W = self.pages_for(max(one.length for one in todo) + most - 1, 2)
+        W = self.programs.pages_for(max(one.length for one in todo) + most - 1, 2)
         active, table = jax.device_put((active_S, self.table_SW[:, : self.virtual + W].copy()))
         self.state, sampled = device.decode_slots(
             *self.models, self.state, self.rows.on_device(), active, table,
@@ -381,14 +379,6 @@ class Engine:
             else:
                 self.preempt(self.running[-1])
 
-    def pages_for(self, tokens: int, factor: int) -> int:
-        """Pages of a row that a step looks at. Of few sizes, each `factor` times the one below,
-        few programs are compiled."""
-        pages = max(1, -(-self.options.least_tokens // self.options.page_size))
-        while pages * self.options.page_size < tokens:
-            pages *= factor
-        return min(pages, self.width)
-
     def started(self, sampled: Sampled, rows: list[tuple[int, Sequence]], most: int) -> None:
         """Note a step whose tokens are to be read, and let them come to the host meanwhile."""
         if rows:
@@ -403,29 +393,22 @@ class Engine:
         Without it a program is compiled when a request is the first to need it. asked: requests
         that come at once, and no others.
         """
-        o, lengths = self.options, range(1, self.context + 1)
-        given, V = (*self.models, self.state, self.rows.on_device()), self.virtual
-        i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
         samplers = {sampler_of(one.sampling) for one in asked} or set(Sampler)
-        at_once = {min(len(asked), o.slots) > 1} if asked else {False, True}  # or one alone
-        lowered: list[jax.stages.Lowered] = []
+        slots = self.options.slots
+        at_once = {min(len(asked), slots) > 1} if asked else {False, True}  # or one alone
         with self.on_mesh():
-            for W in sorted({self.pages_for(n + o.drafts, 2) for n in lengths}):
-                rows = jax.ShapeDtypeStruct((o.slots,), bool), i32(o.slots, V + W)
-                decode = functools.partial(
-                    device.decode_slots.lower, *given, *rows, drafts=o.drafts
-                )
-                lowered += [decode(sampler=sampler) for sampler in samplers]
-            for W in sorted({self.pages_for(n, 4) for n in lengths}):
-                for R in {min(o.prefill_rows, o.slots) if many else 1 for many in at_once}:
-                    rows = i32(R), i32(R, V + W), i32(R), i32(R)
-                    prefill = functools.partial(device.prefill_slots.lower, *given, *rows)
-                    lowered += [prefill(chunk=o.chunk, sampler=x) for x in samplers]
-            for N in {o.slots if many else 1 for many in at_once}:
-                texts = i32(N), i32(N, self.state.texts_SC.shape[1]), i32(N)
-                lowered.append(device.put_texts.lower(self.state, *texts))
-        with ThreadPoolExecutor(COMPILERS) as pool:
-            list(pool.map(lambda one: one.compile(), lowered))
+            rows = self.rows.on_device()
+            programs = self.programs.all(self.state, rows, self.context, samplers, at_once)
+            lowered = list(programs)
+        compile_all(lowered)
+
+    def decode_program(self) -> jax.stages.Lowered:
+        """The program that the requests at work would decode with next."""
+        todo = self.running
+        W = self.programs.pages_for(max(one.length for one in todo) + self.options.drafts, 2)
+        sampler = max(one.sampler for one in todo)
+        with self.on_mesh():
+            return self.programs.decoding(self.state, self.rows.on_device(), W, sampler)
 
     # ---- tokens -------------------------------------------------------------------------------
 
