@@ -3,7 +3,7 @@
     while engine.busy:
         for update in engine.step(): ...
 
-A step computes a part of some prompts and the next token of every running request, and returns the
+A step computes a part of some prompts and the next tokens of every running request, and returns the
 tokens of the step before: the device already works while the host reads. Requests run in the order
 of their arrival. When pages run out, the youngest gives up its own and later computes its text
 again, from which it goes on as if nothing had been.
@@ -36,21 +36,12 @@ from jaxtrain.inference.engine.requests import (
 )
 from jaxtrain.inference.engine.rows import SlotTable, sampler_of
 from jaxtrain.inference.engine.sampling import Sampler
-from jaxtrain.inference.engine.sequence import Sequence, check_request, read_logprobs
+from jaxtrain.inference.engine.sequence import Pending, Sequence, check_request, read_logprobs
 from jaxtrain.model import ResolvedModel
 from jaxtrain.model.kv_cache import page_shapes
 from jaxtrain.settings import UserError
 from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
-
-
-class Pending(NamedTuple):
-    """A step whose tokens were not read yet, and which row of it is whose."""
-
-    sampled: Sampled
-    rows: tuple[tuple[int, Sequence], ...]
-    most: int  # new tokens of a row
-    step: int
 
 
 class Drafter(NamedTuple):
@@ -93,7 +84,7 @@ class Engine:
         fit = lambda one: device.for_context(
             one.config, one.graphdef, tokenizer.vocab_size, self.context
         )
-        self.models = tuple(map(fit, both)), tuple(one.params for one in both)
+        self.models = device.GraphDefs(map(fit, both)), tuple(one.params for one in both)
         shape = options.page_size, options.cache_dtype
         page = tuple(page_shapes(x.config, x.params["embed"].dtype, *shape) for x in both)
         self.width = -(-self.context // options.page_size)  # pages of the longest text
@@ -165,15 +156,18 @@ class Engine:
         return self.counts._replace(**now)
 
     def step(self) -> list[Update]:
-        """Start one step of the device, and read the one before; [] when idle."""
+        """Start a step of the device, and read the one before; [] when idle.
+
+        The first tokens behind prompts are read at once: the device meanwhile decodes.
+        """
         if self.by_id:
             self.count(steps=1)
             with self.on_mesh():
                 self.admit()
                 self.prefill()
                 self.decode()
-            while self.pending and self.pending[0].step < self.counts.steps:
-                self.read(self.pending.popleft())
+            while (p := self.pending) and (p[0].first or p[0].step < self.counts.steps):
+                self.read(p.popleft())
         ready, self.ready = self.ready, []
         return ready
 
@@ -338,36 +332,53 @@ class Engine:
             if not one.left:
                 one.decoding, one.ahead = True, 1
                 rows.append((i, one))
-        self.started(sampled, rows, 1)
+        self.started(sampled, rows, 1, first=True)
 
     def decode(self) -> None:
         """The next tokens of all requests whose text is computed."""
         for one in self.running:
             self.drop_pages(one)
-            self.make_room(one)
+        steps = self.steps_at_once()
+        most = self.options.most(steps)
+        for one in self.running:
+            self.make_room(one, most)
         todo = [one for one in self.running if one.can_go_on]
         if not todo:
             return
         rows = [(one.slot, one) for one in todo if one.slot is not None]
         active_S = np.zeros(self.options.slots, bool)
         active_S[[slot for slot, _ in rows]] = True
-        most = self.options.drafts + 1
         W = self.programs.pages_for(max(one.length for one in todo) + most - 1, 2)
         active, table = jax.device_put((active_S, self.table_SW[:, : self.virtual + W].copy()))
         self.state, sampled = device.decode_slots(
-            *self.models, self.state, self.rows.on_device(), active, table,
+            *self.models, self.state, self.rows.on_device(), active, table, steps=steps,
             drafts=self.options.drafts, sampler=max(one.sampler for one in todo),
         )  # fmt: skip
         for one in todo:
             one.ahead += most
         self.started(sampled, rows, most)
 
-    def make_room(self, sequence: Sequence) -> None:
+    def steps_at_once(self) -> int:
+        """How many steps the device runs next: several, unless a prompt is to be computed between
+        them, a grammar has to be asked between them, or pages are short."""
+        steps, running = self.options.decode_steps, self.running
+        todo = [one for one in running if one.can_go_on]
+        if any(one.matcher is not None or not one.decoding for one in running):
+            return 1
+        if all(one.limit - one.length < 2 for one in todo):
+            return 1
+        need = sum(max(0, self.pages_missing(one, self.options.most(steps))) for one in todo)
+        return steps if need <= self.pool.available else 1
+
+    def pages_missing(self, sequence: Sequence, most: int) -> int:
+        """Pages that a request needs for so many more tokens, and does not have."""
+        tokens = min(sequence.length + most - 1, sequence.limit)
+        return -(-tokens // self.options.page_size) - sequence.dropped - len(sequence.pages)
+
+    def make_room(self, sequence: Sequence, most: int) -> None:
         """Pages for a request's next tokens; when there are none, the youngest gives up its own."""
         while sequence.can_go_on:
-            tokens = min(sequence.length + self.options.drafts, sequence.limit)
-            need = -(-tokens // self.options.page_size)
-            need -= sequence.dropped + len(sequence.pages)
+            need = self.pages_missing(sequence, most)
             if need <= 0:
                 return
             if (new := self.pool.take(need)) is not None:
@@ -379,13 +390,15 @@ class Engine:
             else:
                 self.preempt(self.running[-1])
 
-    def started(self, sampled: Sampled, rows: list[tuple[int, Sequence]], most: int) -> None:
+    def started(
+        self, sampled: Sampled, rows: list[tuple[int, Sequence]], most: int, first: bool = False
+    ) -> None:
         """Note a step whose tokens are to be read, and let them come to the host meanwhile."""
         if rows:
             asked = any(one.request.sampling.logprobs is not None for _, one in rows)
-            for x in sampled if asked else sampled[:2]:
+            for x in sampled if asked else sampled[:1]:
                 x.copy_to_host_async()
-            self.pending.append(Pending(sampled, tuple(rows), most, self.counts.steps))
+            self.pending.append(Pending(sampled, tuple(rows), most, self.counts.steps, first))
 
     def warm_up(self, asked: Collection[Request] = ()) -> None:
         """Compile all programs that requests may need, some at a time, before the first one comes.
@@ -404,25 +417,27 @@ class Engine:
 
     def decode_program(self) -> jax.stages.Lowered:
         """The program that the requests at work would decode with next."""
-        todo = self.running
-        W = self.programs.pages_for(max(one.length for one in todo) + self.options.drafts, 2)
-        sampler = max(one.sampler for one in todo)
+        todo, steps = self.running, self.steps_at_once()
+        most, sampler = self.options.most(steps), max(one.sampler for one in todo)
+        W = self.programs.pages_for(max(one.length for one in todo) + most - 1, 2)
         with self.on_mesh():
-            return self.programs.decoding(self.state, self.rows.on_device(), W, sampler)
+            return self.programs.decoding(self.state, self.rows.on_device(), steps, W, sampler)
 
     # ---- tokens -------------------------------------------------------------------------------
 
     def read(self, step: Pending) -> None:
         """The tokens of a step, to whom they belong."""
-        tokens_BT, counts_B = np.asarray(step.sampled.tokens_BT), np.asarray(step.sampled.counts_B)
+        tokens_KBT = np.asarray(step.sampled.tokens_KBT)
+        guessed_B = (tokens_KBT[:, :, 1:] >= 0).sum((0, 2))
+        tokens_Bk = tokens_KBT.swapaxes(0, 1).reshape(len(guessed_B), -1).tolist()
         new = accepted = 0
         for row, one in step.rows:
             if one.done:
                 continue
             one.ahead -= step.most
-            tokens = tokens_BT[row, : counts_B[row]].tolist()
-            update = one.read(tokens, read_logprobs(step.sampled[2:], row, tokens, one.request))
-            new, accepted = new + len(update.tokens), accepted + max(0, len(tokens) - 1)
+            tokens = [token for token in tokens_Bk[row] if token >= 0]
+            update = one.read(tokens, read_logprobs(step.sampled, row, one.request))
+            new, accepted = new + len(update.tokens), accepted + int(guessed_B[row])
             self.ready.append(update)
             if update.finish_reason:
                 self.finish(one)

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxtrain.inference.engine import device
-from jaxtrain.inference.engine.device import DeviceState
+from jaxtrain.inference.engine.device import DeviceState, GraphDefs
 from jaxtrain.inference.engine.requests import EngineOptions
 from jaxtrain.inference.engine.sampling import Sampler, SlotRows
 from jaxtrain.weights.params import Params
@@ -25,7 +24,7 @@ class Programs(NamedTuple):
     """What the programs of an engine are made of. virtual: pages that all rows begin with; width:
     pages of the longest text."""
 
-    models: tuple[tuple[nnx.GraphDef, ...], tuple[Params, ...]]
+    models: tuple[GraphDefs, tuple[Params, ...]]
     options: EngineOptions
     virtual: int
     width: int
@@ -40,14 +39,14 @@ class Programs(NamedTuple):
         return min(pages, self.width)
 
     def decoding(
-        self, state: DeviceState, rows: SlotRows, pages: int, sampler: Sampler
+        self, state: DeviceState, rows: SlotRows, steps: int, pages: int, sampler: Sampler
     ) -> jax.stages.Lowered:
-        """A step that looks at so many pages of a row."""
+        """So many steps, which look at so many pages of a row."""
         o = self.options
         active = jax.ShapeDtypeStruct((o.slots,), bool)
         return device.decode_slots.lower(
             *self.models, state, rows, active, i32(o.slots, self.virtual + pages),
-            drafts=o.drafts, sampler=sampler,
+            steps=steps, drafts=o.drafts, sampler=sampler,
         )  # fmt: skip
 
     def all(
@@ -61,9 +60,10 @@ class Programs(NamedTuple):
         """Those of texts of up to `context` tokens. at_once: whether several requests come at once,
         one alone, or both."""
         o, lengths = self.options, range(1, context + 1)
-        for W in sorted({self.pages_for(n + o.drafts, 2) for n in lengths}):
-            for sampler in samplers:
-                yield self.decoding(state, rows, W, sampler)
+        for steps in sorted({1, o.decode_steps}):
+            for W in sorted({self.pages_for(n + o.most(steps) - 1, 2) for n in lengths}):
+                for sampler in samplers:
+                    yield self.decoding(state, rows, steps, W, sampler)
         given = *self.models, state, rows
         for W in sorted({self.pages_for(n, 4) for n in lengths}):
             for R in {min(o.prefill_rows, o.slots) if many else 1 for many in at_once}:
