@@ -29,6 +29,7 @@ from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingPa
 from jaxtrain.model import Transformer, split
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.kv_cache import CACHE_DTYPES, page_shapes
+from jaxtrain.model.stack import take_apart
 from jaxtrain.settings import whole
 from jaxtrain.weights.params import Params
 
@@ -117,9 +118,9 @@ def bench_engine(
     model = model.model_copy(update={"context_length": max(prompt + new, model.context_length)})
     graphdef, specs = split(Transformer(model, vocab_size))
     params = random_weights(specs, dtype)
-    one = Served(
-        model, graphdef, params, weight_bytes(model, specs, params), vocab_size, drafts, steps
-    )
+    read = weight_bytes(model, specs, params)
+    take_apart(params, specs)
+    one = Served(model, graphdef, params, read, vocab_size, drafts, steps)
     limits, rows = ceilings(dtype), list[dict[str, Any]]()
     record = describe(BENCH, name, variant or SHORT[dtype.name], devices=1)
     record |= {"workload": {"prompt": prompt, "new": new, "page_size": PAGE, "drafts": drafts}}

@@ -66,7 +66,7 @@ def run_layers(
             run_period, modules, period, inputs, cache, repeats > 1, stack.shared
         )
         if repeats == 1:
-            carry, kept = run(carry, jax.tree.map(lambda s: s[0], weights))
+            carry, kept = run(carry, weights)
             kv += kept
         else:
             carry, _ = jax.lax.scan(lambda c, w, run=run: (run(c, w)[0], None), carry, weights)

@@ -1,10 +1,26 @@
 """Several steps of the device for one call of the host: the same texts, and fewer calls."""
 
+import jax
 import numpy as np
 import pytest
-from engine_cases import GREEDY, OPTIONS, finish, make_engine, prompts, run
+from engine_cases import (
+    GREEDY,
+    MODELS,
+    OPTIONS,
+    expected,
+    finish,
+    letters,
+    make_engine,
+    model,
+    prompts,
+    run,
+    tokens_of,
+)
+from flax import nnx
+from tiny import build
 
-from jaxtrain.inference.engine import Grammar, Request, SamplingParams, device
+from jaxtrain.inference.engine import Engine, Grammar, Request, SamplingParams, device
+from jaxtrain.model.stack import LayersApart, take_apart
 
 WARM = SamplingParams(max_tokens=11, temperature=0.9, ignore_stop=True)
 MIX = (
@@ -144,3 +160,40 @@ def test_tokens_of_a_call_are_in_their_order():
     how = GREEDY._replace(max_tokens=17)
     tokens = run(engine, [Request("a", repeated, how)])["a"][0]
     assert np.array_equal(tokens, run(make_engine(), [Request("a", repeated, how)])["a"][0])
+
+
+@pytest.mark.parametrize("name", ["nanochat", "shared_kv", "experts", "latent", "prompt"])
+@pytest.mark.quick("nanochat", "prompt")
+def test_layers_that_are_arrays_of_their_own_change_nothing(name):
+    c, graphdef, specs, params = model(name)
+    texts = prompts(9, 3)
+    apart = jax.tree.map(lambda x: x, params)
+    take_apart(apart, specs)
+    assert isinstance(apart["blocks"]["attention"]["out"], LayersApart)
+    engine = Engine(c, graphdef, apart, letters(), options=OPTIONS)
+    assert tokens_of(engine, texts) == expected(name, texts, 10)
+
+
+def test_a_program_of_layers_apart_copies_none():
+    """The largest array that it makes of weights would be a slice of a stack."""
+    c, graphdef, specs, params = model("plain")
+    apart = jax.tree.map(lambda x: x, params)
+    take_apart(apart, specs)
+    sliced = []
+    for weights in (params, apart):
+        engine = Engine(c, graphdef, weights, letters(), options=OPTIONS)
+        engine.add(Request("a", prompts(3)[0], GREEDY))
+        engine.step()
+        text = engine.decode_program().as_text()
+        up = f"-> tensor<1x{c.width}x{c.hidden}xf32>"
+        sliced.append(sum(up in line for line in text.splitlines() if "slice" in line))
+    assert sliced == [c.depth, 0]
+
+
+def test_apart_scanned_layers_are_put_together_again():
+    _, graphdef, specs, params = build(**MODELS["plain"] | {"depth": 4, "scan_layers": True})
+    apart = jax.tree.map(lambda x: x, params)
+    take_apart(apart, specs)
+    tokens = np.array([[1, 2, 3]])
+    states = [jax.jit(lambda p: nnx.merge(graphdef, p)(tokens).states)(x) for x in (params, apart)]
+    np.testing.assert_array_equal(*states)
