@@ -85,7 +85,7 @@ class LayersApart:
     """A stack whose layers are arrays of their own: a program that only reads them, as decoding,
     would copy each layer that it takes of a stack."""
 
-    layers: tuple[Array, ...]
+    layers: tuple[Any, ...]  # arrays, or what stands for them in a tree
 
     def __getitem__(self, part: slice) -> "LayersApart":
         return LayersApart(self.layers[part])

@@ -1,6 +1,7 @@
 """Several steps of the device for one call of the host: the same texts, and fewer calls."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_cases import (
@@ -194,6 +195,20 @@ def test_apart_scanned_layers_are_put_together_again():
     _, graphdef, specs, params = build(**MODELS["plain"] | {"depth": 4, "scan_layers": True})
     apart = jax.tree.map(lambda x: x, params)
     take_apart(apart, specs)
-    tokens = np.array([[1, 2, 3]])
+    tokens = jnp.array([[1, 2, 3]])
     states = [jax.jit(lambda p: nnx.merge(graphdef, p)(tokens).states)(x) for x in (params, apart)]
     np.testing.assert_array_equal(*states)
+
+
+def test_as_many_requests_join_as_a_prefill_takes(calls):
+    """Two of five a call, in their order; all decode one token between the parts of prompts."""
+    engine, joined = make_engine(options=several(8, slots=5)), []
+    requests = requests_of(prompts(3, 4, 5, 6, 2))
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        joined += [u.id for u in engine.step() if u.tokens and u.id not in joined]
+        assert len(joined) <= 2 * max(1, engine.stats().steps)
+    assert joined == [request.id for request in requests]
+    assert calls[:3] == [1, 1, 8]
+    assert len(engine.pool.free) + len(engine.pool.unused) == engine.pool.total

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tiny import resolved
 
 from jaxtrain.inference.engine import Request, SamplingParams, device, drafts
-from jaxtrain.inference.engine.engine import Drafter
+from jaxtrain.inference.engine.programs import Drafter
 from jaxtrain.settings import UserError
 
 LENGTHS = 3, 17, 9, 1, 20, 8

@@ -52,13 +52,13 @@ class GraphDefs(tuple[nnx.GraphDef, ...]):
 
 
 class Sampled(NamedTuple):
-    """What some steps sampled for rows, [steps, B, ..]: new tokens, -1 in the place of none, and
-    logprobs where they are wanted."""
+    """What some steps sampled for rows, [steps, B, ..]: new tokens, -1 in the place of none, and of
+    `Sampler.ALL` logprobs where they are wanted."""
 
     tokens_KBT: Array
-    logprob_KBT: Array
-    top_KBTn: Array
-    top_logprob_KBTn: Array
+    logprob_KBT: Array | None = None
+    top_KBTn: Array | None = None
+    top_logprob_KBTn: Array | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("page", "pages", "slots", "context"))
@@ -152,7 +152,7 @@ def prefill_slots(
     texts_SC = state.texts_SC.at[slot_R, ends_R].set(one.token_B, mode="drop")
     known_S = state.known_S.at[slot_R].set(ends_R + 1, mode="drop")
     one = one._replace(token_B=jnp.where(whole_R, one.token_B, -1))
-    sampled = Sampled(*(x[None, :, None] for x in one))
+    sampled = Sampled(*jax.tree.map(lambda x: x[None, :, None], one))
     return pinned(DeviceState(kv, texts_SC, known_S)), replicated(sampled)
 
 
@@ -209,7 +209,9 @@ def decode_step(
         guess_Sk, found_S = look_up(state.texts_SC, known_S, drafts)
     counts_S = jnp.minimum(room_S, 1 + jnp.minimum(found_S, sampling.guesses_B))
     rows_S1, places_ST = jnp.arange(S)[:, None], known_S[:, None] + jnp.arange(T)[None]
-    guessed_SC = state.texts_SC.at[rows_S1, places_ST[:, :drafts]].set(guess_Sk, mode="drop")
+    guessed_SC = state.texts_SC
+    if drafts:
+        guessed_SC = guessed_SC.at[rows_S1, places_ST[:, :drafts]].set(guess_Sk, mode="drop")
     take = lambda places: jnp.take_along_axis(guessed_SC, places, axis=1, mode="clip")
     starts_S = jnp.maximum(known_S - 1, 0)
     tokens_ST, before_S1 = take(places_ST - 1), take(starts_S[:, None] - 1)
@@ -221,7 +223,7 @@ def decode_step(
         logits_STV.reshape(S * T, -1), jax.tree.map(each, rows), each(guessed_SC),
         places_ST.reshape(-1), sampler,
     )  # fmt: skip
-    one = Draw(*(x.reshape(S, T, *x.shape[1:]) for x in one))
+    one = jax.tree.map(lambda x: x.reshape(S, T, *x.shape[1:]), one)
     right_Sk = (guess_Sk == one.token_B[:, :drafts]) & (
         jnp.arange(drafts)[None] + 1 < counts_S[:, None]
     )

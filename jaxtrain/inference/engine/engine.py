@@ -13,7 +13,6 @@ import contextlib
 from collections import deque
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.device import Sampled
 from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
 from jaxtrain.inference.engine.pages import PagePool, affordable_pages
-from jaxtrain.inference.engine.programs import Programs, compile_all
+from jaxtrain.inference.engine.programs import Drafter, Programs, compile_all
 from jaxtrain.inference.engine.requests import (
     DEFAULT,
     EngineOptions,
@@ -42,14 +41,6 @@ from jaxtrain.model.kv_cache import page_shapes
 from jaxtrain.settings import UserError
 from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
-
-
-class Drafter(NamedTuple):
-    """A small model that guesses tokens, of the same vocabulary."""
-
-    config: ResolvedModel
-    graphdef: nnx.GraphDef
-    params: Params
 
 
 class Engine:
@@ -100,6 +91,7 @@ class Engine:
         self.table_SW = np.zeros((options.slots, self.virtual + self.width), np.int32)
         self.table_SW[:, : self.virtual] = self.pool.total + np.arange(self.virtual)
         self.fresh = True  # no request has joined yet
+        self.more_prompts = False  # beside those that are computed now
         self.rows = SlotTable(options.slots, tokenizer.vocab_size)
         self.slots: list[Sequence | None] = [None] * options.slots
         self.waiting: deque[Sequence] = deque()
@@ -196,7 +188,10 @@ class Engine:
     # ---- joining and leaving --------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Give waiting requests slots and pages, in their order, while there are some."""
+        """Give slots and pages to waiting requests, in their order, while there are some.
+
+        As many join as the next prefill takes; while the device computes it, the others do.
+        """
         if self.fresh and self.virtual:
             graphdef, pages = self.models[0][0], np.arange(self.virtual) + self.pool.total
             self.state = device.put_virtual_tokens(
@@ -204,7 +199,9 @@ class Engine:
             )
         self.fresh = False
         new: list[tuple[int, list[int]]] = []
-        while self.waiting and None in self.slots and self.take_pages(self.waiting[0]):
+        room = self.options.prefill_rows - sum(not one.decoding for one in self.running)
+        free = lambda: bool(self.waiting) and None in self.slots
+        while free() and len(new) < room and self.take_pages(self.waiting[0]):
             sequence, slot = self.waiting.popleft(), self.slots.index(None)
             self.slots[slot], sequence.slot = sequence, slot
             asked = sequence.request
@@ -215,6 +212,7 @@ class Engine:
             new.append((slot, sequence.tokens))
         if new:
             self.put_texts(new)
+        self.more_prompts = free() and len(new) == room
 
     def constrain(self, sequence: Sequence) -> None:
         """Allow the tokens that a running request's grammar lets come next."""
@@ -363,7 +361,8 @@ class Engine:
         them, a grammar has to be asked between them, or pages are short."""
         steps, running = self.options.decode_steps, self.running
         todo = [one for one in running if one.can_go_on]
-        if any(one.matcher is not None or not one.decoding for one in running):
+        waits = lambda one: one.matcher is not None or not one.decoding
+        if self.more_prompts or any(map(waits, running)):
             return 1
         if all(one.limit - one.length < 2 for one in todo):
             return 1
@@ -396,7 +395,7 @@ class Engine:
         """Note a step whose tokens are to be read, and let them come to the host meanwhile."""
         if rows:
             asked = any(one.request.sampling.logprobs is not None for _, one in rows)
-            for x in sampled if asked else sampled[:1]:
+            for x in jax.tree.leaves(sampled if asked else sampled.tokens_KBT):
                 x.copy_to_host_async()
             self.pending.append(Pending(sampled, tuple(rows), most, self.counts.steps, first))
 

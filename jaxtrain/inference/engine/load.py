@@ -7,7 +7,8 @@ from jax.sharding import Mesh
 
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.inference.engine.adapters import load_adapters
-from jaxtrain.inference.engine.engine import Drafter, Engine
+from jaxtrain.inference.engine.engine import Engine
+from jaxtrain.inference.engine.programs import Drafter
 from jaxtrain.inference.engine.requests import DEFAULT, EngineOptions
 from jaxtrain.model import Params, cast
 from jaxtrain.model.stack import take_apart

@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.device import DeviceState, GraphDefs
 from jaxtrain.inference.engine.requests import EngineOptions
 from jaxtrain.inference.engine.sampling import Sampler, SlotRows
+from jaxtrain.model import ResolvedModel
 from jaxtrain.weights.params import Params
 
 COMPILERS = 8  # programs at once
@@ -18,6 +20,14 @@ COMPILERS = 8  # programs at once
 
 def i32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+class Drafter(NamedTuple):
+    """A small model that guesses tokens, of the same vocabulary."""
+
+    config: ResolvedModel
+    graphdef: nnx.GraphDef
+    params: Params
 
 
 class Programs(NamedTuple):

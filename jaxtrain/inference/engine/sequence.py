@@ -139,7 +139,8 @@ def check_request(request: Request, context: int, room: int, vocab_size: int) ->
             f"{where}: {size} tokens of the prompt and max_tokens {s.max_tokens} exceed the "
             f"{room} tokens that the KV cache holds; give the engine more pages"
         )
-    if not all(0 <= token < vocab_size for token in (*request.prompt, *s.stop_tokens)):
+    tokens = *request.prompt, *s.stop_tokens
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise UserError(f"{where}: a token is not one of the vocabulary's 0 .. {vocab_size - 1}")
     if len(s.logit_bias) > MOST_BIASED:
         raise UserError(
@@ -172,6 +173,7 @@ def read_logprobs(sampled: Sampled, row: int, request: Request) -> list[TokenLog
     """Of a row's new tokens, if its request asks for them."""
     if (most := request.sampling.logprobs) is None:
         return []
+    assert sampled.logprob_KBT is not None  # as by `Sampler.ALL`
     tokens_KT, of_token_KT, top_KTn, of_top_KTn = (np.asarray(x)[:, row] for x in sampled)
     new_KT = tokens_KT >= 0
     lists = (x[new_KT].tolist() for x in (tokens_KT, of_token_KT, top_KTn, of_top_KTn))
