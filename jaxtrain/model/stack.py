@@ -91,6 +91,10 @@ class LayersApart:
         return LayersApart(self.layers[part])
 
 
+def is_apart(leaf: object) -> bool:
+    return isinstance(leaf, LayersApart)
+
+
 def take_apart(params: Params, specs: Specs) -> None:
     """Replace the stacks of a model's matrices, in place: so each stack's memory is free before the
     next one's layers are made. What has another form than an array stays as it is."""
@@ -110,21 +114,27 @@ def take_apart(params: Params, specs: Specs) -> None:
 
 
 def take[Tree](stack: Tree, start: int, repeats: int, size: int) -> Tree:
-    """Layers start .. start + repeats*size of a stack, as [repeats, size, ...]; those that do not
-    repeat as [size, ...]."""
+    """Layers start .. start + repeats*size of a stack, as [repeats, size, ...]; those of one repeat
+    stay apart where they are."""
     stop = start + repeats * size
 
     def part(s: Any) -> Any:
-        if repeats == 1:
-            return s[start:stop]
-        whole = jnp.stack(s.layers) if isinstance(s, LayersApart) else s
-        return whole[start:stop].reshape(repeats, size, *whole.shape[1:])
+        if isinstance(s, LayersApart):
+            if repeats == 1:
+                return s[start:stop]
+            s = jnp.stack(s.layers)
+        return s[start:stop].reshape(repeats, size, *s.shape[1:])
 
-    return jax.tree.map(part, stack, is_leaf=lambda x: isinstance(x, LayersApart))
+    return jax.tree.map(part, stack, is_leaf=is_apart)
+
+
+def only_repeat[Tree](stack: Tree) -> Tree:
+    """What `take` gives of one repeat, [size, ...]."""
+    return jax.tree.map(lambda s: s if is_apart(s) else s[0], stack, is_leaf=is_apart)
 
 
 def periods(stack: Stack, runs: Sequence[tuple[Plan, int]]) -> Iterator[tuple[Plan, int, Stack]]:
-    """(period, repeats, its weights as of `take`) of each run in turn."""
+    """(period, repeats, its weights [repeats, layers of a period, ...]) of each run in turn."""
     at, part_at = 0, dict.fromkeys(stack.parts, 0)
     for period, repeats in runs:
         sizes = part_sizes(period, stack.parts)
@@ -172,9 +182,7 @@ def unstack[Tree](stack: Tree, layers: int) -> list[Tree]:
     Integer codes stay whole, as a slice of them would be a copy before their kernel. On a mesh,
     which has no such kernel, they do not: each layer would gather the whole stack.
     """
-    in_place = lambda x: (
-        isinstance(x, LayersApart) or (isinstance(x, IntegerWeight) and current_mesh() is None)
-    )
+    in_place = lambda x: is_apart(x) or (isinstance(x, IntegerWeight) and current_mesh() is None)
     leaves, treedef = jax.tree.flatten(stack, is_leaf=in_place)
 
     def parts(leaf: Any) -> list[Any]:
