@@ -131,7 +131,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="attention: measure tilings too, and renew the table that backends are chosen by; "
         "verdicts: learning rates first; ladder: those of both ends first",
     )
-    parser.add_argument("--profile", action="store_true", help="step: trace it, list its kernels")
+    parser.add_argument("--profile", action="store_true", help="step, engine: list its kernels")
     parser.add_argument(
         "--switches",
         action="store_true",
@@ -320,9 +320,9 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     elif a.what == "race":
         yield race([Path(run) for run in a.overrides], a.baseline, a.differ, a.variant)
     else:
+        folder = (a.out or Path("runs/bench")) if a.profile else None
         for config in a.config or ["gpt_d12"]:
             if a.what == "step":
-                folder = (a.out or Path("runs/bench")) if a.profile else None
                 if a.switches:
                     yield from bench_switches(config, a.overrides, a.variant, folder)
                 elif a.flags:
@@ -332,7 +332,7 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     for record in bench_step(config, a.overrides, a.variant, folder):
                         yield record | ({"beside": beside} if beside else {})
             elif a.what == "engine":
-                yield from bench_engine(config, a.overrides, a.variant, loads_of(a))
+                yield from bench_engine(config, a.overrides, a.variant, loads_of(a), folder)
             elif a.what in whole:
                 yield from whole[a.what](config, a.overrides, a.variant)
             elif a.techniques:

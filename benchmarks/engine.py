@@ -5,6 +5,7 @@ import functools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +16,9 @@ from jaxtrain_kernels.attention import paged
 
 from benchmarks.decode import bandwidth
 from benchmarks.decode_models import COMPUTE, random_weights, weight_bytes
+from benchmarks.engine_profile import profile_decoding
 from benchmarks.kernels import failure
-from benchmarks.record import describe
+from benchmarks.record import describe, stem
 from benchmarks.timing import Ceilings, ceilings, rotating
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import find_config, load_config
@@ -27,6 +29,7 @@ from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingPa
 from jaxtrain.model import Transformer, split
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.kv_cache import CACHE_DTYPES, page_shapes
+from jaxtrain.model.stack import take_apart
 from jaxtrain.settings import whole
 from jaxtrain.weights.params import Params
 
@@ -44,73 +47,92 @@ class Served(NamedTuple):
     params: Params
     weight_bytes: int  # that a step reads
     vocab_size: int
+    drafts: int
+    decode_steps: int
 
     @property
     def dtype(self) -> jnp.dtype:
         """Of the computation."""
         return self.params["embed"].dtype
 
-    def engine(self, slots: int, cache_dtype: str | None, drafts: int) -> Engine:
+    def engine(self, slots: int, cache_dtype: str | None) -> Engine:
         """With room for a whole context in every slot, as far as the memory goes."""
         pieces = (b"a",) * self.vocab_size
         decode = lambda ids: text_of(pieces, ids)
         tokenizer = Tokenizer("bytes", b"", pieces, 0, lambda texts: [], decode)
         options = EngineOptions(
-            slots=slots, page_size=PAGE, cache_dtype=cache_dtype, drafts=drafts, prefill_rows=8
+            slots=slots,
+            page_size=PAGE,
+            cache_dtype=cache_dtype,
+            drafts=self.drafts,
+            decode_steps=self.decode_steps,
+            prefill_rows=8,
         )
         return Engine(self.config, self.graphdef, self.params, tokenizer, options=options)
 
 
 class Asked(NamedTuple):
     """What the engine is to serve: requests at once, tokens of a prompt and new ones, dtypes of the
-    cache, guessed tokens of a step."""
+    cache, guessed tokens of a step, steps of a call."""
 
     batches: Sequence[int]
     prompt: int
     new: int
     cache_dtypes: Sequence[str]
     drafts: int
+    decode_steps: int
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """The options that no other benchmark has."""
     parser.add_argument("--new", type=whole(1), help="engine: new tokens of a request (256)")
     parser.add_argument("--drafts", type=whole(1), help="engine: guessed tokens of a step (none)")
+    parser.add_argument("--decode-steps", type=whole(1), help="engine: steps of a call (8)")
 
 
 def loads_of(a: argparse.Namespace) -> Asked:
     """What a command line asks for."""
     prompt, dtypes = (a.prompts or (512,))[0], a.cache_dtypes or (COMPUTE,)
-    return Asked(a.batches or (1, 32, 256), prompt, a.new or 256, dtypes, a.drafts or 0)
+    return Asked(
+        a.batches or (1, 32, 256), prompt, a.new or 256, dtypes, a.drafts or 0, a.decode_steps or 8
+    )
 
 
 def bench_engine(
-    name: str, overrides: Sequence[str], variant: str | None, asked: Asked
+    name: str,
+    overrides: Sequence[str],
+    variant: str | None,
+    asked: Asked,
+    profile_dir: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The record of a configuration, with one more row each time.
 
     Of each batch: tokens/s of all requests from the first prompt to the last token, and of the time
     in which all of them decode, beside what reading weights and cache once a step would take at the
-    rate of a copy that is measured in this call.
+    rate of a copy that is measured in this call. profile_dir: where a trace of each batch goes.
     """
-    batches, prompt, new, cache_dtypes, drafts = asked
+    batches, prompt, new, cache_dtypes, drafts, steps = asked
     config = load_config(find_config(name), overrides)
     dtype, vocab_size = compute_dtype(config.train.precision), vocab_size_of(config.data)
     model = resolve(config, vocab_size).model
     model = model.model_copy(update={"context_length": max(prompt + new, model.context_length)})
     graphdef, specs = split(Transformer(model, vocab_size))
     params = random_weights(specs, dtype)
-    one = Served(model, graphdef, params, weight_bytes(model, specs, params), vocab_size)
+    read = weight_bytes(model, specs, params)
+    take_apart(params, specs)
+    one = Served(model, graphdef, params, read, vocab_size, drafts, steps)
     limits, rows = ceilings(dtype), list[dict[str, Any]]()
     record = describe(BENCH, name, variant or SHORT[dtype.name], devices=1)
     record |= {"workload": {"prompt": prompt, "new": new, "page_size": PAGE, "drafts": drafts}}
+    record["workload"]["decode_steps"] = steps
     for cache_dtype in cache_dtypes:
         kept = None if cache_dtype == COMPUTE else cache_dtype
         label = {"name": "engine", "backend": kept or SHORT[dtype.name]}
         for batch in batches:
             shape = {"shape": f"{batch} x ({prompt} + {new})"}
+            target = profile_dir and profile_dir / f"{stem(record)}-{label['backend']}-{batch}"
             try:
-                found = rate(one, batch, kept, prompt, new, drafts, limits.copy_gbps)
+                found = rate(one, batch, kept, prompt, new, limits, target)
             except jax.errors.JaxRuntimeError as error:  # as of a cache that does not fit
                 found = {"failed": failure(error)}
             rows.append(label | shape | found)
@@ -169,11 +191,11 @@ def rate(
     cache_dtype: str | None,
     prompt: int,
     new: int,
-    drafts: int,
-    copy_gbps: float,
+    limits: Ceilings,
+    target: Path | None = None,
 ) -> dict[str, Any]:
-    """A row: tokens/s of a batch of requests, medians, warm."""
-    engine = one.engine(batch, cache_dtype, drafts)
+    """A row: tokens/s of a batch of requests, medians, warm. target: of a trace."""
+    engine = one.engine(batch, cache_dtype)
     timing = lambda seed: serve(engine, requests_of(one, batch, prompt, new, seed))
     begin = time.perf_counter()
     engine.warm_up()
@@ -182,7 +204,9 @@ def rate(
     warm = [timing(1 + i) for i in range(REPEATS)]
     total = statistics.median(one.total for one in warm)
     each = statistics.median(one.seconds_per_token(batch) for one in warm)
-    floor_ms = floor_bytes(one, batch, cache_dtype, prompt + new / 2) / copy_gbps / 1e6
+    floor_ms = floor_bytes(one, batch, cache_dtype, prompt + new / 2) / limits.copy_gbps / 1e6
+    if target is not None:
+        profile_decoding(engine, requests_of(one, batch, prompt, new, 1 + REPEATS), target, limits)
     return {
         "tokens_per_s": batch * new / total,
         "ms": 1e3 * each,
@@ -243,7 +267,7 @@ def attention_rows(
 def first_tokens(one: Served, cache_dtype: str | None, prompt: int) -> dict[str, Any]:
     """A row: milliseconds to the first token of a lone request, and of many at once (their median
     and the last)."""
-    engine, lone, many = one.engine(CONCURRENT, cache_dtype, 0), [], []
+    engine, lone, many = one.engine(CONCURRENT, cache_dtype), [], []
     for i in range(REPEATS + 1):
         lone += [*serve(engine, requests_of(one, 1, prompt, 8, 2 * i)).first.values()]
         many.append(

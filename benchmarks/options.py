@@ -13,7 +13,7 @@ ONLY = {
     "check": ("only",),
     "curves": ("baseline",),
     "decode": ("prompts", "batches", "cache_dtypes"),
-    "engine": ("prompts", "batches", "cache_dtypes", "new", "drafts"),
+    "engine": ("prompts", "batches", "cache_dtypes", "new", "drafts", "decode_steps", "profile"),
     "compress": (
         "also", "shape", "core", "text", "calibration", "sequences", "recipes", "folder", "workers",
         "only",

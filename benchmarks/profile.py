@@ -59,21 +59,14 @@ def profile(
     of that is hidden behind other work, and writes TARGET-profile.json (all kernels) and
     TARGET-profile.zip (the trace for Perfetto or xprof, and the compiled program).
     """
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
     hlo = compiled.as_text()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            for i in range(STEPS):
-                result = step(*inputs[i % len(inputs)])
-            jax.block_until_ready(result)
-        files = [path for path in Path(folder).rglob("*") if path.is_file()]
-        events = list(read_events(next(p for p in files if p.name.endswith(".xplane.pb"))))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(f"{target}-profile.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-            for path in files:
-                archive.write(path, path.name.partition(".")[2])
-            archive.writestr("hlo.txt", hlo)
+
+    def steps() -> None:
+        for i in range(STEPS):
+            result = step(*inputs[i % len(inputs)])
+        jax.block_until_ready(result)
+
+    events = trace(steps, hlo, target)
     source = sources(hlo)
     table = summarize(events, source, read_costs(hlo), limits)
     if prod(mesh_shape.values()) > 1:
@@ -82,6 +75,22 @@ def profile(
     Path(f"{target}-profile.json").write_text(json.dumps(table, indent=1) + "\n")
     show(table)
     return {kind["kind"]: kind["ms"] for kind in table["kinds"]}
+
+
+def trace(run: Callable[[], None], hlo: str, target: Path) -> list[Event]:
+    """The kernels of a call; TARGET-profile.zip keeps the trace, and the compiled program."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(f"{target}-profile.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in files:
+                archive.write(path, path.name.partition(".")[2])
+            archive.writestr("hlo.txt", hlo)
+        return list(read_events(next(p for p in files if p.name.endswith(".xplane.pb"))))
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -137,7 +146,11 @@ def kind_of(name: str, origin: str) -> str:
 
 
 def summarize(
-    events: Sequence[Event], source: dict[str, str], costs: Sequence[Cost], limits: Ceilings
+    events: Sequence[Event],
+    source: dict[str, str],
+    costs: Sequence[Cost],
+    limits: Ceilings,
+    steps: int = STEPS,
 ) -> dict[str, Any]:
     """Kernels of one step (their `calls`, `ms`, `share` of all kernels' time) and their kinds.
 
@@ -147,7 +160,7 @@ def summarize(
     """
     kernels: dict[tuple[str, str], list[tuple[float, Cost | None]]] = defaultdict(list)
     kinds: dict[str, float] = defaultdict(float)
-    for event, cost in zip(events, costs_of(events, costs), strict=True):
+    for event, cost in zip(events, costs_of(events, costs, steps), strict=True):
         origin = origin_of(event, source)
         row = kernels[re.sub(r"([._]\d+)+$", "", event.name), origin]
         row.append((event.duration_ns, cost))
@@ -160,19 +173,19 @@ def summarize(
             "name": name,
             "kind": kind_of(name, origin),
             "from": origin,
-            "calls": len(calls) / STEPS,
-            "ms": sum(ns for ns, _ in calls) / STEPS / 1e6,
+            "calls": len(calls) / steps,
+            "ms": sum(ns for ns, _ in calls) / steps / 1e6,
             "share": sum(ns for ns, _ in calls) / busy,
-            **work(calls, limits),
+            **work(calls, limits, steps),
         }
         for (name, origin), calls in kernels.items()
     ]
     return {
-        "steps": STEPS,
-        "ms_busy": busy / STEPS / 1e6,
-        "ms_span": (last - first) / STEPS / 1e6,
+        "steps": steps,
+        "ms_busy": busy / steps / 1e6,
+        "ms_span": (last - first) / steps / 1e6,
         "kinds": [
-            {"kind": kind, "ms": ns / STEPS / 1e6, "share": ns / busy}
+            {"kind": kind, "ms": ns / steps / 1e6, "share": ns / busy}
             for kind, ns in sorted(kinds.items(), key=lambda item: -item[1])
         ],
         "kernels": sorted(rows, key=lambda row: -row["ms"]),
@@ -196,28 +209,30 @@ def hidden(events: Sequence[Event], source: dict[str, str]) -> dict[str, float]:
     return {"ms": total / STEPS / 1e6, "ms_alone": alone / STEPS / 1e6}
 
 
-def costs_of(events: Sequence[Event], costs: Sequence[Cost]) -> list[Cost | None]:
+def costs_of(events: Sequence[Event], costs: Sequence[Cost], steps: int) -> list[Cost | None]:
     """What each event had to do. A fusion's kernel has its name; a library's matmuls are told by
     their order, provided that there are as many as the program asks for."""
     named = {plain(cost.name): cost for cost in costs if not cost.matmul}
     found = [named.get(plain(e.name)) or named.get(plain(e.op)) for e in events]
     library = [i for i in range(len(events)) if LIBRARY.match(events[i].name)]
     library.sort(key=lambda i: events[i].start_ns)
-    expected = in_order(costs) * STEPS
+    expected = in_order(costs) * steps
     if len(library) == len(expected):
         for i, cost in zip(library, expected):
             found[i] = cost
     return found
 
 
-def work(calls: Sequence[tuple[float, Cost | None]], limits: Ceilings) -> dict[str, float]:
+def work(
+    calls: Sequence[tuple[float, Cost | None]], limits: Ceilings, steps: int
+) -> dict[str, float]:
     known = [cost for _, cost in calls if cost is not None]
     if not calls or len(known) < len(calls):
         return {}
     floors = [max(c.bytes / limits.copy_gbps, c.flops / limits.matmul_tflops / 1e3) for c in known]
     return {
-        "bytes": sum(c.bytes for c in known) / STEPS,
-        "flops": sum(c.flops for c in known) / STEPS,
+        "bytes": sum(c.bytes for c in known) / steps,
+        "flops": sum(c.flops for c in known) / steps,
         "floor": sum(floors) / sum(ns for ns, _ in calls),
     }
 

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from benchmarks import engine, timing
+from benchmarks import engine, engine_profile, timing
+from benchmarks.profile import Event
 
 main = importlib.import_module("benchmarks.__main__").main
 SMALL = [
@@ -37,6 +38,39 @@ def test_rates_and_first_tokens(tmp_path, monkeypatch, capsys):
     assert read == pytest.approx(3 * 43 * 2 * 2 * 128 * 4)
     assert 0 < first["alone_ms"] and first["median_ms"] <= first["last_ms"]
     assert "engine gpt_d12" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_profile_of_decoding(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(engine, "REPEATS", 1)
+    monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.001)
+    monkeypatch.setattr(engine, "CONCURRENT", 1)
+    monkeypatch.setattr(engine, "attention_rows", lambda *_: [])
+    monkeypatch.setattr(engine.Engine, "warm_up", lambda self: None)
+    argv = ["engine", "--config", "gpt_d12", *SMALL, "--batch", "2", "--prompts", "40"]
+    assert main([*argv, "--new", "90", "--profile", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*-profile.json")
+    assert path.name == "engine-gpt_d12-fp32-cpu-fp32-2-profile.json"
+    assert path.with_suffix(".zip").stat().st_size > 0
+    table = json.loads(path.read_text())
+    assert table["rows"] == 2 and table["steps"] >= 24
+    assert sum(kernel["share"] for kernel in table["kernels"]) == pytest.approx(1)
+    assert any("sampling.py" in kernel["from"] for kernel in table["kernels"])
+    idle, host = table["idle"], table["host"]
+    assert 0 < idle["busy_share"] <= 1 and idle["kernels"] > 10
+    assert host["ms"] > 0 and 0 < host["calls"] < 1.1 and host["functions"]
+    assert "calls of Engine.step" in capsys.readouterr().out
+
+
+def test_the_time_between_kernels():
+    events = [Event("a", "", 0.0, 2e3), Event("b", "", 1e3, 3e3), Event("c", "", 2.4e4, 1e3)]
+    idle = engine_profile.idle_of(events, 1)
+    assert (idle["kernels"], idle["ms_busy"]) == (3, pytest.approx(5e-3))
+    assert idle["busy_share"] == pytest.approx(0.2)
+    assert [(g["size"], g["count"]) for g in idle["gaps"]] == [
+        ("below 3 us", 0), ("below 10 us", 0), ("below 100 us", 1), ("from 100 us", 0)
+    ]  # fmt: skip
+    assert idle["gaps"][2]["ms"] == pytest.approx(0.02)
 
 
 def test_an_option_of_another_bench_is_refused(capsys):

@@ -21,7 +21,7 @@ from jaxtrain.model.fused_ops import Stream, fastest, prenorm, residual_out
 from jaxtrain.model.kv_cache import Cache, KeysValues, LayerCache, PagedCache
 from jaxtrain.model.plan import LayerSpec, Plan
 from jaxtrain.model.saved_activations import COMPRESSIONS, draw_of_layer
-from jaxtrain.model.stack import LayerWeights, Stack, in_form, layer_weights, periods
+from jaxtrain.model.stack import LayerWeights, Stack, in_form, layer_weights, only_repeat, periods
 from jaxtrain.model.stochastic_depth import skippable
 from jaxtrain.model.token_dropping import draw_tokens, put_back, shorter
 
@@ -66,7 +66,7 @@ def run_layers(
             run_period, modules, period, inputs, cache, repeats > 1, stack.shared
         )
         if repeats == 1:
-            carry, kept = run(carry, jax.tree.map(lambda s: s[0], weights))
+            carry, kept = run(carry, only_repeat(weights))
             kv += kept
         else:
             carry, _ = jax.lax.scan(lambda c, w, run=run: (run(c, w)[0], None), carry, weights)

@@ -1,11 +1,13 @@
 """Layers of equal shape, stored stacked: parts of a stack, and its layers."""
 
+import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, ArrayLike
@@ -17,7 +19,7 @@ from jaxtrain.parallel.axes import current_mesh
 from jaxtrain.settings import UserError
 from jaxtrain.weights import WEIGHTS
 from jaxtrain.weights.contract import is_weight
-from jaxtrain.weights.params import is_block_matrix, path_name
+from jaxtrain.weights.params import Params, Specs, is_block_matrix, path_name
 from jaxtrain.weights.quantized import IntegerWeight
 
 
@@ -77,10 +79,58 @@ def in_form[State](
     return jax.tree_util.tree_map_with_path(encode, state, is_leaf=is_param)
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class LayersApart:
+    """A stack whose layers are arrays of their own: a program that only reads them, as decoding,
+    would copy each layer that it takes of a stack."""
+
+    layers: tuple[Any, ...]  # arrays, or what stands for them in a tree
+
+    def __getitem__(self, part: slice) -> "LayersApart":
+        return LayersApart(self.layers[part])
+
+
+def is_apart(leaf: object) -> bool:
+    return isinstance(leaf, LayersApart)
+
+
+def take_apart(params: Params, specs: Specs) -> None:
+    """Replace the stacks of a model's matrices, in place: so each stack's memory is free before the
+    next one's layers are made. What has another form than an array stays as it is."""
+    split = jax.jit(lambda leaf: tuple(leaf[i] for i in range(len(leaf))))
+
+    def visit(params: Params, specs: Specs) -> None:
+        for name, spec in specs.items():
+            if isinstance(spec, dict):
+                visit(params[name], spec)
+            elif spec.axes[:1] == ("layers",) and is_stack(params[name]):
+                params[name] = LayersApart(split(params.pop(name)))
+
+    is_stack = lambda leaf: isinstance(leaf, jax.Array) and leaf.ndim > 2 and len(leaf) > 1
+    for name, inner in specs.items():
+        if isinstance(inner, dict) and name != "prefix":
+            visit(params[name], inner)
+
+
 def take[Tree](stack: Tree, start: int, repeats: int, size: int) -> Tree:
-    """Layers start .. start + repeats*size of a stack, as [repeats, size, ...]."""
-    part = lambda s: s[start : start + repeats * size].reshape(repeats, size, *s.shape[1:])
-    return jax.tree.map(part, stack)
+    """Layers start .. start + repeats*size of a stack, as [repeats, size, ...]; those of one repeat
+    stay apart where they are."""
+    stop = start + repeats * size
+
+    def part(s: Any) -> Any:
+        if isinstance(s, LayersApart):
+            if repeats == 1:
+                return s[start:stop]
+            s = jnp.stack(s.layers)
+        return s[start:stop].reshape(repeats, size, *s.shape[1:])
+
+    return jax.tree.map(part, stack, is_leaf=is_apart)
+
+
+def only_repeat[Tree](stack: Tree) -> Tree:
+    """What `take` gives of one repeat, [size, ...]."""
+    return jax.tree.map(lambda s: s if is_apart(s) else s[0], stack, is_leaf=is_apart)
 
 
 def periods(stack: Stack, runs: Sequence[tuple[Plan, int]]) -> Iterator[tuple[Plan, int, Stack]]:
@@ -132,10 +182,12 @@ def unstack[Tree](stack: Tree, layers: int) -> list[Tree]:
     Integer codes stay whole, as a slice of them would be a copy before their kernel. On a mesh,
     which has no such kernel, they do not: each layer would gather the whole stack.
     """
-    in_place = lambda x: isinstance(x, IntegerWeight) and current_mesh() is None
+    in_place = lambda x: is_apart(x) or (isinstance(x, IntegerWeight) and current_mesh() is None)
     leaves, treedef = jax.tree.flatten(stack, is_leaf=in_place)
 
     def parts(leaf: Any) -> list[Any]:
+        if isinstance(leaf, LayersApart):
+            return list(leaf.layers)
         if isinstance(leaf, IntegerWeight):
             return list(leaf.layers(layers))
         if isinstance(leaf, np.ndarray):

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tiny import resolved
 
 from jaxtrain.inference.engine import Request, SamplingParams, device, drafts
-from jaxtrain.inference.engine.engine import Drafter
+from jaxtrain.inference.engine.programs import Drafter
 from jaxtrain.settings import UserError
 
 LENGTHS = 3, 17, 9, 1, 20, 8
@@ -152,7 +152,7 @@ def test_a_text_that_repeats_itself_is_guessed():
 def test_pages_behind_all_windows_are_free_again(drafts):
     """Windows of 5 tokens, so that a text of 45 needs 3 pages of 4 at its end."""
     (text,), sampling = prompts(17), GREEDY._replace(max_tokens=28)
-    engine = make_engine("windows", OPTIONS._replace(drafts=drafts))
+    engine = make_engine("windows", OPTIONS._replace(drafts=drafts, decode_steps=1))
     engine.add(Request("a", text, sampling))
     held, tokens = [], ()
     while engine.busy:

@@ -54,6 +54,20 @@ def test_it_equals_the_reference(case, tile, options):
     np.testing.assert_allclose(interpreted(arrays, tile, **options), expected, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("G", "T", "counts", "options"),
+    [(1, 70, [26, 0, 3, 48, 31], {}), (16, 9, [9, 0, 3, 8, 5], {"window": 6})],
+    ids=str,
+)
+def test_many_queries_are_rows_of_their_own(G, T, counts, options):
+    """Of 64 and 4 tokens; some are only padding, and the first of some have none before them."""
+    q, k, v, table, *_ = inputs(G=G, T=T)
+    arrays = q, k, v, table, jnp.array([21, 31, 45, 0, 17]), jnp.array(counts)
+    expected = reference.paged_attention(*arrays, **NO_OPTIONS | options)
+    for tile in (PageTile(16, 1), PageTile(16, 2)):
+        np.testing.assert_allclose(interpreted(arrays, tile, **options), expected, atol=2e-6)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("pages", [None, "int8"])
 def test_16_bits_stay_close(dtype, pages):
@@ -68,7 +82,7 @@ def test_16_bits_stay_close(dtype, pages):
 @pytest.mark.parametrize("pages", [None, "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize(
     ("T", "H", "options", "kernels"),
-    [(1, 128, {}, 2), (3, 80, {"window": 30, "softcap": 30.0}, 1)],
+    [(1, 128, {}, 2), (3, 80, {"window": 30, "softcap": 30.0}, 1), (512, 64, {}, 1)],
     ids=str,
 )
 def test_it_lowers_for_cuda_as_a_kernel_of_xla(pages, T, H, options, kernels):
@@ -143,14 +157,16 @@ def test_what_it_cannot_serve():
     assert "needs compute capability 8.0" in refusal(target=(7, 5))
     assert "8.9 (Ada) for float8" in refusal(pages=jnp.float8_e4m3fn, target=(8, 0))
     assert "needs bfloat16 or float16, got float32" in refusal(dtype=jnp.float32)
-    assert "at most 64 queries of a head of keys, got 512" in refusal((2, 128, 8, 128))
+    assert "at most 64 heads of queries for one of keys, got 80" in refusal((2, 1, 80, 128), K=1)
     assert "heads of at most 256, got 512" in refusal((2, 1, 8, 512))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("pages", [None, "int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("case", [{"G": 4}, {"G": 1, "H": 64}, {"T": 3, "H": 80}, {"H": 256}])
+@pytest.mark.parametrize(
+    "case", [{"G": 4}, {"G": 1, "H": 64}, {"T": 3, "H": 80}, {"H": 256}, {"T": 90}]
+)
 @pytest.mark.parametrize("options", [{}, {"window": 9, "softcap": 2.0}], ids=str)
 def test_on_a_gpu_it_equals_the_reference(dtype, pages, case, options):
     arrays = inputs(**{"H": 128} | case, dtype=dtype, pages=pages)

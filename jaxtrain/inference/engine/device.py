@@ -1,11 +1,12 @@
 """What an engine keeps on the device, and the two programs that change it.
 
 `prefill_slots` computes a part of some prompts, `decode_slots` the next token of all rows, or with
-drafts the next few. The texts themselves are on the device: a step needs no token of the step
-before from the host, which reads tokens while the next step already runs.
+drafts the next few, in one step or several. The texts themselves are on the device: a step needs no
+token of the step before from the host, which reads tokens while the next steps already run.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -39,14 +40,25 @@ class DeviceState(NamedTuple):
     known_S: Array
 
 
-class Sampled(NamedTuple):
-    """Of a step's rows: new tokens, how many of them count, and logprobs where they are wanted."""
+class GraphDefs(tuple[nnx.GraphDef, ...]):
+    """Of the models: a static argument whose hash, that of a tree of modules, is computed once."""
 
-    tokens_BT: Array
-    counts_B: Array
-    logprob_BT: Array
-    top_BTn: Array
-    top_logprob_BTn: Array
+    @functools.cached_property
+    def _hash(self) -> int:
+        return tuple.__hash__(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class Sampled(NamedTuple):
+    """What some steps sampled for rows, [steps, B, ..]: new tokens, -1 in the place of none, and of
+    `Sampler.ALL` logprobs where they are wanted."""
+
+    tokens_KBT: Array
+    logprob_KBT: Array | None = None
+    top_KBTn: Array | None = None
+    top_logprob_KBTn: Array | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("page", "pages", "slots", "context"))
@@ -103,7 +115,7 @@ def put_texts(
 
 @jit("cublas", static_argnames=("graphdefs", "chunk", "sampler"), donate_argnames="state")
 def prefill_slots(
-    graphdefs: tuple[nnx.GraphDef, ...],
+    graphdefs: GraphDefs,
     params: tuple[Params, ...],
     state: DeviceState,
     rows: SlotRows,
@@ -139,27 +151,48 @@ def prefill_slots(
     slot_R = jnp.where(whole_R, slots_R, len(state.known_S))
     texts_SC = state.texts_SC.at[slot_R, ends_R].set(one.token_B, mode="drop")
     known_S = state.known_S.at[slot_R].set(ends_R + 1, mode="drop")
-    add_T = lambda x: x[:, None]
-    sampled = Sampled(
-        add_T(one.token_B), whole_R.astype(jnp.int32), add_T(one.logprob_B),
-        add_T(one.top_Bn), add_T(one.top_logprob_Bn),
-    )  # fmt: skip
+    one = one._replace(token_B=jnp.where(whole_R, one.token_B, -1))
+    sampled = Sampled(*jax.tree.map(lambda x: x[None, :, None], one))
     return pinned(DeviceState(kv, texts_SC, known_S)), replicated(sampled)
 
 
-@jit("cublas", static_argnames=("graphdefs", "drafts", "sampler"), donate_argnames="state")
+@jit("cublas", static_argnames=("graphdefs", "steps", "drafts", "sampler"), donate_argnames="state")
 def decode_slots(
-    graphdefs: tuple[nnx.GraphDef, ...],
+    graphdefs: GraphDefs,
     params: tuple[Params, ...],
     state: DeviceState,
     rows: SlotRows,
     active_S: Bool[Array, "S"],
     table_SW: Int[Array, "S W"],
     *,
+    steps: int,
     drafts: int,
     sampler: Sampler,
 ) -> tuple[DeviceState, Sampled]:
+    """The next tokens of every active slot, of so many steps; a text that is full gets none."""
+    adapted = choose_adapters(params[0], rows.sampling.adapter_B), *params[1:]
+    models = [nnx.merge(*pair) for pair in zip(graphdefs, adapted)]
+
+    def step(state: DeviceState, _: None) -> tuple[DeviceState, Sampled]:
+        state, one, new_S = decode_step(models, state, rows, active_S, table_SW, drafts, sampler)
+        counts_ST = jnp.arange(drafts + 1)[None] < new_S[:, None]
+        return state, Sampled(jnp.where(counts_ST, one.token_B, -1), *one[1:])
+
+    state, sampled = jax.lax.scan(step, state, length=steps)
+    return state, replicated(sampled)
+
+
+def decode_step(
+    models: Sequence[Transformer],
+    state: DeviceState,
+    rows: SlotRows,
+    active_S: Bool[Array, "S"],
+    table_SW: Int[Array, "S W"],
+    drafts: int,
+    sampler: Sampler,
+) -> tuple[DeviceState, Draw, Int[Array, "S"]]:
     """The next token of every active slot; with drafts, up to so many more that were guessed right.
+    Returns what was sampled, [S, T, ..], and how many of the tokens count.
 
     A guess is right if it is the token that is sampled in its place, with the key of its place: so
     the text is that without drafts.
@@ -170,26 +203,27 @@ def decode_slots(
     guesses = state.kv[1:]
     if guesses:
         text = state.texts_SC, known_S, room_S, table_SW
-        guess_Sk, kv = model_guesses(graphdefs[1], params[1], guesses[0], rows, *text, drafts)
+        guess_Sk, kv = model_guesses(models[1], guesses[0], rows, *text, drafts)
         found_S, guesses = jnp.full(S, drafts), (kv,)
     else:
         guess_Sk, found_S = look_up(state.texts_SC, known_S, drafts)
     counts_S = jnp.minimum(room_S, 1 + jnp.minimum(found_S, sampling.guesses_B))
     rows_S1, places_ST = jnp.arange(S)[:, None], known_S[:, None] + jnp.arange(T)[None]
-    guessed_SC = state.texts_SC.at[rows_S1, places_ST[:, :drafts]].set(guess_Sk, mode="drop")
+    guessed_SC = state.texts_SC
+    if drafts:
+        guessed_SC = guessed_SC.at[rows_S1, places_ST[:, :drafts]].set(guess_Sk, mode="drop")
     take = lambda places: jnp.take_along_axis(guessed_SC, places, axis=1, mode="clip")
     starts_S = jnp.maximum(known_S - 1, 0)
     tokens_ST, before_S1 = take(places_ST - 1), take(starts_S[:, None] - 1)
-    model = nnx.merge(graphdefs[0], choose_adapters(params[0], sampling.adapter_B))
     cache = PagedCache(state.kv[0], table_SW, starts_S, counts_S, before_S1[:, 0])
-    states_STD, kv = run_model(model, tokens_ST, cache)
-    logits_STV = model.logits(states_STD)
+    states_STD, kv = run_model(models[0], tokens_ST, cache)
+    logits_STV = models[0].logits(states_STD)
     each = lambda x: jnp.repeat(x, T, axis=0) if T > 1 else x
     one = sample_rows(
         logits_STV.reshape(S * T, -1), jax.tree.map(each, rows), each(guessed_SC),
         places_ST.reshape(-1), sampler,
     )  # fmt: skip
-    one = Draw(*(x.reshape(S, T, *x.shape[1:]) for x in one))
+    one = jax.tree.map(lambda x: x.reshape(S, T, *x.shape[1:]), one)
     right_Sk = (guess_Sk == one.token_B[:, :drafts]) & (
         jnp.arange(drafts)[None] + 1 < counts_S[:, None]
     )
@@ -198,7 +232,7 @@ def decode_slots(
     kept_ST = jnp.where(jnp.arange(T)[None] < new_S[:, None], places_ST, state.texts_SC.shape[1])
     texts_SC = state.texts_SC.at[rows_S1, kept_ST].set(one.token_B, mode="drop")
     state = pinned(DeviceState((kv, *guesses), texts_SC, known_S + new_S))
-    return state, replicated(Sampled(one.token_B, new_S, *one[1:]))
+    return state, one, new_S
 
 
 def longest_window(c: ResolvedModel) -> int:

@@ -3,13 +3,11 @@ model says."""
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Int
 
 from jaxtrain.inference.engine.sampling import Sampler, SlotRows, sample_rows
 from jaxtrain.model import Paged, PagedCache, Transformer
 from jaxtrain.model.kv_cache import KeysValues
-from jaxtrain.weights.params import Params
 
 SHORTEST, LONGEST = 2, 3  # tokens of a text's end that are looked for in it
 
@@ -51,8 +49,7 @@ def look_up(
 
 
 def model_guesses(
-    graphdef: nnx.GraphDef,
-    params: Params,
+    model: Transformer,
     kv: tuple[KeysValues, ...],
     rows: SlotRows,
     texts_SC: Int[Array, "S C"],
@@ -67,7 +64,6 @@ def model_guesses(
     so the two agree more often than two draws would. It reads its last guess as well, for the
     pages of a text whose guesses all are right. room_S: tokens that may come yet, 0 in idle rows.
     """
-    model = nnx.merge(graphdef, params)
     take = lambda places_S: jnp.take_along_axis(texts_SC, places_S[:, None], 1, mode="clip")[:, 0]
 
     def one(

@@ -3,19 +3,16 @@
     while engine.busy:
         for update in engine.step(): ...
 
-A step computes a part of some prompts and the next token of every running request, and returns the
+A step computes a part of some prompts and the next tokens of every running request, and returns the
 tokens of the step before: the device already works while the host reads. Requests run in the order
 of their arrival. When pages run out, the youngest gives up its own and later computes its text
 again, from which it goes on as if nothing had been.
 """
 
 import contextlib
-import functools
 from collections import deque
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +25,7 @@ from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.device import Sampled
 from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
 from jaxtrain.inference.engine.pages import PagePool, affordable_pages
+from jaxtrain.inference.engine.programs import Drafter, Programs, compile_all
 from jaxtrain.inference.engine.requests import (
     DEFAULT,
     EngineOptions,
@@ -37,31 +35,12 @@ from jaxtrain.inference.engine.requests import (
 )
 from jaxtrain.inference.engine.rows import SlotTable, sampler_of
 from jaxtrain.inference.engine.sampling import Sampler
-from jaxtrain.inference.engine.sequence import Sequence, check_request, read_logprobs
+from jaxtrain.inference.engine.sequence import Pending, Sequence, check_request, read_logprobs
 from jaxtrain.model import ResolvedModel
 from jaxtrain.model.kv_cache import page_shapes
 from jaxtrain.settings import UserError
 from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
-
-COMPILERS = 8  # programs at once
-
-
-class Pending(NamedTuple):
-    """A step whose tokens were not read yet, and which row of it is whose."""
-
-    sampled: Sampled
-    rows: tuple[tuple[int, Sequence], ...]
-    most: int  # new tokens of a row
-    step: int
-
-
-class Drafter(NamedTuple):
-    """A small model that guesses tokens, of the same vocabulary."""
-
-    config: ResolvedModel
-    graphdef: nnx.GraphDef
-    params: Params
 
 
 class Engine:
@@ -96,7 +75,7 @@ class Engine:
         fit = lambda one: device.for_context(
             one.config, one.graphdef, tokenizer.vocab_size, self.context
         )
-        self.models = tuple(map(fit, both)), tuple(one.params for one in both)
+        self.models = device.GraphDefs(map(fit, both)), tuple(one.params for one in both)
         shape = options.page_size, options.cache_dtype
         page = tuple(page_shapes(x.config, x.params["embed"].dtype, *shape) for x in both)
         self.width = -(-self.context // options.page_size)  # pages of the longest text
@@ -108,9 +87,11 @@ class Engine:
         pages, places = self.pool.total + self.virtual, self.context + options.drafts + 1
         with self.on_mesh():
             self.state = device.init_device_state(page, pages, options.slots, places)
+        self.programs = Programs(self.models, options, self.virtual, self.width)
         self.table_SW = np.zeros((options.slots, self.virtual + self.width), np.int32)
         self.table_SW[:, : self.virtual] = self.pool.total + np.arange(self.virtual)
         self.fresh = True  # no request has joined yet
+        self.more_prompts = False  # beside those that are computed now
         self.rows = SlotTable(options.slots, tokenizer.vocab_size)
         self.slots: list[Sequence | None] = [None] * options.slots
         self.waiting: deque[Sequence] = deque()
@@ -167,15 +148,18 @@ class Engine:
         return self.counts._replace(**now)
 
     def step(self) -> list[Update]:
-        """Start one step of the device, and read the one before; [] when idle."""
+        """Start a step of the device, and read the one before; [] when idle.
+
+        The first tokens behind prompts are read at once: the device meanwhile decodes.
+        """
         if self.by_id:
             self.count(steps=1)
             with self.on_mesh():
                 self.admit()
                 self.prefill()
                 self.decode()
-            while self.pending and self.pending[0].step < self.counts.steps:
-                self.read(self.pending.popleft())
+            while (p := self.pending) and (p[0].first or p[0].step < self.counts.steps):
+                self.read(p.popleft())
         ready, self.ready = self.ready, []
         return ready
 
@@ -204,7 +188,10 @@ class Engine:
     # ---- joining and leaving --------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Give waiting requests slots and pages, in their order, while there are some."""
+        """Give slots and pages to waiting requests, in their order, while there are some.
+
+        As many join as the next prefill takes; while the device computes it, the others do.
+        """
         if self.fresh and self.virtual:
             graphdef, pages = self.models[0][0], np.arange(self.virtual) + self.pool.total
             self.state = device.put_virtual_tokens(
@@ -212,7 +199,9 @@ class Engine:
             )
         self.fresh = False
         new: list[tuple[int, list[int]]] = []
-        while self.waiting and None in self.slots and self.take_pages(self.waiting[0]):
+        room = self.options.prefill_rows - sum(not one.decoding for one in self.running)
+        free = lambda: bool(self.waiting) and None in self.slots
+        while free() and len(new) < room and self.take_pages(self.waiting[0]):
             sequence, slot = self.waiting.popleft(), self.slots.index(None)
             self.slots[slot], sequence.slot = sequence, slot
             asked = sequence.request
@@ -223,6 +212,7 @@ class Engine:
             new.append((slot, sequence.tokens))
         if new:
             self.put_texts(new)
+        self.more_prompts = free() and len(new) == room
 
     def constrain(self, sequence: Sequence) -> None:
         """Allow the tokens that a running request's grammar lets come next."""
@@ -325,7 +315,7 @@ class Engine:
         for i, one in enumerate(todo):
             slots_R[i], starts_R[i] = self.slots.index(one), one.computed
             counts_R[i] = min(one.left, o.chunk)
-        W = self.pages_for(int((starts_R + counts_R).max()), 4)
+        W = self.programs.pages_for(int((starts_R + counts_R).max()), 4)
         table_RW = self.table_SW[np.minimum(slots_R, o.slots - 1), : self.virtual + W]
         slots, table, starts, counts = jax.device_put((slots_R, table_RW, starts_R, counts_R))
         self.state, sampled = device.prefill_slots(
@@ -340,36 +330,54 @@ class Engine:
             if not one.left:
                 one.decoding, one.ahead = True, 1
                 rows.append((i, one))
-        self.started(sampled, rows, 1)
+        self.started(sampled, rows, 1, first=True)
 
     def decode(self) -> None:
         """The next tokens of all requests whose text is computed."""
         for one in self.running:
             self.drop_pages(one)
-            self.make_room(one)
+        steps = self.steps_at_once()
+        most = self.options.most(steps)
+        for one in self.running:
+            self.make_room(one, most)
         todo = [one for one in self.running if one.can_go_on]
         if not todo:
             return
         rows = [(one.slot, one) for one in todo if one.slot is not None]
         active_S = np.zeros(self.options.slots, bool)
         active_S[[slot for slot, _ in rows]] = True
-        most = self.options.drafts + 1
-        W = self.pages_for(max(one.length for one in todo) + most - 1, 2)
+        W = self.programs.pages_for(max(one.length for one in todo) + most - 1, 2)
         active, table = jax.device_put((active_S, self.table_SW[:, : self.virtual + W].copy()))
         self.state, sampled = device.decode_slots(
-            *self.models, self.state, self.rows.on_device(), active, table,
+            *self.models, self.state, self.rows.on_device(), active, table, steps=steps,
             drafts=self.options.drafts, sampler=max(one.sampler for one in todo),
         )  # fmt: skip
         for one in todo:
             one.ahead += most
         self.started(sampled, rows, most)
 
-    def make_room(self, sequence: Sequence) -> None:
+    def steps_at_once(self) -> int:
+        """How many steps the device runs next: several, unless a prompt is to be computed between
+        them, a grammar has to be asked between them, or pages are short."""
+        steps, running = self.options.decode_steps, self.running
+        todo = [one for one in running if one.can_go_on]
+        waits = lambda one: one.matcher is not None or not one.decoding
+        if self.more_prompts or any(map(waits, running)):
+            return 1
+        if all(one.limit - one.length < 2 for one in todo):
+            return 1
+        need = sum(max(0, self.pages_missing(one, self.options.most(steps))) for one in todo)
+        return steps if need <= self.pool.available else 1
+
+    def pages_missing(self, sequence: Sequence, most: int) -> int:
+        """Pages that a request needs for so many more tokens, and does not have."""
+        tokens = min(sequence.length + most - 1, sequence.limit)
+        return -(-tokens // self.options.page_size) - sequence.dropped - len(sequence.pages)
+
+    def make_room(self, sequence: Sequence, most: int) -> None:
         """Pages for a request's next tokens; when there are none, the youngest gives up its own."""
         while sequence.can_go_on:
-            tokens = min(sequence.length + self.options.drafts, sequence.limit)
-            need = -(-tokens // self.options.page_size)
-            need -= sequence.dropped + len(sequence.pages)
+            need = self.pages_missing(sequence, most)
             if need <= 0:
                 return
             if (new := self.pool.take(need)) is not None:
@@ -381,21 +389,15 @@ class Engine:
             else:
                 self.preempt(self.running[-1])
 
-    def pages_for(self, tokens: int, factor: int) -> int:
-        """Pages of a row that a step looks at. Of few sizes, each `factor` times the one below,
-        few programs are compiled."""
-        pages = max(1, -(-self.options.least_tokens // self.options.page_size))
-        while pages * self.options.page_size < tokens:
-            pages *= factor
-        return min(pages, self.width)
-
-    def started(self, sampled: Sampled, rows: list[tuple[int, Sequence]], most: int) -> None:
+    def started(
+        self, sampled: Sampled, rows: list[tuple[int, Sequence]], most: int, first: bool = False
+    ) -> None:
         """Note a step whose tokens are to be read, and let them come to the host meanwhile."""
         if rows:
             asked = any(one.request.sampling.logprobs is not None for _, one in rows)
-            for x in sampled if asked else sampled[:2]:
+            for x in jax.tree.leaves(sampled if asked else sampled.tokens_KBT):
                 x.copy_to_host_async()
-            self.pending.append(Pending(sampled, tuple(rows), most, self.counts.steps))
+            self.pending.append(Pending(sampled, tuple(rows), most, self.counts.steps, first))
 
     def warm_up(self, asked: Collection[Request] = ()) -> None:
         """Compile all programs that requests may need, some at a time, before the first one comes.
@@ -403,43 +405,38 @@ class Engine:
         Without it a program is compiled when a request is the first to need it. asked: requests
         that come at once, and no others.
         """
-        o, lengths = self.options, range(1, self.context + 1)
-        given, V = (*self.models, self.state, self.rows.on_device()), self.virtual
-        i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
         samplers = {sampler_of(one.sampling) for one in asked} or set(Sampler)
-        at_once = {min(len(asked), o.slots) > 1} if asked else {False, True}  # or one alone
-        lowered: list[jax.stages.Lowered] = []
+        slots = self.options.slots
+        at_once = {min(len(asked), slots) > 1} if asked else {False, True}  # or one alone
         with self.on_mesh():
-            for W in sorted({self.pages_for(n + o.drafts, 2) for n in lengths}):
-                rows = jax.ShapeDtypeStruct((o.slots,), bool), i32(o.slots, V + W)
-                decode = functools.partial(
-                    device.decode_slots.lower, *given, *rows, drafts=o.drafts
-                )
-                lowered += [decode(sampler=sampler) for sampler in samplers]
-            for W in sorted({self.pages_for(n, 4) for n in lengths}):
-                for R in {min(o.prefill_rows, o.slots) if many else 1 for many in at_once}:
-                    rows = i32(R), i32(R, V + W), i32(R), i32(R)
-                    prefill = functools.partial(device.prefill_slots.lower, *given, *rows)
-                    lowered += [prefill(chunk=o.chunk, sampler=x) for x in samplers]
-            for N in {o.slots if many else 1 for many in at_once}:
-                texts = i32(N), i32(N, self.state.texts_SC.shape[1]), i32(N)
-                lowered.append(device.put_texts.lower(self.state, *texts))
-        with ThreadPoolExecutor(COMPILERS) as pool:
-            list(pool.map(lambda one: one.compile(), lowered))
+            rows = self.rows.on_device()
+            programs = self.programs.all(self.state, rows, self.context, samplers, at_once)
+            lowered = list(programs)
+        compile_all(lowered)
+
+    def decode_program(self) -> jax.stages.Lowered:
+        """The program that the requests at work would decode with next."""
+        todo, steps = self.running, self.steps_at_once()
+        most, sampler = self.options.most(steps), max(one.sampler for one in todo)
+        W = self.programs.pages_for(max(one.length for one in todo) + most - 1, 2)
+        with self.on_mesh():
+            return self.programs.decoding(self.state, self.rows.on_device(), steps, W, sampler)
 
     # ---- tokens -------------------------------------------------------------------------------
 
     def read(self, step: Pending) -> None:
         """The tokens of a step, to whom they belong."""
-        tokens_BT, counts_B = np.asarray(step.sampled.tokens_BT), np.asarray(step.sampled.counts_B)
+        tokens_KBT = np.asarray(step.sampled.tokens_KBT)
+        guessed_B = (tokens_KBT[:, :, 1:] >= 0).sum((0, 2))
+        tokens_Bk = tokens_KBT.swapaxes(0, 1).reshape(len(guessed_B), -1).tolist()
         new = accepted = 0
         for row, one in step.rows:
             if one.done:
                 continue
             one.ahead -= step.most
-            tokens = tokens_BT[row, : counts_B[row]].tolist()
-            update = one.read(tokens, read_logprobs(step.sampled[2:], row, tokens, one.request))
-            new, accepted = new + len(update.tokens), accepted + max(0, len(tokens) - 1)
+            tokens = [token for token in tokens_Bk[row] if token >= 0]
+            update = one.read(tokens, read_logprobs(step.sampled, row, one.request))
+            new, accepted = new + len(update.tokens), accepted + int(guessed_B[row])
             self.ready.append(update)
             if update.finish_reason:
                 self.finish(one)

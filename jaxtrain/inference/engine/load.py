@@ -7,9 +7,11 @@ from jax.sharding import Mesh
 
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.inference.engine.adapters import load_adapters
-from jaxtrain.inference.engine.engine import Drafter, Engine
+from jaxtrain.inference.engine.engine import Engine
+from jaxtrain.inference.engine.programs import Drafter
 from jaxtrain.inference.engine.requests import DEFAULT, EngineOptions
 from jaxtrain.model import Params, cast
+from jaxtrain.model.stack import take_apart
 from jaxtrain.parallel import MeshConfig, make_mesh
 from jaxtrain.parallel.mesh import check_divides
 from jaxtrain.runs.saved import Saved, load_saved, place_params
@@ -39,6 +41,8 @@ def engine_of(saved: Saved, options: EngineOptions = DEFAULT) -> Engine:
     params = params_of(saved, mesh)
     if options.adapters:
         params = load_adapters(saved, params, options.adapters, mesh)
+    if mesh is None:
+        take_apart(params, saved.specs)
     model = c, saved.graphdef, params, saved.tokenizer, saved.prompting.stops
     return Engine(*model, options, mesh, drafter, [name for name, _ in options.adapters])
 

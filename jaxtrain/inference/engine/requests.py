@@ -107,6 +107,8 @@ class EngineOptions(NamedTuple):
     float8, or None, the compute dtype. max_queue: requests that may wait. prefix_cache: prompts
     share full pages with the same beginning. drafts: tokens that are guessed for each step from
     what followed the last two or three tokens before (prompt lookup, Saxena 2023), 0: none.
+    decode_steps: steps that the device runs before the host hears of their tokens, while no prompt
+    waits to be computed and no running request has a grammar; then it is one at a time.
     draft_run: run directory of a small model that guesses them instead, of the same tokenizer.
     tensor: devices that split heads and hidden units. adapters: (name, folder) of each LoRA
     adapter that a request may name. A folder is a run with LoRA or an adapter from peft.
@@ -125,10 +127,15 @@ class EngineOptions(NamedTuple):
     max_queue: int = 1024
     prefix_cache: bool = True
     drafts: int = 0
+    decode_steps: int = 8
     draft_run: Path | None = None
     tensor: int = 1
     adapters: tuple[tuple[str, Path], ...] = ()
     least_tokens: int = 256
+
+    def most(self, steps: int) -> int:
+        """New tokens of a row that so many steps bring at most."""
+        return steps * (self.drafts + 1)
 
 
 DEFAULT = EngineOptions()

@@ -56,12 +56,13 @@ class SlotRows(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Of each row: the token, its logprob before temperature and penalties, and the best ones."""
+    """Of each row: the token, and by `Sampler.ALL` its logprob before temperature and penalties,
+    and the best ones."""
 
     token_B: Array
-    logprob_B: Array
-    top_Bn: Array
-    top_logprob_Bn: Array
+    logprob_B: Array | None = None
+    top_Bn: Array | None = None
+    top_logprob_Bn: Array | None = None
 
 
 def sample_rows(
@@ -82,7 +83,7 @@ def sample_rows(
         noisy_B = with_noise(keep_likely(scaled_BV, s), s, lengths_B)
         best_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         token_B = jnp.where(s.temperature_B == 0, best_B, noisy_B)
-        return Draw(token_B, *no_logprobs(*logits_BV.shape))
+        return Draw(token_B)
     raw_BV = logits_BV
     biased_B = jnp.any(rows.biased_Bn < logits_BV.shape[1], axis=1)
     logits_BV = when(biased_B, lambda x: add_logit_bias(x, rows), lambda x: x, logits_BV)
@@ -211,11 +212,6 @@ def logprobs(logits_BV: Array, token_B: Array, top_B: Array) -> tuple[Array, Arr
         of_token_B1 = jnp.take_along_axis(log_p_BV, token_B[:, None], axis=-1)
         return of_token_B1[:, 0], which_Bn.astype(jnp.int32), best_Bn
 
-    none = no_logprobs(*logits_BV.shape)
+    B = len(logits_BV)
+    none = jnp.zeros(B), jnp.zeros((B, n), jnp.int32), jnp.zeros((B, n))
     return jax.lax.cond(jnp.any(top_B >= 0), some, lambda _: none, logits_BV)
-
-
-def no_logprobs(B: int, V: int) -> tuple[Array, Array, Array]:
-    """Zeros in the place of logprobs."""
-    n = min(MOST_TOP, V)
-    return jnp.zeros(B), jnp.zeros((B, n), jnp.int32), jnp.zeros((B, n))

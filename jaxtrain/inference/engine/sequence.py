@@ -1,11 +1,12 @@
 """One request at work: its tokens so far, where it runs, and what it has been told."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array
 
 from jaxtrain.data import Tokenizer
+from jaxtrain.inference.engine.device import Sampled
 from jaxtrain.inference.engine.grammars import Matcher
 from jaxtrain.inference.engine.pages import Digest, page_digests
 from jaxtrain.inference.engine.requests import Request, TokenLogprob, Update
@@ -107,6 +108,16 @@ class Sequence:
         return Update(self.request.id, text, tuple(tokens[:kept]), tuple(logprobs[:kept]), reason)
 
 
+class Pending(NamedTuple):
+    """Steps whose tokens were not read yet, and which row of them is whose."""
+
+    sampled: Sampled
+    rows: tuple[tuple[int, Sequence], ...]
+    most: int  # new tokens of a row
+    step: int
+    first: bool  # the tokens are the first ones behind prompts
+
+
 def check_request(request: Request, context: int, room: int, vocab_size: int) -> None:
     """Raises UserError for a request that can never be served.
 
@@ -128,7 +139,8 @@ def check_request(request: Request, context: int, room: int, vocab_size: int) ->
             f"{where}: {size} tokens of the prompt and max_tokens {s.max_tokens} exceed the "
             f"{room} tokens that the KV cache holds; give the engine more pages"
         )
-    if not all(0 <= token < vocab_size for token in (*request.prompt, *s.stop_tokens)):
+    tokens = *request.prompt, *s.stop_tokens
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise UserError(f"{where}: a token is not one of the vocabulary's 0 .. {vocab_size - 1}")
     if len(s.logit_bias) > MOST_BIASED:
         raise UserError(
@@ -157,16 +169,15 @@ def check_request(request: Request, context: int, room: int, vocab_size: int) ->
             raise UserError(f"{where}: {name} is {value}; it must be {right}")
 
 
-def read_logprobs(
-    columns: tuple[Array, ...], row: int, tokens: list[int], request: Request
-) -> list[TokenLogprob]:
-    """Of a row's new tokens, if its request asks for them. columns: of a step's rows, logprobs of
-    the tokens, the most likely tokens and theirs (`device.Sampled`)."""
+def read_logprobs(sampled: Sampled, row: int, request: Request) -> list[TokenLogprob]:
+    """Of a row's new tokens, if its request asks for them."""
     if (most := request.sampling.logprobs) is None:
         return []
-    of_token_BT, top_BTn, of_top_BTn = (np.asarray(x) for x in columns)
-    pairs = lambda t: zip(top_BTn[row, t, :most].tolist(), of_top_BTn[row, t, :most].tolist())
+    assert sampled.logprob_KBT is not None  # as by `Sampler.ALL`
+    tokens_KT, of_token_KT, top_KTn, of_top_KTn = (np.asarray(x)[:, row] for x in sampled)
+    new_KT = tokens_KT >= 0
+    lists = (x[new_KT].tolist() for x in (tokens_KT, of_token_KT, top_KTn, of_top_KTn))
     return [
-        TokenLogprob(token, float(of_token_BT[row, t]), tuple(pairs(t)))
-        for t, token in enumerate(tokens)
+        TokenLogprob(token, of_token, tuple(zip(top[:most], of_top[:most])))
+        for token, of_token, top, of_top in zip(*lists)
     ]

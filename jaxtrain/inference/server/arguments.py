@@ -94,6 +94,11 @@ def add_engine(parser: Parser) -> None:
         "dtype",
     )  # fmt: skip
     parser.add_argument(
+        "--decode-steps", type=whole(1, 64), default=8, metavar="N",
+        help="tokens of an answer that are computed before they are sent, while no prompt waits "
+        "(default 8)",
+    )  # fmt: skip
+    parser.add_argument(
         "--drafts", type=whole(0, 16), default=0, metavar="N",
         help="tokens guessed for each step (speculative decoding; default 0), from the text before",
     )  # fmt: skip

@@ -85,8 +85,8 @@ def load_service(a: argparse.Namespace) -> Service:
     check_names([served.name, *(one.name for one in adapters)])
     options = EngineOptions(
         slots=a.max_concurrency, max_queue=a.max_concurrency + a.max_queue, context=context,
-        cache_dtype=a.cache_dtype, drafts=a.drafts, draft_run=a.draft_run, tensor=a.tensor,
-        adapters=tuple(a.adapter),
+        cache_dtype=a.cache_dtype, drafts=a.drafts, decode_steps=a.decode_steps,
+        draft_run=a.draft_run, tensor=a.tensor, adapters=tuple(a.adapter),
     )  # fmt: skip
     # What ends an answer of one of them ends every text.
     chats = [one.chat.end for one in (served, *adapters) if one.chat]

@@ -25,7 +25,7 @@ from jaxtrain_kernels.attention.triton import chip
 from jaxtrain_kernels.dispatch import Target, mesh_devices, target
 
 Ref = Any  # a kernel's reference to memory, for which Pallas has no public type
-MOST_QUERIES = 64  # of a head of keys
+MOST_QUERIES = 64  # of a head of keys, in a program
 PROCESSORS = 132  # of a Hopper
 JOINED = 64  # splits in a step of joining them
 MANY_RESULTS = 2**13
@@ -83,9 +83,9 @@ def supports(on: Target, q_BTNH: Any, values_PpKH: Any) -> str | None:
         return f"needs bfloat16 or float16, got {q_BTNH.dtype}"
     if values_PpKH.dtype == jnp.float8_e4m3fn and cc < (8, 9):
         return f"needs compute capability 8.9 (Ada) for float8, this is {cc}"
-    (T, N, H), K = q_BTNH.shape[1:], values_PpKH.shape[2]
-    if T * N // K > MOST_QUERIES:
-        return f"takes at most {MOST_QUERIES} queries of a head of keys, got {T * N // K}"
+    (N, H), K = q_BTNH.shape[2:], values_PpKH.shape[2]
+    if N // K > MOST_QUERIES:
+        return f"takes at most {MOST_QUERIES} heads of queries for one of keys, got {N // K}"
     if H > 256:
         return f"takes heads of at most 256, got {H}"
     size = values_PpKH.size
@@ -117,8 +117,23 @@ def paged_attention(
     *, window: int | None, softcap: float | None, scale: float, tile: PageTile | None = None,
     splits: int | None = None, interpret: bool = False,
 ) -> Any:  # fmt: skip
-    """As the public function. splits: those of `tile_of`, otherwise. interpret: on a CPU."""
+    """As the public function. splits: those of `tile_of`, otherwise. interpret: on a CPU.
+
+    Where a row has more queries than a program takes, blocks of them are rows of their own.
+    """
     (B, T, N, H), values = q_BTNH.shape, jax.tree.leaves(k_PpKH)[0]
+    if T * N // values.shape[2] > MOST_QUERIES:
+        t = max(1, MOST_QUERIES // (N // values.shape[2]))
+        blocks = -(-T // t)
+        q_BTNH = jnp.pad(q_BTNH, ((0, 0), (0, blocks * t - T), (0, 0), (0, 0)))
+        before_1k = t * jnp.arange(blocks, dtype=starts_B.dtype)[None]
+        counts_Bk = jnp.clip(counts_B[:, None] - before_1k, 0, t)
+        y_btNH = paged_attention(
+            q_BTNH.reshape(-1, t, N, H), k_PpKH, v_PpKH, jnp.repeat(table_BW, blocks, axis=0),
+            (starts_B[:, None] + before_1k).reshape(-1), counts_Bk.reshape(-1), window=window,
+            softcap=softcap, scale=scale, tile=tile, splits=splits, interpret=interpret,
+        )  # fmt: skip
+        return y_btNH.reshape(B, blocks * t, N, H)[:, :T]
     size, K = values.shape[1:3]
     queries, G = T * N // K, N // K
     rows, columns = (max(16, pl.next_power_of_2(x)) for x in (queries, H))

@@ -1,0 +1,91 @@
+"""The programs that an engine runs, lowered before the first request needs one."""
+
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.inference.engine import device
+from jaxtrain.inference.engine.device import DeviceState, GraphDefs
+from jaxtrain.inference.engine.requests import EngineOptions
+from jaxtrain.inference.engine.sampling import Sampler, SlotRows
+from jaxtrain.model import ResolvedModel
+from jaxtrain.weights.params import Params
+
+COMPILERS = 8  # programs at once
+
+
+def i32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+class Drafter(NamedTuple):
+    """A small model that guesses tokens, of the same vocabulary."""
+
+    config: ResolvedModel
+    graphdef: nnx.GraphDef
+    params: Params
+
+
+class Programs(NamedTuple):
+    """What the programs of an engine are made of. virtual: pages that all rows begin with; width:
+    pages of the longest text."""
+
+    models: tuple[GraphDefs, tuple[Params, ...]]
+    options: EngineOptions
+    virtual: int
+    width: int
+
+    def pages_for(self, tokens: int, factor: int) -> int:
+        """Pages of a row that a step looks at. Of few sizes, each `factor` times the one below,
+        few programs are compiled."""
+        size = self.options.page_size
+        pages = max(1, -(-self.options.least_tokens // size))
+        while pages * size < tokens:
+            pages *= factor
+        return min(pages, self.width)
+
+    def decoding(
+        self, state: DeviceState, rows: SlotRows, steps: int, pages: int, sampler: Sampler
+    ) -> jax.stages.Lowered:
+        """So many steps, which look at so many pages of a row."""
+        o = self.options
+        active = jax.ShapeDtypeStruct((o.slots,), bool)
+        return device.decode_slots.lower(
+            *self.models, state, rows, active, i32(o.slots, self.virtual + pages),
+            steps=steps, drafts=o.drafts, sampler=sampler,
+        )  # fmt: skip
+
+    def all(
+        self,
+        state: DeviceState,
+        rows: SlotRows,
+        context: int,
+        samplers: Collection[Sampler],
+        at_once: Collection[bool],
+    ) -> Iterator[jax.stages.Lowered]:
+        """Those of texts of up to `context` tokens. at_once: whether several requests come at once,
+        one alone, or both."""
+        o, lengths = self.options, range(1, context + 1)
+        for steps in sorted({1, o.decode_steps}):
+            for W in sorted({self.pages_for(n + o.most(steps) - 1, 2) for n in lengths}):
+                for sampler in samplers:
+                    yield self.decoding(state, rows, steps, W, sampler)
+        given = *self.models, state, rows
+        for W in sorted({self.pages_for(n, 4) for n in lengths}):
+            for R in {min(o.prefill_rows, o.slots) if many else 1 for many in at_once}:
+                where = i32(R), i32(R, self.virtual + W), i32(R), i32(R)
+                for sampler in samplers:
+                    yield device.prefill_slots.lower(*given, *where, chunk=o.chunk, sampler=sampler)
+        for N in {o.slots if many else 1 for many in at_once}:
+            texts = i32(N), i32(N, state.texts_SC.shape[1]), i32(N)
+            yield device.put_texts.lower(state, *texts)
+
+
+def compile_all(lowered: Collection[jax.stages.Lowered]) -> None:
+    """Some programs at a time."""
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        list(pool.map(lambda one: one.compile(), lowered))
