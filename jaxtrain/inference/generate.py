@@ -266,7 +266,8 @@ def chat_in_terminal(saved: Saved, chat: Chat, a: argparse.Namespace) -> None:
     room = context - tokens
     if room < 1:
         raise UserError(f"--tokens {tokens} leaves no room in a context of {context}; give fewer")
-    engine = engine_of(saved, EngineOptions(slots=1, cache_dtype=a.cache_dtype))
+    options = EngineOptions(slots=1, cache_dtype=a.cache_dtype, decode_steps=1)  # as it is typed
+    engine = engine_of(saved, options)
     turns = itertools.count()
 
     def answer(prompt: np.ndarray) -> Iterator[str]:

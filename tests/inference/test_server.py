@@ -196,6 +196,9 @@ class ScriptedEngine(Engine):
 
     said = 0
 
+    def steps_at_once(self):
+        return 1
+
     def add(self, request):
         endless = request.sampling._replace(ignore_stop=True)  # what SAID needs many steps for
         super().add(request._replace(sampling=endless))

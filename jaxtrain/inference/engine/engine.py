@@ -410,8 +410,8 @@ class Engine:
         at_once = {min(len(asked), slots) > 1} if asked else {False, True}  # or one alone
         with self.on_mesh():
             rows = self.rows.on_device()
-            programs = self.programs.all(self.state, rows, self.context, samplers, at_once)
-            lowered = list(programs)
+            asked_for = samplers, at_once, self.programs.steps_of(asked)
+            lowered = list(self.programs.all(self.state, rows, self.context, *asked_for))
         compile_all(lowered)
 
     def decode_program(self) -> jax.stages.Lowered:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.device import DeviceState, GraphDefs
-from jaxtrain.inference.engine.requests import EngineOptions
+from jaxtrain.inference.engine.requests import EngineOptions, Request
 from jaxtrain.inference.engine.sampling import Sampler, SlotRows
 from jaxtrain.model import ResolvedModel
 from jaxtrain.weights.params import Params
@@ -59,6 +59,16 @@ class Programs(NamedTuple):
             steps=steps, drafts=o.drafts, sampler=sampler,
         )  # fmt: skip
 
+    def steps_of(self, asked: Collection[Request]) -> set[int]:
+        """Steps of the programs that decode these requests, which come at once; without any, of
+        all. One step is for what waits beside another's prompt, and for a last token alone."""
+        o = self.options
+        together = len(asked) <= min(o.slots, o.prefill_rows)
+        short = all(len(one.prompt) <= o.chunk for one in asked)
+        alone = any((one.sampling.max_tokens - 2) % o.decode_steps == 0 for one in asked)
+        several = {o.decode_steps}
+        return several if asked and together and short and not alone else several | {1}
+
     def all(
         self,
         state: DeviceState,
@@ -66,14 +76,15 @@ class Programs(NamedTuple):
         context: int,
         samplers: Collection[Sampler],
         at_once: Collection[bool],
+        steps: Collection[int],
     ) -> Iterator[jax.stages.Lowered]:
         """Those of texts of up to `context` tokens. at_once: whether several requests come at once,
-        one alone, or both."""
+        one alone, or both. steps: of decoding."""
         o, lengths = self.options, range(1, context + 1)
-        for steps in sorted({1, o.decode_steps}):
-            for W in sorted({self.pages_for(n + o.most(steps) - 1, 2) for n in lengths}):
+        for K in sorted(steps):
+            for W in sorted({self.pages_for(n + o.most(K) - 1, 2) for n in lengths}):
                 for sampler in samplers:
-                    yield self.decoding(state, rows, steps, W, sampler)
+                    yield self.decoding(state, rows, K, W, sampler)
         given = *self.models, state, rows
         for W in sorted({self.pages_for(n, 4) for n in lengths}):
             for R in {min(o.prefill_rows, o.slots) if many else 1 for many in at_once}:
