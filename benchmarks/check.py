@@ -45,8 +45,10 @@ ALLOWED = {
     "bytes": Allowed(0.02),
     "count": Allowed(1e-6, 1e-9),
 }
-TIMES = ("ms", "seconds", "tokens_per_s", "gbps", "tflops", "of_raw", "compile_s", "epochs", "watts",
-         "sm_mhz")  # fmt: skip
+TIMES = (
+    "ms", "seconds", "tokens_per_s", "gbps", "tflops", "of_raw", "compile_s", "epochs", "watts",
+    "sm_mhz",
+)  # fmt: skip
 LOSSES = ("bpb", "loss", "core")
 BYTES = ("step_bytes", "activations_bytes", "total_bytes", "first_mib", "last_mib")
 
