@@ -16,9 +16,9 @@ from fsspec.implementations.local import LocalFileSystem
 from benchmarks.loader import ROWS, SEQUENCE, random_store
 from benchmarks.record import describe
 from jaxtrain.data import DataConfig, TokenStore, train_batches
-from jaxtrain.data.files.objects import Objects
 from jaxtrain.data.pool import cores
 from jaxtrain.data.store.remote_store import RemoteRecords, open_remote, publish_store
+from jaxtrain.storage.objects import RemoteFolder
 
 LATENCY = 0.02  # seconds before the first byte of an answer
 DOCUMENTS = 200_000
@@ -52,7 +52,7 @@ def bench_remote_loader(variant: str | None = None, documents: int = DOCUMENTS) 
         root = Path(folder)
         store = random_store(root / "local", documents)
         LatencyFileSystem(auto_mkdir=True)
-        place = Objects(f"latency://{root}/bucket/train")
+        place = RemoteFolder(f"latency://{root}/bucket/train", explained=True)
         place.filesystem.auto_mkdir = True
         publish_store(store, place, lambda *_: None)
         held = store.tokens * store.dtype.itemsize

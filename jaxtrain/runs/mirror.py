@@ -41,7 +41,7 @@ class Store:
     def commit(self, step: int) -> dict[str, sums.Entry]:
         """The checksums of a copy's files."""
         try:
-            found = json.loads(self.folder.read(f"{step}.json"))
+            found = json.loads(self.folder.read(f"{step}.json") or b"")
             return {str(name): sums.Entry(**entry) for name, entry in found["files"].items()}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise Damaged(f"{self.url}/{step}.json is damaged") from error

@@ -87,9 +87,8 @@ class RemoteLock:
         seen: dict[int, tuple[bytes, float]] = {}  # lock -> what it said first, and when we saw it
         while numbers := locks(self.folder):
             newest = numbers[-1]
-            try:
-                text = self.folder.read(f"lock.{newest}")
-            except FileNotFoundError:  # the list was old
+            text = self.folder.read(f"lock.{newest}")
+            if text is None:  # the list was old
                 continue
             holder, released = read_lock(text)
             gone = known_gone(holder) if holder else None
@@ -123,7 +122,7 @@ class RemoteLock:
                     self.beats += 1
                     self.folder.write(f"lock.{self.number}", self._text(self.beats))
                     continue
-                who = read_lock(self.folder.read(f"lock.{numbers[-1]}"))[0]
+                who = read_lock(self.folder.read(f"lock.{numbers[-1]}") or b"")[0]
             except Exception:
                 continue  # the store is away; it may come back
             by = f"process {who.pid} on {who.host}" if who else "another process"

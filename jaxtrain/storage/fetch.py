@@ -91,11 +91,12 @@ def update(folder: Path, wanted: Callable[[str], bool]) -> None:
 
 def published(remote: RemoteFolder) -> dict[str, sums.Entry] | None:
     """What a run has listed; None where there is no list."""
-    try:
-        found = json.loads(remote.read(LIST))
-        return {str(name): sums.Entry(**entry) for name, entry in found["files"].items()}
-    except FileNotFoundError:
+    text = remote.read(LIST)
+    if text is None:
         return None
+    try:
+        found = json.loads(text)
+        return {str(name): sums.Entry(**entry) for name, entry in found["files"].items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise Damaged(f"{remote.url}/{LIST} is damaged") from error
 

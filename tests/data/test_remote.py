@@ -17,7 +17,6 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from jaxtrain.data import DataConfig, prepare
-from jaxtrain.data.files import remote
 from jaxtrain.data.files.reading import blocks, read_documents, texts_of
 from jaxtrain.data.files.sources import (
     JsonlSource,
@@ -27,6 +26,7 @@ from jaxtrain.data.files.sources import (
     find_files,
 )
 from jaxtrain.settings import UserError
+from jaxtrain.storage import objects
 
 LINES = [f"line {i} " + "x" * (i % 90) for i in range(4000)]
 TEXT = "\n".join(LINES).encode()
@@ -96,7 +96,7 @@ def server():
 def waits(monkeypatch):
     """No time is lost in tests; what would have been waited is noted."""
     found = []
-    monkeypatch.setattr("jaxtrain.data.files.remote.time", SimpleNamespace(sleep=found.append))
+    monkeypatch.setattr("jaxtrain.storage.objects.time", SimpleNamespace(sleep=found.append))
     return found
 
 
@@ -276,4 +276,4 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def test_the_wait_is_a_minute_at_most():
-    assert 60 <= sum(remote.FIRST_WAIT * 2**i for i in range(remote.TRIES - 1)) < 90
+    assert 60 <= sum(objects.FIRST_WAIT * 2**i for i in range(objects.DATA_TRIES - 1)) < 90

@@ -13,11 +13,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from jaxtrain.data import DataConfig, prepare, stores_of, train_batches, validation_batches
 from jaxtrain.data.batches import concat, read_ahead
-from jaxtrain.data.files import remote
 from jaxtrain.data.store import blocks, remote_store
 from jaxtrain.data.store import prepare as module
 from jaxtrain.data.store.block_cache import BlockCache, crc32_of
 from jaxtrain.settings import UserError
+from jaxtrain.storage import objects
 
 URL = "faulty://bucket/prepared"
 SIZES = {"batch_size": 8, "sequence_length": 64}
@@ -54,13 +54,17 @@ class FaultyStore(MemoryFileSystem):
         super().pipe_file(path, value, **options)
 
 
+class NoCredentialsError(Exception):
+    """Of botocore, by its name."""
+
+
 @pytest.fixture
 def store(monkeypatch):
     fsspec.register_implementation("faulty", FaultyStore, clobber=True)
     for name in ("store", "faults", "ranges"):
         getattr(FaultyStore, name).clear()
     monkeypatch.setattr(FaultyStore, "most_writes", 10**9)
-    monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(objects, "FIRST_WAIT", 0.001)
     for one in (blocks, concat, read_ahead):
         monkeypatch.setattr(one, "BLOCK_TOKENS", 1 << 13)
     return FaultyStore
@@ -157,6 +161,8 @@ def test_faults_that_pass_are_retried(store, text, tmp_path, capsys):
         (lambda data: data[::-1], r"tokens/00000: block 0 is not as it was written .*; delete "),
         (PermissionError("403"), r"tokens/00000 may not be read, check the credentials: 403$"),
         (TimeoutError("no route"), r"cannot read .*: 8 tries failed, last TimeoutError: no route$"),
+        (OSError("GET https://a/b?sig=hunter2"), r"8 tries failed, last OSError: GET https://a/b$"),
+        (NoCredentialsError("none"), r"tokens/00000 may not be read, check the credentials: none$"),
     ],
 )
 def test_faults_that_stay_are_one_line(store, text, tmp_path, fault, said):

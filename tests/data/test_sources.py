@@ -158,7 +158,7 @@ def test_no_file_counts_twice(tmp_path):
 
 
 def test_links_that_lead_nowhere_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxtrain.data.files.remote.time", None)  # it is not tried again
+    monkeypatch.setattr("jaxtrain.storage.objects.time", None)  # it is not tried again
     (tmp_path / "a.txt").write_text("a")
     loop, link = tmp_path / "loop.txt", tmp_path / "link.txt"
     loop.symlink_to("loop.txt")

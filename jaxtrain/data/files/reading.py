@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtrain.data.chat.messages import conversations
 from jaxtrain.data.files.local import File
-from jaxtrain.data.files.remote import is_local, open_file
+from jaxtrain.data.files.remote import open_file
 from jaxtrain.data.files.sources import (
     ChatSource,
     CodeSource,
@@ -30,6 +30,7 @@ from jaxtrain.data.files.sources import (
 from jaxtrain.data.preference.preferences import preferences
 from jaxtrain.data.records import Record
 from jaxtrain.settings import UserError, parse_json
+from jaxtrain.storage.objects import is_local
 
 BLOCK = 1 << 22  # bytes of text, unless a document is longer
 

@@ -5,24 +5,17 @@ is read by the standard library: one request streams a whole file, and no furthe
 """
 
 import io
-import random
-import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from http.client import HTTPResponse
-from typing import Any, Literal
+from typing import Any
 
 from fsspec.spec import AbstractFileSystem
 
 from jaxtrain.data.files.local import File, local_path
 from jaxtrain.settings import UserError
-from jaxtrain.storage import objects
-from jaxtrain.storage.objects import FINAL, is_local
+from jaxtrain.storage.objects import is_local, open_filesystem, retried
 
-TRIES = 8
-FIRST_WAIT = 0.5  # seconds; doubled for every further try, so that all last a minute
 TIMEOUT = 60.0  # seconds in which a server must say something
 AHEAD = 1 << 23  # bytes that fsspec asks an object store for at a time
 HTTP = ("http", "https")
@@ -32,7 +25,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     """The file system that a URL belongs to, and its path there."""
     if url.startswith(("http://", "https://")):
         return HttpFileSystem(), url
-    return objects.open_filesystem(url)
+    return open_filesystem(url)
 
 
 def revision_of(url: str) -> tuple[str, str] | None:
@@ -58,40 +51,6 @@ def revision_of(url: str) -> tuple[str, str] | None:
     import huggingface_hub
 
     return retried(url, ask)
-
-
-def retried[T](
-    url: str,
-    action: Callable[[], T],
-    what: str = "failed",
-    access: Literal["read", "write"] = "read",
-) -> T:
-    """The value of `action`, which is tried again, ever later, after an error that may pass.
-
-    Each wait is a line on stderr; `what` says in it what has happened to the file. Raises UserError
-    for a file that is not there or that `access` is refused to, and after the last try.
-    """
-    for attempt in range(TRIES):
-        try:
-            return action()
-        except FileNotFoundError as error:
-            raise UserError(f"there is no file or folder {url}") from error
-        except PermissionError as error:
-            refused = "may not be read" if access == "read" else "may not be written"
-            raise UserError(f"{url} {refused}, check the credentials: {error}") from error
-        except FINAL:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            if attempt + 1 == TRIES:
-                raise UserError(
-                    f"cannot {access} {url}: {TRIES} tries failed, last {reason}"
-                ) from error
-            wait = FIRST_WAIT * 2**attempt * random.uniform(0.75, 1.25)
-            again = f"attempt {attempt + 2} of {TRIES} in {wait:.1f} s"
-            print(f"{url}: {what} ({reason}), {again}", file=sys.stderr, flush=True)
-            time.sleep(wait)
-    raise AssertionError("unreachable")
 
 
 def open_file(file: File) -> io.BufferedReader:

@@ -19,9 +19,10 @@ from jaxtrain.data.files.local import (
     local_path,
     without_copies,
 )
-from jaxtrain.data.files.remote import HTTP, filesystem_of, is_local, retried, revision_of
+from jaxtrain.data.files.remote import HTTP, filesystem_of, revision_of
 from jaxtrain.data.filters import Filter
 from jaxtrain.settings import Settings, UserError
+from jaxtrain.storage.objects import is_local, retried
 
 SAMPLE_BY = (
     "Key of a number from 0, as a score: documents are drawn with a probability proportional to "

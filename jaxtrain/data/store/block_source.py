@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 
-from jaxtrain.data.files.objects import Objects
 from jaxtrain.data.store.block_cache import BlockCache, Changed
 from jaxtrain.data.store.blocks import blocks_of, record_offsets
 from jaxtrain.settings import UserError
+from jaxtrain.storage.objects import RemoteFolder
 
 OBJECT_BLOCKS = 64  # blocks of an object: 128 MiB of 2-byte tokens
 FETCHERS = 16  # blocks that a process fetches at a time: what 20 ms of latency hide behind
@@ -44,7 +44,7 @@ class BlockSource:
 
     def __init__(
         self,
-        place: Objects,
+        place: RemoteFolder,
         name: str,
         lengths: np.ndarray,
         first_record: np.ndarray,

@@ -22,7 +22,6 @@ import numpy as np
 from jaxtrain.data.batches.loader import stores_of
 from jaxtrain.data.batches.mixture import sources_of
 from jaxtrain.data.config import DataConfig, NoValidation
-from jaxtrain.data.files.objects import Objects
 from jaxtrain.data.files.reading import START, Position
 from jaxtrain.data.files.sources import (
     ChatTemplateSource,
@@ -59,6 +58,7 @@ from jaxtrain.data.store.store import TokenStore, Writer, join_records, open_sto
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import full_disk_explained
+from jaxtrain.storage.objects import RemoteFolder
 
 ALONE = 1 << 24  # stored bytes; less text is tokenized before other processes would have started
 COMMIT_SECONDS = 10  # the batch in hand and those behind it add less than 5 to what a kill loses
@@ -105,7 +105,7 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
 
 def _at(config: DataConfig, progress: Progress) -> Prepared:
     """`prepare` for a cache at a URL, whose note of a request spares filtering and tokenizing."""
-    place = Objects(cache_url(config) or "")
+    place = RemoteFolder(cache_url(config) or "", explained=True)
     request = request_key(config, cache_directory(config))
     note = read_note(place, request)
     if note is None:
@@ -180,7 +180,7 @@ def prepare_source(config: DataConfig, *, progress: Progress = lambda *_: None) 
         options["skip_damaged"] = config.skip_damaged
         found = [open_store(directory / split, **options) for split in splits]
     else:
-        place = Objects(f"{url}/{directory.name}")
+        place = RemoteFolder(f"{url}/{directory.name}", explained=True)
         if not is_published(place):
             with locked(directory, progress):
                 if not is_published(place):  # another process may have done it meanwhile
@@ -194,7 +194,11 @@ def prepare_source(config: DataConfig, *, progress: Progress = lambda *_: None) 
 
 
 def _publish(
-    config: DataConfig, directory: Path, splits: Sequence[str], place: Objects, progress: Progress
+    config: DataConfig,
+    directory: Path,
+    splits: Sequence[str],
+    place: RemoteFolder,
+    progress: Progress,
 ) -> None:
     """Prepares an entry on this machine and moves its stores to a URL; the tokenizer stays."""
     _fill(config, directory, progress)

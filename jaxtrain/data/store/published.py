@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.data.config import DataConfig
-from jaxtrain.data.files.objects import Objects
 from jaxtrain.data.store.cache import cache_directory
 from jaxtrain.data.store.progress import Progress
 from jaxtrain.data.store.remote_store import open_remote, publish_store
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_whole
+from jaxtrain.storage.objects import RemoteFolder
 
 WHOLE = "entry.json"
 
 
-def is_published(place: Objects) -> bool:
+def is_published(place: RemoteFolder) -> bool:
     """Whether an entry is whole."""
     return place.size(WHOLE) is not None
 
 
 def publish_entry(
-    place: Objects, tokenizer: Path, splits: Mapping[str, TokenStore], progress: Progress
+    place: RemoteFolder, tokenizer: Path, splits: Mapping[str, TokenStore], progress: Progress
 ) -> None:
     """Copies a tokenizer and stores of this machine below a URL."""
     files = {path.name: path.read_bytes() for path in sorted(tokenizer.iterdir())}
@@ -40,7 +40,7 @@ def publish_entry(
     place.write(WHOLE, json.dumps(note).encode())
 
 
-def fetch_tokenizer(place: Objects, directory: Path) -> None:
+def fetch_tokenizer(place: RemoteFolder, directory: Path) -> None:
     """Copies the tokenizer of an entry to this machine, if it is not there."""
     if directory.is_dir():
         return
@@ -52,20 +52,20 @@ def fetch_tokenizer(place: Objects, directory: Path) -> None:
     unnamed.rename(directory)
 
 
-def open_published(place: Objects, config: DataConfig, tokenizer: str) -> TokenStore:
+def open_published(place: RemoteFolder, config: DataConfig, tokenizer: str) -> TokenStore:
     """A store of an entry, read through the local cache of a configuration."""
     folder = cache_directory(config).parent
     return open_remote(place, folder, config.local_cache.max_bytes, tokenizer)
 
 
-def read_note(place: Objects, request: str) -> dict[str, Any] | None:
+def read_note(place: RemoteFolder, request: str) -> dict[str, Any] | None:
     """What `write_note` wrote for a request; None if there is nothing."""
     text = place.read(f"{request}.json")
     return None if text is None else json.loads(text)
 
 
 def write_note(
-    place: Objects,
+    place: RemoteFolder,
     request: str,
     train: Mapping[str, TokenStore],
     validation: TokenStore | None,
@@ -78,11 +78,11 @@ def write_note(
     place.write(f"{request}.json", json.dumps(note).encode())
 
 
-def _names(place: Objects, store: TokenStore) -> Sequence[str]:
+def _names(place: RemoteFolder, store: TokenStore) -> Sequence[str]:
     return [url.removeprefix(f"{place.url}/") for url in store.records.urls]
 
 
-def _there(place: Objects, name: str) -> bytes:
+def _there(place: RemoteFolder, name: str) -> bytes:
     data = place.read(name)
     if data is None:
         raise UserError(

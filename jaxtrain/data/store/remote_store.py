@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.files.objects import Objects
 from jaxtrain.data.store.block_cache import BlockCache, crc32_of
 from jaxtrain.data.store.block_source import (
     FETCHERS,
@@ -32,13 +31,14 @@ from jaxtrain.data.store.blocks import blocks_of, first_records
 from jaxtrain.data.store.progress import Progress
 from jaxtrain.data.store.store import COLUMNS, Records, TokenStore, manifest_sum
 from jaxtrain.settings import UserError
+from jaxtrain.storage.objects import RemoteFolder
 
 FORMAT = 1
 AT_ONCE = 1 << 24  # bytes of a column that are asked for together
 TRIES = 3  # downloads of a column whose checksum is wrong
 
 
-def publish_store(store: TokenStore, place: Objects, progress: Progress) -> None:
+def publish_store(store: TokenStore, place: RemoteFolder, progress: Progress) -> None:
     """Writes a store below a URL. What is there already, of the same size, is not written again:
     an interrupted upload goes on."""
     blocks = blocks_of(store.lengths, store.first_record)
@@ -76,7 +76,7 @@ def publish_store(store: TokenStore, place: Objects, progress: Progress) -> None
 
 
 def open_remote(
-    place: Objects, folder: Path, max_bytes: int, tokenizer: str | None = None
+    place: RemoteFolder, folder: Path, max_bytes: int, tokenizer: str | None = None
 ) -> TokenStore:
     """A store at a URL, whose blocks are kept in `folder`. UserError for a damaged one, and for
     one that was written with another tokenizer than the fingerprint `tokenizer`."""
@@ -141,7 +141,7 @@ class RemoteRecords(Records):
                 yield future
 
 
-def _read_manifest(place: Objects) -> dict[str, Any]:
+def _read_manifest(place: RemoteFolder) -> dict[str, Any]:
     text = place.read("manifest.json")
     if text is None:
         raise UserError(f"{place.url} is not a token store: it has no manifest.json")
@@ -159,7 +159,7 @@ def _read_manifest(place: Objects) -> dict[str, Any]:
     return manifest
 
 
-def _column(place: Objects, folder: Path, name: str, entry: dict[str, Any]) -> np.ndarray:
+def _column(place: RemoteFolder, folder: Path, name: str, entry: dict[str, Any]) -> np.ndarray:
     """A column of the documents. The processes of a host share the pages of its file."""
     path = folder / name
     for _ in range(TRIES):
@@ -186,5 +186,5 @@ def _npy(column: np.ndarray) -> bytes:
     return found.getvalue()
 
 
-def _again(place: Objects) -> str:
+def _again(place: RemoteFolder) -> str:
     return f"delete {place.url} to have it prepared again"
