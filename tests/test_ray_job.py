@@ -1,11 +1,13 @@
 """An elastic job on a Ray cluster, without a cluster: how many nodes, and what a loss leads to."""
 
+import pickle
 import signal
+import time
 from contextlib import nullcontext
 
 import pytest
 
-from jaxtrain.cluster import launch, ray_job
+from jaxtrain.cluster import launch, ray_job, ray_worker
 from jaxtrain.cluster.ray_job import Attempt, Bounds
 from jaxtrain.settings import UserError
 
@@ -105,3 +107,13 @@ def test_a_signal_ends_all_processes(monkeypatch):
     stage = Stage(monkeypatch, ("ab", None))
     assert run(Bounds(2, 2, 8)) == 0 and stage.stopped == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_process_that_is_stopped_before_it_begins_does_not_begin():
+    """As that of a node which had no core free."""
+    process = ray_worker.JobProcess()
+    process.signal(signal.SIGINT)
+    begun = time.monotonic()
+    reply = process.run(ray_worker.this_caller(), "http.server", ["0"])
+    assert pickle.loads(reply) == (-signal.SIGINT, None) and time.monotonic() - begun < 5
+    assert process.process is None

@@ -11,6 +11,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 import types
 from importlib.metadata import PackageNotFoundError, version
@@ -88,6 +89,8 @@ class JobProcess:
 
     def __init__(self):
         self.process: subprocess.Popen | None = None
+        self.asked: int | None = None  # the signal that came before the process
+        self.guard = threading.Lock()
 
     def address(self, caller: Caller) -> bytes:
         """Where a coordinator may listen on this node; packed."""
@@ -104,15 +107,21 @@ class JobProcess:
 
         def wait() -> int:
             line = [sys.executable, "-u", "-c", JOB, module, *arguments]
-            self.process = subprocess.Popen(line)
+            with self.guard:
+                if self.asked:
+                    return -self.asked
+                self.process = subprocess.Popen(line)
             return self.process.wait()
 
         return run_and_pack(caller, wait)
 
     def signal(self, number: int) -> None:
-        """To the process, if it runs."""
-        if self.process is not None:
-            self.process.send_signal(number)
+        """To the process; one that has not begun does not begin."""
+        with self.guard:
+            if self.process is None:
+                self.asked = number
+            else:
+                self.process.send_signal(number)
 
 
 def run_and_pack(caller: Caller, compute: Any) -> bytes:
