@@ -15,6 +15,7 @@ from tiny import byte_model, random_run, rows_of, run_overrides
 from jaxtrain.cli import main
 from jaxtrain.cluster import ray_cluster as on_ray
 from jaxtrain.cluster.ray_process import RemoteProcess
+from jaxtrain.compress import calibrate
 from jaxtrain.data import prepare
 from jaxtrain.data.filters.filtered import filter_into
 from jaxtrain.evaluation import score
@@ -119,6 +120,24 @@ def test_scores_are_the_same_after_a_node_was_killed(tmp_path, cluster, run, sma
         score.score(saved, saved.config, names, out, progress=progress, remote=remote)
     assert killed == [3] and cluster.ask("add") == 4
     assert (tmp_path / "host.jsonl.zst").read_bytes() == out.read_bytes()
+
+
+def test_a_quantized_model_is_the_same_after_a_node_was_killed(tmp_path, cluster, run, monkeypatch):
+    """The statistics of two layers, summed over five blocks of 8 sequences."""
+    monkeypatch.setattr(calibrate, "BLOCK", 1)
+    add, killed = calibrate.combine, []
+
+    def combine(*sums):
+        if on_ray.current_cluster() and not killed:
+            killed.append(cluster.ask("kill"))
+        return add(*sums)
+
+    monkeypatch.setattr(calibrate, "combine", combine)
+    words = ["quantize", str(run), "--method", "gptq", "--sequences", "40", "--out"]
+    assert main([*words, str(tmp_path / "host")]) == 0 and not killed
+    assert main([*words, str(tmp_path / "nodes"), "--ray", cluster.address]) == 0
+    assert killed == [3] and cluster.ask("add") == 4
+    assert files_of(tmp_path / "host") == files_of(tmp_path / "nodes")
 
 
 def test_a_process_on_a_node_ends_with_it(cluster, monkeypatch):

@@ -31,6 +31,7 @@ class NodeCall:
     """A thing that a process was given."""
 
     thing: bytes
+    shared: tuple[Any, ...]  # what goes with all things of a call of `map`
     process: NodeProcess
     reply: Any
     lost: int = 0  # processes that were lost with it
@@ -39,30 +40,37 @@ class NodeCall:
 class NodeModels:
     """The processes; `make`, which is pickled, loads a model and returns the function of it."""
 
-    def __init__(self, make: Callable[[], Callable[[Any], Any]]):
+    def __init__(self, make: Callable[[], Callable[..., Any]]):
         import ray
 
         self.packed = ray.put(pickle.dumps(make, pickle.HIGHEST_PROTOCOL))
         self.caller = ray_worker.this_caller()
         self.processes: dict[str, NodeProcess] = {}  # by node
 
-    def map(self, things: Iterable[Any]) -> Iterator[Any]:
+    def map(self, things: Iterable[Any], *shared: Any) -> Iterator[Any]:
         """The function's results in order; things are taken as it goes. UserError if a thing loses
-        RETRIES processes, and for one that the function raises."""
+        RETRIES processes, and for one that the function raises.
+
+        shared: further arguments, the same for all things; a node gets them once.
+        """
+        import ray
+
+        kept = tuple(ray.put(pickle.dumps(one, pickle.HIGHEST_PROTOCOL)) for one in shared)
         waiting: deque[NodeCall] = deque()
         for thing in things:
-            waiting.append(self.give(pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)))
+            waiting.append(self.give(pickle.dumps(thing, pickle.HIGHEST_PROTOCOL), kept))
             if len(waiting) >= AHEAD * len(self.processes):
                 yield self.answer_of(waiting.popleft())
         while waiting:
             yield self.answer_of(waiting.popleft())
 
-    def give(self, thing: bytes, lost: int = 0) -> NodeCall:
+    def give(self, thing: bytes, shared: tuple[Any, ...], lost: int = 0) -> NodeCall:
         """A thing to the process that has the least to do."""
         self.join()
         process = min(self.processes.values(), key=lambda one: one.calls)
         process.calls += 1
-        return NodeCall(thing, process, process.actor.call.remote(self.caller, thing), lost)
+        reply = process.actor.call.remote(self.caller, thing, *shared)
+        return NodeCall(thing, shared, process, reply, lost)
 
     def answer_of(self, call: NodeCall) -> Any:
         """Waits for it; other processes answer what a lost one had."""
@@ -80,7 +88,7 @@ class NodeModels:
                     ) from lost
                 if self.processes.get(call.process.node) is call.process:
                     del self.processes[call.process.node]
-            call = self.give(call.thing, call.lost + 1)
+            call = self.give(call.thing, call.shared, call.lost + 1)
 
     def join(self) -> None:
         """A process on each node that has none: with all its GPUs, if any node has some."""

@@ -66,9 +66,9 @@ class ModelWorker:
     def __init__(self, make: bytes):
         self.make, self.function = make, None
 
-    def call(self, caller: Caller, thing: bytes) -> bytes:
+    def call(self, caller: Caller, *things: bytes) -> bytes:
         """Pickled (result, error) of the function that `make` returns."""
-        return run_and_pack(caller, lambda: self.loaded()(pickle.loads(thing)))
+        return run_and_pack(caller, lambda: self.loaded()(*map(pickle.loads, things)))
 
     def loaded(self) -> Any:
         if self.function is None:

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from jaxtrain.cluster.arguments import add_ray
 from jaxtrain.evaluation.arguments import add_model
 from jaxtrain.settings import Parser, real, whole
 
@@ -64,6 +65,7 @@ def quantize_parser() -> Parser:
     parser.add_argument("--bundle", type=Path, help="--core: its tasks; default $JAXTRAIN_CORE")
     parser.add_argument("--limit", type=whole(1), help="--core: examples of each task (all)")
     add_calibration(parser, "--calibration")
+    add_ray(parser)
     return parser
 
 

@@ -3,11 +3,16 @@
 All sequences pass a layer before any passes the next one. Memory holds their residual streams and
 the statistics of one layer. A method may change a layer's matrices after it has seen them: later
 layers then read the outputs of the changed layer, as in GPTQ and SparseGPT.
+
+The unit of work is a block of BLOCK batches in front of one layer. Statistics are summed over a
+block's batches, then over the blocks, in order, so that a Ray cluster gives the sums of one host.
+A node is sent all that a block needs, the layer's weights too: after a loss nothing is replayed.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +23,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxtrain import data
-from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.cluster.ray_cluster import current_cluster
+from jaxtrain.cluster.ray_models import NodeModels
+from jaxtrain.cluster.runtime import compute_dtype, start
 from jaxtrain.config.resolve import Resolved
-from jaxtrain.model import Transformer, cast, split
+from jaxtrain.model import ResolvedModel, Transformer, cast, split
 from jaxtrain.model.attention import attend_rows
 from jaxtrain.model.fused_ops import PLAIN, Stream
 from jaxtrain.model.plan import LayerSpec
@@ -32,6 +39,7 @@ from jaxtrain.weights.contract import Weight
 from jaxtrain.weights.params import Params, is_block_matrix, path_name
 
 BATCH = 8  # sequences that run through a layer at once, at most
+BLOCK = 4  # batches whose statistics a node sums
 
 
 class Inputs(NamedTuple):
@@ -59,6 +67,34 @@ class TokenRows(NamedTuple):
     tokens_BT: Any
     positions_BT: Any = None
     segments_BT: Any = None
+
+
+class LayerBatch(NamedTuple):
+    """A batch in front of a layer. kv: keys and values of another layer, where this one reads
+    them."""
+
+    rows: TokenRows
+    stream: Stream
+    x0_BTD: Any
+    kv: Any
+
+
+class LayerCall(NamedTuple):
+    """A layer that blocks of batches pass. leaves: those of its weights; places: of its parts in
+    their stacks. statistics: whether they are wanted; hessian: with X^T X."""
+
+    index: int
+    places: dict[str, int]
+    leaves: list[Any]
+    hessian: bool
+    statistics: bool
+
+
+class LayerResult(NamedTuple):
+    """What a layer gives: (stream, keys and values) of each batch; statistics by matrix."""
+
+    outputs: list[tuple[Stream, Any]]
+    inputs: dict[str, Inputs]
 
 
 # (a layer's number, its matrices by name) -> the new arrays of the layer, by name, that change
@@ -193,8 +229,7 @@ class LayerRunner:
     UserError for layers that share weights, and for virtual tokens in front of the text.
     """
 
-    def __init__(self, saved: Saved):
-        c = saved.config.model
+    def __init__(self, c: ResolvedModel, vocab_size: int, precision: str):
         if c.share_layers:
             raise UserError(
                 "model.share_layers: calibration measures the inputs of each layer's own matrices, "
@@ -207,16 +242,17 @@ class LayerRunner:
             )
         plain = {"weight_form": None, "remat": "none", "scan_layers": False, "ffn_tiles": 1}
         c = c.model_copy(update=plain)
-        self.model = Transformer(c, saved.tokenizer.vocab_size)
-        self.graphdef = split(self.model)[0]
-        self.dtype = compute_dtype(saved.config.train.precision)
+        self.model = Transformer(c, vocab_size)
+        self.graphdef, specs = split(self.model)
+        self.abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
+        self.dtype = compute_dtype(precision)
         self.modules = self.model.modules()
         self.jitted: dict[tuple[LayerSpec, bool], Callable[..., Any]] = {}
         self.shares_kv = any(spec.kv_from for spec in self.model.plan)
 
         @jax.jit
         def embed(params: Params, rows: TokenRows) -> Stream:
-            model = nnx.merge(self.graphdef, cast(params, saved.specs, self.dtype))
+            model = nnx.merge(self.graphdef, cast(params, specs, self.dtype))
             x_BTD, _ = model.embed_tokens(rows.tokens_BT, None, rows.segments_BT)
             x_BTD = model.add_positions(x_BTD, rows.positions_BT)
             return Stream(x_BTD, balance_B=jnp.zeros(len(x_BTD)) if c.moe else None)
@@ -246,6 +282,23 @@ class LayerRunner:
         self.jitted[spec, hessian] = layer
         return layer
 
+    def pick(self, params: Params, index: int, places: dict[str, int]) -> LayerWeights:
+        """The weights of one layer."""
+        return picked(index, places, nnx.merge(self.graphdef, params).stack())
+
+    def pass_block(self, block: list[LayerBatch], call: LayerCall) -> LayerResult:
+        """A block of batches through a layer."""
+        template = jax.eval_shape(lambda p: self.pick(p, call.index, call.places), self.abstract)
+        weights = jax.tree.unflatten(jax.tree.structure(template), call.leaves)
+        run = self.run(self.model.plan[call.index], call.hessian)
+        outputs, found = [], {}
+        for one in block:
+            stream, kv, inputs = run(weights, one.kv, one.stream, one.x0_BTD, one.rows)
+            outputs.append((stream, kv if self.shares_kv else None))
+            if call.statistics:
+                found = combine(found, inputs) if found else inputs
+        return LayerResult(outputs, found)
+
     def recorded(self, weights: LayerWeights, tape: Tape) -> LayerWeights:
         """A layer's parameters in the compute dtype, its matrices recorded."""
 
@@ -265,6 +318,27 @@ class LayerRunner:
         return LayerWeights(layer, {name: module(name, w) for name, w in weights.parts.items()})
 
 
+def load_layers(
+    c: ResolvedModel, vocab_size: int, precision: str
+) -> Callable[[list[LayerBatch], LayerCall], LayerResult]:
+    """On a node: what passes blocks through layers."""
+    start(quiet=True)
+    layers = LayerRunner(c, vocab_size, precision)
+    return lambda block, call: jax.device_get(layers.pass_block(block, call))
+
+
+# (blocks, the layer that they pass) -> the results in order
+PassBlocks = Callable[[Iterable[list[LayerBatch]], LayerCall], Iterator[LayerResult]]
+
+
+def make_pass_blocks(saved: Saved, layers: LayerRunner) -> PassBlocks:
+    """Blocks pass a layer on the nodes of the cluster that the command has, or on this host."""
+    if current_cluster() is not None:
+        model = saved.config.model, saved.tokenizer.vocab_size, layers.dtype.name
+        return NodeModels(functools.partial(load_layers, *model)).map
+    return lambda blocks, call: (layers.pass_block(block, call) for block in blocks)
+
+
 def visit_layers(
     saved: Saved, batches: list[TokenRows], visit: Visit, hessian: bool = False
 ) -> Params:
@@ -275,23 +349,24 @@ def visit_layers(
     UserError for a matrix whose inputs no text reaches (experts).
     """
     params = jax.tree.map(np.array, saved.params)
-    layers = LayerRunner(saved)
-    stack = nnx.merge(layers.graphdef, params).stack()
+    c = saved.config
+    layers = LayerRunner(c.model, saved.tokenizer.vocab_size, c.train.precision)
+    through = make_pass_blocks(saved, layers)
     streams = [layers.embed(params, rows) for rows in batches]
     x0s = [stream.x_BTD for stream in streams]
     kvs: list[list[Any]] = [[] for _ in batches]
-    places = dict.fromkeys(stack.parts, 0)
+    places = dict.fromkeys(nnx.merge(layers.graphdef, params).stack().parts, 0)
     for index, spec in enumerate(layers.model.plan):
-        run = layers.run(spec, hessian)
         own = {name: places[name] for name in spec.parts}
         places |= {name: place + 1 for name, place in own.items()}
-
         sources = [kv[index - spec.kv_from] if spec.kv_from else None for kv in kvs]
-        state = batches, streams, x0s, sources
-        results, found = [], {}
-        for stream, kv, inputs in run_batches(run, picked(index, own, stack), *state):
-            results.append((stream, kv))
-            found = combine(found, inputs) if found else inputs
+        each = map(LayerBatch, batches, streams, x0s, sources)
+        blocks = [list(block) for block in itertools.batched(each, BLOCK)]
+        weights = jax.tree.leaves(layers.pick(params, index, own))
+        outputs, found = [], {}
+        for result in through(blocks, LayerCall(index, own, weights, hessian, statistics=True)):
+            outputs += result.outputs
+            found = combine(found, result.inputs) if found else result.inputs
         matrices = {}
         for name, inputs in found.items():
             place = own.get(name.split("/")[0], index)
@@ -300,25 +375,13 @@ def visit_layers(
         for name, x in changed.items():  # matrices and biases or gains
             leaf(params, name)[own.get(name.split("/")[0], index)] = x
         if changed:
-            weights = picked(index, own, stack)
-            results = [out[:2] for out in run_batches(run, weights, *state)]
-        streams = [stream for stream, _ in results]
-        for kept, (_, kv) in zip(kvs, results):
-            kept.append(kv if layers.shares_kv else None)
+            weights = jax.tree.leaves(layers.pick(params, index, own))
+            call = LayerCall(index, own, weights, hessian, statistics=False)
+            outputs = [out for result in through(blocks, call) for out in result.outputs]
+        streams = [stream for stream, _ in outputs]
+        for kept, (_, kv) in zip(kvs, outputs):
+            kept.append(kv)
     return params
-
-
-def run_batches(
-    run: Callable[..., Any],
-    weights: LayerWeights,
-    batches: list[TokenRows],
-    streams: list[Stream],
-    x0s: list[Array],
-    kvs: list[Any],
-) -> Iterator[tuple[Stream, Any, dict[str, Inputs]]]:
-    """What a layer gives of each batch. kvs: keys and values of another layer that it reads."""
-    for rows, stream, x0_BTD, kv in zip(batches, streams, x0s, kvs):
-        yield run(weights, kv, stream, x0_BTD, rows)
 
 
 def leaf(params: Params, name: str) -> np.ndarray:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.cluster.ray_cluster import ray_cluster
 from jaxtrain.cluster.runtime import compute_dtype, start
 from jaxtrain.compress.arguments import quantize_parser
 from jaxtrain.compress.calibrate import (
@@ -300,6 +301,12 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"{a.out} is there already and not empty; name another folder with --out")
     if not a.core and (a.bundle or a.limit):
         raise UserError("--bundle and --limit are of --core: name it as well, or leave them out")
+    if a.ray and not METHODS[a.method].inputs:
+        others = ", ".join(name for name, method in METHODS.items() if method.inputs)
+        raise UserError(
+            f"--ray spreads the calibration over nodes, and --method {a.method} reads no text: "
+            f"leave it out, or take a method that does: {others}"
+        )
     rules = Rules(a.limit)
     bundle = open_core(a.bundle, rules) if a.core else None
     start()
@@ -309,7 +316,8 @@ def main(argv: list[str] | None = None) -> int:
     options = options_of(a, saved.config)
     calibration = Calibration(a.calibration, a.sequences, a.length)
     asked = text_config(saved.config, a.text)
-    config, params = quantize_saved(saved, a.method, options, a.head, calibration)
+    with ray_cluster(a.ray):
+        config, params = quantize_saved(saved, a.method, options, a.head, calibration)
     before = measure(saved, asked, saved.tokenizer_dir / WEIGHTS)
     save_quantized(a.out, saved, config, params)
     small = load_saved(a.out)

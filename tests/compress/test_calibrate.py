@@ -1,5 +1,7 @@
 """Statistics of the inputs of every matrix, against numpy on what the whole forward multiplies."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +69,33 @@ def test_statistics_are_those_of_the_forward_pass(saved, tmp_path, monkeypatch):
         np.testing.assert_allclose(inputs.magnitude_K, np.abs(x_MK).sum(0), rtol=2e-4)
         np.testing.assert_allclose(inputs.amax_K, np.abs(x_MK).max(0), rtol=2e-4)
         np.testing.assert_allclose(inputs.hessian_KK, x_MK.T @ x_MK, **close)
+
+
+class Nodes:
+    """What is sent to a node and back, without a cluster."""
+
+    def __init__(self, make):
+        self.function = again(make)()
+
+    def map(self, things, *shared):
+        return (again(self.function(*again((thing, *shared)))) for thing in things)
+
+
+def again(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+def test_nodes_give_the_sums_of_one_host(saved, tmp_path, monkeypatch):
+    """Bit for bit, in blocks of two batches of which the last has one."""
+    batches = rows_of(saved, tmp_path, 24)
+    monkeypatch.setattr(calibrate, "BLOCK", 2)
+    here = calibrate.calibrate(saved, batches, hessian=True)
+    monkeypatch.setattr(calibrate, "NodeModels", Nodes)
+    monkeypatch.setattr(calibrate, "current_cluster", lambda: "a cluster")
+    there = calibrate.calibrate(saved, batches, hessian=True)
+    assert here.keys() == there.keys() and len(batches) == 3
+    assert all(inputs.tokens == 24 * 32 for inputs in there.values())
+    assert all(jax.tree.all(jax.tree.map(np.array_equal, x, there[k])) for k, x in here.items())
 
 
 @pytest.mark.slow

@@ -168,6 +168,8 @@ def test_an_option_that_a_method_does_not_read_is_one_line(run, text, tmp_path, 
         assert quantized(run, text, method, tmp_path / "small", option) == 2
         said = f"{option.split('=')[0]}: --method {method} does not read it"
         assert said in capsys.readouterr().err
+    assert quantized(run, text, "int4", tmp_path / "small", "--ray=local") == 2
+    assert "--method int4 reads no text: leave it out" in capsys.readouterr().err
     assert quantized(run, text, "w8a8", tmp_path / "small", "--alpha=1.5") == 2
     assert "got '1.5', must be a number from 0 to 1" in capsys.readouterr().err
     assert not (tmp_path / "small").exists()
