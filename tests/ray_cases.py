@@ -1,4 +1,4 @@
-"""A local Ray cluster of four nodes, a text for it, and commands that die on the way."""
+"""A local Ray cluster, a text for it, and commands that die on the way."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": {
     "health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000,
     "health_check_failure_threshold": 3}})
-nodes = [cluster.add_node(num_cpus=1, wait=False) for _ in range(4)]
+nodes = [cluster.add_node(num_cpus=1, wait=False) for _ in range(int(sys.argv[1]))]
 cluster.wait_for_nodes()
 print("address", cluster.address, flush=True)
 for line in sys.stdin:
@@ -39,11 +39,11 @@ cluster.shutdown()
 
 
 class Cluster:
-    """A head without cores and four nodes with one, in a process of its own: here runs jax, and
+    """A head without cores and some nodes with one, in a process of its own: here runs jax, and
     Ray forks."""
 
-    def __init__(self):
-        line = [sys.executable, "-c", CLUSTER]
+    def __init__(self, nodes=4):
+        line = [sys.executable, "-c", CLUSTER, str(nodes)]
         env = os.environ | on_ray.SETTINGS
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(line, text=True, env=env, **pipes)
