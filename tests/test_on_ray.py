@@ -153,6 +153,8 @@ def test_a_process_on_a_node_ends_with_it(cluster, monkeypatch):
         left = [one for one in (server, *others) if one not in gone]
         left[0].send_signal(signal.SIGTERM)
         assert left[0].wait() == -signal.SIGTERM
+        left[1].send_signal(signal.SIGINT)  # which the server takes as its end
+        assert left[1].poll(20) == 0
     cluster.ask("add")
 
 

@@ -33,6 +33,7 @@ class RemoteProcess:
                 self.returncode = task_result(self.reply, passed_on=RayActorError)
             except RayActorError:
                 self.returncode = -signal.SIGKILL
+            self.kill()  # its core is free for another
         return self.returncode
 
     def wait(self) -> int | None:

@@ -76,10 +76,12 @@ class ModelWorker:
         return self.function
 
 
-# Ends with the process that started it: a job must not outlive its node's part of the cluster.
+# Ends with the process that started it: a job must not outlive its node's part of the cluster. Ray
+# blocks SIGINT in its processes, and what they start inherits that.
 JOB = """
 import ctypes, runpy, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 

@@ -105,8 +105,8 @@ def supervise(c: SweepConfig, begin: Callable[[], Worker]) -> int:
         for one in ours:
             if isinstance(one, RemoteProcess):  # to others, the terminal has sent it as well
                 one.send_signal(signal.SIGINT)
-        for one in ours:
-            one.wait()
+        while any([one.poll() is None for one in ours]):  # one begins where another has ended
+            time.sleep(0.1)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,6 +1,7 @@
 """`sweep --ray`: workers on nodes of a cluster, and another in the place of one that is lost."""
 
 import json
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ import pytest
 from sweep_cases import no_runs, write_sweep
 
 from jaxtrain.sweep import command
+from jaxtrain.sweep.load import load_sweep
 
 
 class Worker(command.RemoteProcess):
@@ -43,6 +45,44 @@ def test_another_worker_takes_the_place_of_a_lost_one(tmp_path, monkeypatch, cap
     assert "a worker died (exit code -9)" in capsys.readouterr().err
     found = json.loads((tmp_path / "runs" / "lr" / "results.json").read_text())
     assert [row["state"] for row in found["trials"]] == ["finished"] * 3
+
+
+class Waiting(command.RemoteProcess):
+    """A worker that has a core when all others have ended, and then stops as it was told."""
+
+    begun: ClassVar = []
+
+    def __init__(self):
+        self.returncode, self.told = None, 0
+        Waiting.begun.append(self)
+
+    def poll(self, timeout=0):
+        assert timeout is not None, "waited for what cannot begin"
+        others = [one for one in Waiting.begun if one is not self and one.returncode is None]
+        if self.told and (self is not Waiting.begun[0] or not others):
+            self.returncode = -self.told
+        return self.returncode
+
+    def send_signal(self, number):
+        self.told = number
+
+    def kill(self):
+        pass
+
+
+def test_an_interrupt_ends_workers_that_wait_for_a_core(tmp_path, monkeypatch):
+    sleeps = iter([KeyboardInterrupt])
+
+    def sleep(_):
+        for error in sleeps:
+            raise error
+
+    monkeypatch.setattr(Waiting, "begun", [])
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    c = load_sweep(write_sweep(tmp_path, workers=3), [])
+    with pytest.raises(KeyboardInterrupt):
+        command.supervise(c, Waiting)
+    assert [one.returncode for one in Waiting.begun] == [-signal.SIGINT] * 3
 
 
 @pytest.mark.slow
