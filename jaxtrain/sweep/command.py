@@ -87,8 +87,15 @@ def supervise(c: SweepConfig, begin: Callable[[], Worker]) -> int:
     The trial of a worker that died is queued again, and another worker takes its place.
     """
     ours = [begin() for _ in range(c.workers)]
-    before = signal.signal(signal.SIGTERM, lambda *_: [one.terminate() for one in ours])
     code = 0
+
+    def stop(*_: object) -> None:
+        nonlocal code
+        code = code or 130
+        for one in ours:
+            one.terminate()
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         while ours:
             time.sleep(0.1)

@@ -69,6 +69,17 @@ class Waiting(command.RemoteProcess):
     def kill(self):
         pass
 
+    def terminate(self):
+        self.told = signal.SIGTERM
+
+
+def test_a_signal_ends_workers_that_have_just_begun(tmp_path, monkeypatch):
+    """They die of it, as they do not catch it yet; none begins in their place."""
+    monkeypatch.setattr(Waiting, "begun", [])
+    monkeypatch.setattr(command.time, "sleep", lambda _: signal.raise_signal(signal.SIGTERM))
+    c = load_sweep(write_sweep(tmp_path, workers=2), [])
+    assert command.supervise(c, Waiting) == 130 and len(Waiting.begun) == 2
+
 
 def test_an_interrupt_ends_workers_that_wait_for_a_core(tmp_path, monkeypatch):
     sleeps = iter([KeyboardInterrupt])
