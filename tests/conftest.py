@@ -15,6 +15,8 @@ import jax
 import jaxtyping._import_hook
 import pytest
 
+# Its threads wait in loops, and there is a process of tests on each core.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Where the environment writes no bytecode, each process would compile every library anew.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
