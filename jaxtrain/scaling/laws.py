@@ -140,7 +140,7 @@ def _log_losses(p: np.ndarray, n: np.ndarray, d: np.ndarray) -> np.ndarray:
 def _objective(p: np.ndarray, data: _Data) -> tuple[float, np.ndarray]:
     """Sum of Huber losses, and its gradient."""
     terms = _log_losses(p, data.n, data.d)
-    fitted = np.logaddexp.reduce(terms, -1)  # of three: scipy's takes three times as long
+    fitted = np.logaddexp.reduce(terms, -1)
     shares = np.exp(terms - np.expand_dims(fitted, -1))
     residual = fitted - data.loss
     small = np.abs(residual) <= DELTA
