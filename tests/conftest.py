@@ -7,23 +7,29 @@ import gc
 import os
 import shutil
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import hypothesis
 import jax
+import jaxtyping._import_hook
 import pytest
-from jaxtyping import install_import_hook
 
-# Where the environment writes no bytecode, each process that a test starts would compile every
-# library anew: seconds each.
+# Its threads wait in loops, and there is a process of tests on each core.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Where the environment writes no bytecode, each process would compile every library anew.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-    os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / ".cache" / "bytecode")
-# What the hook puts in could be written as the packages' own bytecode, when two threads import at
-# once, and a process without the hook would fail on it.
-sys.dont_write_bytecode = True
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".cache" / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 # Before the first import of the packages under test: their annotations are checked at every call.
 if os.environ.get("JAXTRAIN_TYPES") or not os.environ.get("JAXTRAIN_SLOW"):
-    install_import_hook(["jaxtrain", "jaxtrain_kernels"], "beartype.beartype")
+    # While a module is executed, the loader would have all that it imports read and written under
+    # another name, the libraries too. It keeps no bytecode: one without the hook would read that.
+    loader = jaxtyping._import_hook._JaxtypingLoader
+    loader.exec_module = SourceFileLoader.exec_module
+    loader.get_code = lambda self, _: self.source_to_code(self.get_data(self.path), self.path)
+    jaxtyping.install_import_hook(["jaxtrain", "jaxtrain_kernels"], "beartype.beartype")
 
 SETTINGS = {
     "jax_compilation_cache_dir": str(Path(__file__).parents[1] / ".cache" / "jax-tests"),
@@ -39,10 +45,10 @@ else:
     SETTINGS |= {"jax_disable_most_optimizations": True}
     if jax.__version__.startswith("0.11."):  # a process ends at a flag that its XLA does not know
         # Half of compiling was in the newer emitters, of which each kernel is an MLIR module.
-        options = "xla_cpu_disable_new_fusion_emitters"
-        os.environ.setdefault(
-            "XLA_FLAGS", f"--xla_cpu_opt_preset=FAST_COMPILE --xla_backend_extra_options={options}"
-        )
+        # A module cut into 32 parts, for as many threads, takes longer than one.
+        flags = "--xla_cpu_opt_preset=FAST_COMPILE --xla_cpu_parallel_codegen_split_count=1"
+        options = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+        os.environ.setdefault("XLA_FLAGS", f"{flags} {options}")
 os.environ["MPLBACKEND"] = "agg"
 # A hub on this machine answers late when it is busy.
 os.environ |= {"HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120"}

@@ -3,7 +3,7 @@
 import math
 
 import yaml
-from tiny import run_overrides
+from tiny import FEW_PARTS, run_overrides
 
 from jaxtrain.sweep import work
 from jaxtrain.sweep.folder import open_folder
@@ -17,7 +17,7 @@ OURS = ("run.directory=", "run.name=")
 
 def write_sweep(folder, **fields):
     """The file of a sweep of tiny runs."""
-    overrides = [line for line in run_overrides("x") if not line.startswith(OURS)]
+    overrides = [line for line in run_overrides("x", **FEW_PARTS) if not line.startswith(OURS)]
     base = {"directory": str(folder / "runs"), "config": str(folder / "config.yaml")}
     base |= {"overrides": overrides, "parameters": LR, "sampler": {"name": "random"}, "trials": 3}
     (folder / "config.yaml").write_text("run: {name: x}\n")

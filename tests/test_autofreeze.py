@@ -37,7 +37,7 @@ from jaxtrain.train.transforms import StepOutcome
 FREEZING = {
     "train__autofreeze": "{every: 2, percentile: 90, max_layers: 2}", "model__depth": 3,
     "train__steps": 8, "checkpoint__every": 1, "checkpoint__keep": 9, "data__workers": 0,
-    "model__value_embeddings": False,
+    "optim__name": "adamw", "model__value_embeddings": False,
 }  # fmt: skip
 
 

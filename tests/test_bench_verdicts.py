@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
+from tiny import FEW_PARTS, assignments
 
 from benchmarks import verdict_page, verdict_runs, verdicts
 from benchmarks.verdict_runs import ExclusiveSteps, Job, Outcome
@@ -305,7 +306,7 @@ def test_runs_are_trained_and_recorded(tmp_path, monkeypatch, capsys):
         config="quickstart",
         overrides=("model.depth=1", "model.width=32", "model.head_dim=16", "train.batch_size=8",
                    "train.sequence_length=32", "data.tokenizer={name: bytes}", "eval.tokens=256",
-                   f"data.cache_dir={tmp_path / 'cache'}"),
+                   f"data.cache_dir={tmp_path / 'cache'}", *assignments(**FEW_PARTS)),
         steps=20, depth=1, seeds=(0, 1), horizons=(0.5, 1.0),
     )  # fmt: skip
     broken = TECHNIQUES["lion"]._replace(name="broken", switch=("model.kv_heads=3",))

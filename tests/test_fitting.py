@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 import yaml
-from tiny import run_overrides
+from tiny import QUICK, run_overrides
 
 from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.config import load_config
@@ -83,7 +83,7 @@ def test_a_run_says_what_was_chosen_and_keeps_it_when_it_goes_on(tmp_path, monke
     monkeypatch.setattr(fitting, "ask", ask)
     open_ = [
         x
-        for x in run_overrides(tmp_path, train__fit=True, train__steps=1)
+        for x in run_overrides(tmp_path, train__fit=True, train__steps=1, **QUICK)
         if "device_batch" not in x
     ]
     assert main(open_) == 0

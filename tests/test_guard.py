@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import (
+    FEW_PARTS,
     LLAMA,
+    QUICK,
     assert_same_run,
     batch,
     begin_random,
@@ -254,7 +256,7 @@ def test_skip_leaves_out_an_update_and_gives_up_after_so_many(tmp_path, poison, 
 def test_processes_go_back_together(tmp_path):
     """Of a rate that no return can help: both go back twice, and end with the same line."""
     asked = {"train__on_nonfinite": "rollback", "train__max_consecutive_skips": 2}
-    asked |= {"checkpoint__every": 1, "train__steps": 20, "optim__name": "adamw"}
+    asked |= {"checkpoint__every": 1, "train__steps": 20, "optim__name": "adamw"} | FEW_PARTS
     asked |= {"optim__learning_rate": 1e30, "model__logit_softcap": "null"}
     command = [sys.executable, "-m", "jaxtrain.cluster.launch", "--processes", "2"]
     command += ["--devices-per-process", "1", "--", *run_overrides(tmp_path, **asked)]
@@ -270,7 +272,7 @@ def test_processes_go_back_together(tmp_path):
 
 SPIKE = "{window: 8, deviations: 2, rollback_steps: 3, skip_batches: 5, action: rollback}"
 SPIKED = {"train__steps": 16, "checkpoint__every": 4, "checkpoint__keep": 9,
-          "sample__prompts": "['']", "sample__tokens": 8}  # fmt: skip
+          "sample__prompts": "['']", "sample__tokens": 8} | QUICK  # fmt: skip
 
 
 @pytest.mark.slow

@@ -168,6 +168,12 @@ def same(a, b):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+# For tests of what happens around the model, of which a run compiles a third less then.
+FEW_PARTS = {
+    "model__value_embeddings": False, "model__residual_scales": False, "model__smear": False,
+    "model__backout": False, "model__window_pattern": "L",
+}  # fmt: skip
+QUICK = {"optim__name": "adamw"} | FEW_PARTS
 SAMPLES = {"sample__prompts": "['']", "sample__tokens": 8}
 WHOLE = {"eval__every": 2, "sample__every": 4} | SAMPLES  # of the fixture
 
@@ -188,7 +194,12 @@ def run_overrides(directory, **changes):
     for key, value in changes.items():  # to the end, as the command line has it
         fields.pop(key := key.replace("__", "."), None)
         fields[key] = value
-    return [f"{key}={value}" for key, value in fields.items()]
+    return assignments(**fields)
+
+
+def assignments(**fields):
+    """`key.path=value` arguments of fields named key__path."""
+    return [f"{key.replace('__', '.')}={value}" for key, value in fields.items()]
 
 
 def rows_of(run_dir, kind="train"):

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 from scipy.optimize import minimize
-from scipy.special import logsumexp
 
 from jaxtrain.settings import UserError
 
@@ -141,7 +140,7 @@ def _log_losses(p: np.ndarray, n: np.ndarray, d: np.ndarray) -> np.ndarray:
 def _objective(p: np.ndarray, data: _Data) -> tuple[float, np.ndarray]:
     """Sum of Huber losses, and its gradient."""
     terms = _log_losses(p, data.n, data.d)
-    fitted = np.asarray(logsumexp(terms, -1))
+    fitted = np.logaddexp.reduce(terms, -1)
     shares = np.exp(terms - np.expand_dims(fitted, -1))
     residual = fitted - data.loss
     small = np.abs(residual) <= DELTA
@@ -172,7 +171,7 @@ def fit_parametric(
     centred[:, 0] -= raw[:, 3] * data.n_mean
     centred[:, 1] -= raw[:, 4] * data.d_mean
     centred = np.clip(centred, *np.asarray(BOUNDS).T)
-    residuals = logsumexp(_log_losses(centred, data.n, data.d), -1) - data.loss
+    residuals = np.logaddexp.reduce(_log_losses(centred, data.n, data.d), -1) - data.loss
     order = np.argsort(np.abs(residuals).sum(-1), kind="stable")[:STARTS]
     options = {"maxiter": 3000, "ftol": 1e-13, "gtol": 1e-9}
     found = [

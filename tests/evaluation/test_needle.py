@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny import run_overrides
+from tiny import QUICK, run_overrides
 
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
 from jaxtrain.evaluation import needle
@@ -59,7 +59,7 @@ def test_lengths_are_numbers(given):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("needle")
-    given = run_overrides(directory, train__steps=1, train__sequence_length=256)
+    given = run_overrides(directory, train__steps=1, train__sequence_length=256, **QUICK)
     given = [o for o in given if not o.startswith("data.tokenizer")]
     assert main([*given, "data.tokenizer={name: bytes}"]) == 0
     return next(path.parent for path in directory.rglob("env.json"))

@@ -149,7 +149,7 @@ def test_what_does_not_fit_together_is_refused(changes, message):
 # ---- training ------------------------------------------------------------------------------------
 
 
-def train(init, steps=50, lr=1e-3, **changes):
+def train(init, steps=30, lr=1e-3, **changes):
     """Losses without warm-up on four rows."""
     optim = AdamWConfig.model_validate(
         {"learning_rate": lr, "schedule": {"name": "constant"}, "clip_norm": 1.0}
@@ -163,7 +163,7 @@ def train(init, steps=50, lr=1e-3, **changes):
     return np.array([float(loss) for loss in losses])
 
 
-@pytest.mark.slow  # half a minute each; the values of each scheme are tested above
+@pytest.mark.slow  # seconds each; the values of each scheme are tested above
 @pytest.mark.parametrize("init", SCHEMES)
 def test_24_layers_train_without_warmup(init):
     losses = train(init, depth=24)

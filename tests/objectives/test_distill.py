@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from test_docs import FENCE
 from tiny import (
+    QUICK,
     batch,
     build,
     byte_model,
@@ -239,6 +240,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "howto" / "distill.md"
 SMALLER = {
     "--depth 10 --hidden 2048 --heads 4": "--depth 1 --hidden 40 --heads 2 --rows 2",
     "tokens=256": "tokens=2",
+    "train.steps=500": "train.steps=5",
 }
 
 
@@ -254,7 +256,7 @@ def test_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
     (tmp_path / "prompts.txt").write_text(
         "".join(f"Line {i}: " + "a word " * 20 + "\n" for i in range(40))
     )
-    fields = run_overrides("runs", train__steps=1, optim__name="adamw")
+    fields = run_overrides("runs", train__steps=1, **QUICK)
     small = [x for x in fields if not x.startswith(("run.name", "data.tokenizer"))]
     small += ["data.tokenizer.name=bytes"]
     for kind, text in FENCE.findall(PAGE.read_text()):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import build, tokens
+from tiny import FEW_PARTS, assignments, build, tokens
 
 from jaxtrain.cli import main
 from jaxtrain.model import initialize
@@ -66,7 +66,7 @@ def test_the_logits_of_the_standard_parametrization_grow_and_those_of_mup_do_not
     words = [
         "quickstart", "data.tokenizer={name: bytes}", "model.depth=1", "model.head_dim=8",
         "train.sequence_length=16", "train.batch_size=8", "--widths", "16", "32", "64",
-        "--steps", "3",
+        "--steps", "3", *assignments(**FEW_PARTS),
     ]  # fmt: skip
     found = {}
     for scheme in ("speedrun", "mup"):

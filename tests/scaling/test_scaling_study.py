@@ -4,6 +4,7 @@ import json
 
 import pytest
 import yaml
+from tiny import QUICK, assignments
 
 from jaxtrain.cli import main
 from jaxtrain.config.resolve import resolve, vocab_size_of
@@ -161,7 +162,8 @@ def few_starts():
 def study(tmp_path_factory):
     """A finished study with a prediction; the order in which its runs were trained."""
     folder, trained = tmp_path_factory.mktemp("study"), []
-    path, train = write(folder, **ISO, **HELD_OUT), command.train
+    fields = {"overrides": [*TREE["overrides"], *assignments(**QUICK)]}
+    path, train = write(folder, **ISO, **HELD_OUT, **fields), command.train
     with pytest.MonkeyPatch.context() as patch:
 
         def stopping(config):
