@@ -173,13 +173,26 @@ class Attention(KeyValueProjection):
         source: with `model.share_kv`, the projection to keys and values, or another layer's k_BTKH
         and v_BTKH; in decoding `cache` is that layer's, these tokens included.
         """
+        (B, T, _), kv = x_BTD.shape, None
+        y_BTNH = None
+        if inputs.fused.qkv and takes_whole_rows(inputs.attend) and cache is None and not source:
+            y_BTNH = self.in_one_array(x_BTD, spec, inputs, value_BTC)
+        if y_BTNH is None:
+            y_BTNH, kv = self.in_three_arrays(x_BTD, spec, inputs, value_BTC, cache, source)
+        return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kv
+
+    def in_three_arrays(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        spec: LayerSpec,
+        inputs: LayerInputs,
+        value_BTC: Float[Array, "B T C"] | None,
+        cache: LayerCache | None,
+        source: KeyValueProjection | KeysValues | None,
+    ) -> tuple[Float[Array, "B T N H"], KeysValues | None]:
+        """The heads before the output projection; keys and values as `__call__` returns them."""
         c = self.config
         B, T, _ = x_BTD.shape
-        y_BTD = None
-        if inputs.fused.qkv and takes_whole_rows(inputs.attend) and cache is None and not source:
-            y_BTD = self.in_one_array(x_BTD, spec, inputs, value_BTC)
-        if y_BTD is not None:
-            return y_BTD, None
         q_BTNH = add_bias(dense(x_BTD, self.q), self.q_bias).reshape(B, T, c.heads, c.qk_dim)
         rope = inputs.short_rope if spec.short_rope else inputs.rope
         wide = max(c.qk_dim, c.head_dim)  # kernels take heads of one size
@@ -212,8 +225,7 @@ class Attention(KeyValueProjection):
             # No layer looks back further than the trained context: text of any length stays stable.
             window = spec.window or c.context_length + c.virtual - 1
             y_BTNH = cache.attend(q_BTNH, kv, window, c.attention_softcap, scale)
-        y_BTNH = y_BTNH[..., : c.head_dim] if wide > c.head_dim else y_BTNH
-        return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kv
+        return y_BTNH[..., : c.head_dim] if wide > c.head_dim else y_BTNH, kv
 
     def in_one_array(
         self,
@@ -221,8 +233,8 @@ class Attention(KeyValueProjection):
         spec: LayerSpec,
         inputs: LayerInputs,
         value_BTC: Float[Array, "B T C"] | None,
-    ) -> Float[Array, "B T D"] | None:
-        """The output, where q, k and v are projected by one matmul; None where their forms have a
+    ) -> Float[Array, "B T N H"] | None:
+        """The heads, where q, k and v are projected by one matmul; None where their forms have a
         product of their own (LoRA).
         """
         c, (B, T, _) = self.config, x_BTD.shape
@@ -234,12 +246,11 @@ class Attention(KeyValueProjection):
         value_BTKH = None if value_BTC is None else value_BTC.reshape(B, T, c.kv_heads, -1)
         scale = c.attention_scale or c.qk_scale**2 / math.sqrt(c.qk_dim)
         cos_BTH, sin_BTH = (jax.lax.squeeze(x, [2]) for x in rope)
-        y_BTNH = parallel.rope_attention(
+        return parallel.rope_attention(
             qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, inputs.segments_BT, heads=c.heads,
             eps=c.norm_eps, scale=scale, causal=c.causal, window=spec.window,
             softcap=c.attention_softcap, implementation=inputs.fused.qkv,
         )  # fmt: skip
-        return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias)
 
     def norm_and_rope(
         self, x_BTNH: Float[Array, "B T N H"], rope: Rotary | None, gain: nnx.Param | None

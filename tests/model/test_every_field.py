@@ -156,6 +156,7 @@ ROWS = {
     "kernels": Row({"norm": "reference"}, training),
     "kernels.norm": Row("reference", training),
     "kernels.rope": Row("reference", training),
+    "kernels.qkv": Row("reference", training),
     "kernels.relu2": Row("reference", training),
     "kernels.ffn": Row("reference", CPU),
     "kernels.loss": Row("reference", training),

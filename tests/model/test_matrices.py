@@ -39,7 +39,7 @@ attention_gate: bool = Field(False, description="sigmoid gate on each head's out
 if c.attention_gate:  # Attention.__init__
     self.gate = declare((L, D, c.heads), ("layers", "embed", "heads"), scheme.qk, "matrix")
 
-if c.attention_gate:  # Attention.__call__, before the output projection
+if self.config.attention_gate:  # Attention.__call__, before the output projection
     y_BTNH *= jax.nn.sigmoid(dense(x_BTD, self.gate))[..., None]
 """
 FORMS = ("lora", *(name for name in WEIGHTS if name not in LAYER_FORMS))
