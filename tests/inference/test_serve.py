@@ -178,7 +178,7 @@ BREAK = """
 from jaxtrain.inference.engine import Engine
 step = Engine.step
 def broken(self):
-    if self.counts.steps > 20:
+    if self.counts.steps > 5:
         raise RuntimeError("the device is gone")
     return step(self)
 Engine.step = broken
