@@ -58,8 +58,8 @@ def in_process(count: int) -> dict[str, Any]:
 
 
 def coordinate(count: int) -> list[float]:
-    """Seconds to meet, to compare, and to agree on the last step after a request to stop; then
-    processor seconds for each second of heartbeats, and in all."""
+    """Seconds to meet, seconds to compare, and seconds from a request to stop until all agree on
+    the last step. Then CPU seconds for each second of heartbeats, and CPU seconds in all."""
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
     secret = Secret(Path("nowhere"), "", {VARIABLE: "of this simulation"})

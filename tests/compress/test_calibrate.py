@@ -86,7 +86,7 @@ def again(value):
 
 
 def test_nodes_give_the_sums_of_one_host(saved, tmp_path, monkeypatch):
-    """Bit for bit, in blocks of two batches of which the last has one."""
+    """Bit for bit. A block has two batches; the last block has one."""
     batches = rows_of(saved, tmp_path, 24)
     monkeypatch.setattr(calibrate, "BLOCK", 2)
     here = calibrate.calibrate(saved, batches, hessian=True)

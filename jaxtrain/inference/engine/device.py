@@ -151,7 +151,6 @@ def prefill_slots(
     slot_R = jnp.where(whole_R, slots_R, len(state.known_S))
     texts_SC = state.texts_SC.at[slot_R, ends_R].set(one.token_B, mode="drop")
     known_S = state.known_S.at[slot_R].set(ends_R + 1, mode="drop")
-    one = one._replace(token_B=jnp.where(whole_R, one.token_B, -1))
     sampled = Sampled(*jax.tree.map(lambda x: x[None, :, None], one))
     return pinned(DeviceState(kv, texts_SC, known_S)), replicated(sampled)
 

@@ -15,8 +15,8 @@ from jaxtrain_kernels.attention.hopper.common import Heads
 from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.rows.hopper.rope import tokens_of_block
 
-HEAD_DIMS = (64, 128)  # of which attention's backward sums dq beside dk and dv
-TOKENS = 128  # what a length is a multiple of: blocks of queries
+HEAD_DIMS = (64, 128)  # attention's backward sums dq, dk and dv in one kernel for these alone
+TOKENS = 128  # of a block of queries: sequence lengths are multiples of it
 
 
 class RopeAttentionOptions(NamedTuple):
