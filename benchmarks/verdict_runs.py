@@ -4,11 +4,13 @@ Losses come from runs that share a GPU, several at a time. Seconds come from one
 technique that has the GPU to itself, once its programs have been compiled by the others: processes
 load and lower programs side by side, and take turns at the steps. One worker is one process that
 does everything in turn: for models whose steps are so short that the host's other work shows.
+CUDA_VISIBLE_DEVICES=0,1,2 spreads the workers over these GPUs; each GPU then times by one process.
 """
 
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -19,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import IO, NamedTuple, override
 
@@ -79,10 +82,11 @@ class ExclusiveSteps(Coordinator):
 def train_job(job: Job, folder: Path, alone: bool = False) -> Outcome:
     """Train one run in this process, its output into a file; the run directory is removed.
 
-    alone: no other such run of the folder takes steps at the same time.
+    alone: no other such run of the folder takes steps on this GPU at the same time.
     """
     own = hashlib.sha256(repr(job.overrides).encode()).hexdigest()[:8]  # tuned values differ alone
     name = f"{job.name}-{job.seed}-{job.steps}-{own}"
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     overrides = [*PLAIN, *job.overrides, f"run.name={name}", f"run.directory={folder}",
                  f"run.seed={job.seed}", f"data.seed={job.seed}",
                  f"train.steps={job.steps}"]  # fmt: skip
@@ -90,7 +94,7 @@ def train_job(job: Job, folder: Path, alone: bool = False) -> Outcome:
     try:
         with (
             log.open("w") as file, redirect_stdout(file), redirect_stderr(file),
-            (folder / "steps.lock").open("w") as lock,
+            (folder / f"steps{device}.lock").open("w") as lock,
         ):  # fmt: skip
             coordinator = ExclusiveSteps(lock) if alone else None
             train(load_config(find_config(job.config), overrides), coordinator)
@@ -130,13 +134,15 @@ def text_bytes_of(rows: Sequence[MetricsRow]) -> int | None:
 def train_all(
     jobs: Sequence[Job], timed: Sequence[Job], workers: int, done: Path
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Outcomes: first of `jobs`, `workers` at a time, then of `timed`, whose steps are alone.
+    """Outcomes: first of `jobs`, `workers` at a time, then of `timed`, whose steps are alone on
+    their GPU.
 
-    The first run that is timed takes 5 to 6% longer at d12 (LOG.md): it is trained again, last, and
-    its outcome has the seconds of both.
+    The first run that a process times takes 5 to 6% longer at d12 (LOG.md): it is trained again,
+    and its outcome has the seconds of both.
     done: a file of the outcomes so far, a line each; what it has is not trained again.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    gpus, spawn = visible_gpus(), get_context("spawn")
     known = read_done(done) if done.exists() else {}
     done.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=_memory_disk()) as folder, done.open("a") as file:
@@ -145,22 +151,27 @@ def train_all(
                 j: known[j] for j in batch if j in known and not (alone and not known[j].seconds)
             }
             yield from had.items()
+            count = len(gpus) if alone and gpus else workers
             # Who waits for its turn holds its state alone; a process ends with its turn.
-            os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.4" if alone else f"{0.9 / workers:.3f}"
+            share = 0.4 if alone else 0.9 / math.ceil(workers / max(1, len(gpus)))
+            os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{share:.3f}"
+            turns: SimpleQueue[str] = SimpleQueue(ctx=spawn)
+            for gpu in itertools.islice(itertools.cycle(gpus), count):
+                turns.put(gpu)
+            left = [job for job in batch if job not in had]
             with ProcessPoolExecutor(
-                workers, mp_context=get_context("spawn"), initializer=start, initargs=(True,),
-                max_tasks_per_child=1 if alone and workers > 1 else None,
+                count, mp_context=spawn, initializer=start_on, initargs=(turns, bool(gpus)),
+                max_tasks_per_child=1 if alone and count > 1 and not gpus else None,
             ) as pool:  # fmt: skip
-                left = [job for job in batch if job not in had]
                 one = functools.partial(train_job, folder=Path(folder), alone=alone)
                 running = {pool.submit(one, job): job for job in left}
-                again, twice = alone and len(left) > 1, {}
+                again, twice = (count if alone and len(left) > 1 else 0), {}
                 while running:
                     future = next(as_completed(running))
                     job, outcome = running.pop(future), future.result()
                     print(_line(job, outcome, alone), flush=True)
                     if again and outcome.seconds:
-                        again, twice[job] = False, outcome.seconds
+                        again, twice[job] = again - 1, outcome.seconds
                         running[pool.submit(one, job)] = job
                         continue
                     if not alone:
@@ -172,6 +183,18 @@ def train_all(
                         file.write(json.dumps([job._asdict(), outcome._asdict()]) + "\n")
                         file.flush()
                     yield job, outcome
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that CUDA_VISIBLE_DEVICES names; none where it is not set."""
+    return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+
+
+def start_on(turns: SimpleQueue[str], take: bool) -> None:
+    """Begin a worker; `take`: on the GPU whose turn it is."""
+    if take:
+        os.environ["CUDA_VISIBLE_DEVICES"] = turns.get()
+    start(quiet=True)
 
 
 def read_done(path: Path) -> dict[Job, Outcome]:

@@ -3,6 +3,8 @@
 import importlib
 import json
 import math
+import os
+import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -268,6 +270,23 @@ def test_timed_runs_take_turns(tmp_path):
         thread.join()
     pairs = [(a.split()[0], b.split()[0]) for a, b in zip(order[::2], order[1::2])]
     assert len(order) == 6 and all(a == b for a, b in pairs)
+
+
+def test_workers_are_spread_over_the_gpus_that_are_named(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    monkeypatch.setattr(verdict_runs, "start", lambda quiet: None)
+    assert verdict_runs.visible_gpus() == ["2", "5"]
+    turns = queue.SimpleQueue()
+    for gpu in ("2", "5", "2"):
+        turns.put(gpu)
+    seen = []
+    for _ in range(3):
+        verdict_runs.start_on(turns, take=True)
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+    assert seen == ["2", "5", "2"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    verdict_runs.start_on(turns, take=False)
+    assert verdict_runs.visible_gpus() == [] and "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def test_a_text_that_is_not_there_is_one_error_before_any_run(tmp_path, monkeypatch, capsys):
