@@ -146,7 +146,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--peer",
         type=Path,
         metavar="CHECKOUT",
-        help="step: nanochat's own step is timed first, by a process of its own (needs torch)",
+        help="step, engine: nanochat's own is timed first, by a process of its own (needs torch)",
     )
     parser.add_argument(
         "--out",

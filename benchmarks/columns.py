@@ -18,6 +18,8 @@ def rounded(format: str) -> Callable[[Any], str]:
 
 # Beside those of a step and of kernels, where a GPU was read.
 POWER: Columns = {"watts": rounded(",.0f"), "sm_mhz": rounded(",.0f")}
+# Of the engine's peers: how many times theirs our rates are.
+BESIDE: Columns = {"our_ratio": rounded(".2f"), "our_decode_ratio": rounded(".2f")}
 STEP: Columns = {
     "tokens_per_s": rounded(",.0f"),
     "ms": rounded(".1f"),
@@ -256,6 +258,8 @@ TITLES = {
     "waited_blocks_s": "s of that",
     "decode_tokens_per_s": "tokens/s, decoding",
     "of_floor": "of the floor's rate",
+    "our_ratio": "ours, times this",
+    "our_decode_ratio": "decoding",
     "alone_ms": "first token alone, ms",
     "median_ms": "of many, ms",
     "last_ms": "of the last, ms",

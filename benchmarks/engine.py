@@ -16,6 +16,7 @@ from jaxtrain_kernels.attention import paged
 
 from benchmarks.decode import bandwidth
 from benchmarks.decode_models import COMPUTE, random_weights, weight_bytes
+from benchmarks.engine_peers import Peers, beside, peer_rows
 from benchmarks.engine_profile import profile_decoding
 from benchmarks.kernels import failure
 from benchmarks.record import describe, stem
@@ -73,7 +74,7 @@ class Served(NamedTuple):
 
 class Asked(NamedTuple):
     """What the engine is to serve: requests at once, tokens of a prompt and new ones, dtypes of the
-    cache, guessed tokens of a step, steps of a call."""
+    cache, guessed tokens of a step, steps of a call, who else is measured."""
 
     batches: Sequence[int]
     prompt: int
@@ -81,6 +82,7 @@ class Asked(NamedTuple):
     cache_dtypes: Sequence[str]
     drafts: int
     decode_steps: int
+    peers: Peers
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -88,14 +90,20 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=whole(1), help="engine: new tokens of a request (256)")
     parser.add_argument("--drafts", type=whole(1), help="engine: guessed tokens of a step (none)")
     parser.add_argument("--decode-steps", type=whole(1), help="engine: steps of a call (8)")
+    parser.add_argument(
+        "--transformers",
+        action="store_true",
+        help="engine: Hugging Face's compiled decoding is timed first (needs torch)",
+    )
 
 
 def loads_of(a: argparse.Namespace) -> Asked:
     """What a command line asks for."""
     prompt, dtypes = (a.prompts or (512,))[0], a.cache_dtypes or (COMPUTE,)
     return Asked(
-        a.batches or (1, 32, 256), prompt, a.new or 256, dtypes, a.drafts or 0, a.decode_steps or 8
-    )
+        a.batches or (1, 32, 256), prompt, a.new or 256, dtypes, a.drafts or 0, a.decode_steps or 8,
+        Peers(a.transformers, a.peer),
+    )  # fmt: skip
 
 
 def bench_engine(
@@ -109,9 +117,12 @@ def bench_engine(
 
     Of each batch: tokens/s of all requests from the first prompt to the last token, and of the time
     in which all of them decode, beside what reading weights and cache once a step would take at the
-    rate of a copy that is measured in this call. profile_dir: where a trace of each batch goes.
+    rate of a copy that is measured in this call. profile_dir: where a trace of each batch goes. The
+    peers' rows stand behind ours.
     """
-    batches, prompt, new, cache_dtypes, drafts, steps = asked
+    batches, prompt, new, cache_dtypes, drafts, steps, who = asked
+    sizes = {"batches": batches, "prompt": prompt, "new": new, "many": CONCURRENT}
+    peers = peer_rows(who, name, overrides, sizes | {"repeats": REPEATS})
     config = load_config(find_config(name), overrides)
     dtype, vocab_size = compute_dtype(config.train.precision), vocab_size_of(config.data)
     model = resolve(config, vocab_size).model
@@ -136,11 +147,11 @@ def bench_engine(
             except jax.errors.JaxRuntimeError as error:  # as of a cache that does not fit
                 found = {"failed": failure(error)}
             rows.append(label | shape | found)
-            yield record | {"rows": rows, "floor": limits._asdict()}
+            yield record | {"rows": beside(rows, peers), "floor": limits._asdict()}
             rows += attention_rows(one, batch, kept, prompt + new // 2, limits)
         first = first_tokens(one, kept, prompt)
         rows.append(label | {"name": "first_token", "shape": f"{CONCURRENT} x {prompt}"} | first)
-        yield record | {"rows": rows, "floor": limits._asdict()}
+        yield record | {"rows": beside(rows, peers), "floor": limits._asdict()}
 
 
 def requests_of(one: Served, batch: int, prompt: int, new: int, seed: int) -> list[Request]:

@@ -13,7 +13,10 @@ ONLY = {
     "check": ("only",),
     "curves": ("baseline",),
     "decode": ("prompts", "batches", "cache_dtypes"),
-    "engine": ("prompts", "batches", "cache_dtypes", "new", "drafts", "decode_steps", "profile"),
+    "engine": (
+        "prompts", "batches", "cache_dtypes", "new", "drafts", "decode_steps", "profile", "peer",
+        "transformers",
+    ),
     "compress": (
         "also", "shape", "core", "text", "calibration", "sequences", "recipes", "folder", "workers",
         "only",
@@ -40,7 +43,7 @@ def check_options(a: argparse.Namespace) -> None:
     if stray and a.what == "decode" and not a.config:
         raise UserError(f"{stray} is for bench decode with --config, the decode of whole models")
     if a.peer and (a.switches or a.flags):
-        raise UserError("--peer is for bench step alone, without --switches or --flags")
+        raise UserError("--peer goes with neither --switches nor --flags")
     stray = option_given(a, "device", *(() if a.longest else ("memory",)))
     if stray and a.devices is None and a.fit is None:
         raise UserError(f"{stray} is for --devices N or --fit N, not for what is here")

@@ -11,6 +11,7 @@ from rich.table import Table
 from benchmarks.columns import (
     AT_SCALE,
     ATTENTION,
+    BESIDE,
     CASE,
     COMPRESS,
     DATA,
@@ -95,7 +96,7 @@ def figures(
     columns: Columns, records: Sequence[Record], peers: Sequence[Record]
 ) -> tuple[list[str], list[list[str]]]:
     """One row a record, and one for its floor below the last that has the same."""
-    columns = with_power(columns, [record["metrics"] for record in records])
+    columns = with_more(columns, [record["metrics"] for record in records])
     cells = lambda values: [show(values.get(key)) for key, show in columns.items()]
     rows, floors = [], [*(record.get("floor") for record in records), None]
     for i, record in enumerate(records):
@@ -121,7 +122,7 @@ def listed(
     entries += [(row | {"backend": peer["peer"]}, peer) for peer in peers for row in peer["rows"]]
     # Stable: within a name and shape ours come first, then the peers, as they were recorded.
     order = list(dict.fromkeys((row["name"], row.get("shape")) for row, _ in entries))
-    columns = with_power(columns, [row for row, _ in entries])
+    columns = with_more(columns, [row for row, _ in entries])
     entries.sort(key=lambda entry: order.index((entry[0]["name"], entry[0].get("shape"))))
     header = ["name", "shape", "backend", "variant", "device"]
     rows = [
@@ -138,9 +139,10 @@ def listed(
     return [header[i] for i in keep], [[row[i] for i in keep] for row in rows]
 
 
-def with_power(columns: Columns, found: Sequence[Record]) -> Columns:
-    """The columns, with watts and the clock where any of these figures has them."""
-    return columns | {key: x for key, x in POWER.items() if any(key in row for row in found)}
+def with_more(columns: Columns, found: Sequence[Record]) -> Columns:
+    """The columns, with watts, the clock and ratios to peers where any of these rows has them."""
+    more = POWER | BESIDE
+    return columns | {key: x for key, x in more.items() if any(key in row for row in found)}
 
 
 def raced(records: Sequence[Record], every: bool) -> tuple[list[str], list[list[str]]]:
