@@ -31,6 +31,14 @@ DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
 WARM_UP = 5  # tokens: a step is compiled, recorded and replayed
 
 
+def tidy():
+    """Give back what the batch before took, and forget its peak."""
+    gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 class Transformers:
     """LlamaForCausalLM of random weights."""
 
@@ -62,7 +70,7 @@ class Transformers:
         self.cache = self.best = self.step = None
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        gc.collect()
+        tidy()
         every = {
             "config": self.model.config, "max_batch_size": batch, "max_cache_len": self.length,
             "device": DEVICE, "dtype": DTYPE,
@@ -135,7 +143,8 @@ class Nanochat:
         self.versions = {"torch": torch.__version__, "nanochat": commit or "unknown"}
 
     def prepare(self, batch):
-        """Nothing is compiled."""
+        """Nothing is compiled, and the cache is made with the prompts."""
+        tidy()
 
     def tokens(self, prompts_BT, new):
         """Yields each row's first token, then each row's tokens. The first prompt is all rows'."""
@@ -201,10 +210,6 @@ def first_tokens(peer, s):
 
 def measured(measure, *arguments):
     """What a measurement gives, or why there is none."""
-    gc.collect()
-    if CUDA:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     try:
         found = measure(*arguments)
     except torch.OutOfMemoryError:

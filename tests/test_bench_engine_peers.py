@@ -111,6 +111,7 @@ def test_peers_stand_behind_ours_with_a_ratio():
     assert header[-2:] == ["of the last, ms", "figures"]
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, as it is imported
 def test_decoding_with_a_static_cache_gives_the_models_tokens():
     pytest.importorskip("transformers", exc_type=ImportError)
     torch = pytest.importorskip("torch", exc_type=ImportError)
