@@ -432,7 +432,8 @@ def add_seconds(record: Record, timed: Sequence[Outcome]) -> bool:
         "rounds": rates,
         "step_bytes": max(o.step_bytes or 0 for o in timed),
     }
-    record["timed"] = {key: env.get(key) for key in ("device_kind", "commit", "when")}
+    facts = {key: env.get(key) for key in ("device_kind", "commit", "when")}
+    record["timed"] = facts | {"steady": True}  # without the start of each phase
     return True
 
 

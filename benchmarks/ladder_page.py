@@ -165,7 +165,7 @@ claim to prove or refute is at least {claim:g} times fewer seconds in all.
   rate. `<` means that the shortest run is below the target already.
 - `seconds` are those tokens times the seconds of a token. Compiling and validating are left out.
   The seconds of a token come from short runs that no other run of the ladder disturbs, all rungs
-  in turn; the median of the rounds counts.
+  in turn, without the start of each phase; the median of the rounds counts.
 - `factor` is the seconds of the rung below over those of the rung. `in all` is the seconds of the
   baseline over those of the rung.
 - `memory` is what a compiled step needs. `bytes` is the baseline's memory over the rung's. From the
@@ -251,7 +251,14 @@ def spread_text(ladder: Ladder, records: Records) -> str:
     spread = max(max(rounds) / min(rounds) for rounds in found) - 1
     text = f"Rounds of one rung differ by up to {spread:.0%} in the seconds of a token"
     noisy = ": the machine had other work, and no factor of time within that decides anything"
-    return f"{text}{noisy if spread > NOISY else ''}."
+    text = f"{text}{noisy if spread > NOISY else ''}."
+    timed = [r["timed"] for (which, _), r in records.items() if which == ladder.which]
+    if not all(one.get("steady") for one in timed):
+        text += (
+            " Their seconds hold the start of each phase, which fast rungs and rungs of two phases "
+            "are full of: those are faster than the table says."
+        )
+    return text
 
 
 def summary(ladder: Ladder, costs: Sequence[Cost], records: Records) -> str:

@@ -30,7 +30,7 @@ import jax
 from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.cluster.runtime import start
 from jaxtrain.config import find_config, load_config
-from jaxtrain.runs.compare import read_run, training_seconds
+from jaxtrain.runs.compare import rate_of, read_run, tokens_of
 from jaxtrain.runs.history import MetricsRow
 from jaxtrain.train.loop import train
 
@@ -112,11 +112,28 @@ def read_outcome(run_dir: Path) -> Outcome:
     checks = [row["bpb"] for row in run.rows if row["kind"] == "validation"]
     train = [row for row in run.rows if row["kind"] == "train"]
     size = run.config["train"]
-    _, seconds = training_seconds(train, size["batch_size"] * size["sequence_length"])
+    seconds = steady_seconds(train, size["batch_size"] * size["sequence_length"])
     needs = [row["step_bytes"] for row in run.rows if "step_bytes" in row]
     tokens = round(train[-1]["tokens"])
     text, fill = text_bytes_of(train), train[-1].get("data_fill")
-    return Outcome(checks[-1], seconds[-1], max(needs), tokens, run.env, text_bytes=text, fill=fill)
+    return Outcome(checks[-1], seconds, max(needs), tokens, run.env, text_bytes=text, fill=fill)
+
+
+def steady_seconds(rows: Sequence[MetricsRow], tokens_per_step: int) -> float:
+    """Seconds of training without the start of each phase, which short runs are full of.
+
+    Each phase has the median rate of its rows. A row with `start_s` begins a phase: its steps, and
+    those of the row behind it, on which a GPU records its graphs, have no rate where others do.
+    """
+    seconds, before, phase = 0.0, 0, []
+    for row, following in zip(rows, (*rows[1:], None)):
+        phase.append(row)
+        if following is None or "start_s" in following:
+            total = tokens_of(row, tokens_per_step)
+            rate = rate_of(phase[2:]) or rate_of(phase[1:]) or rate_of(phase) or rate_of(rows)
+            seconds += (total - before) / rate if rate else 0.0
+            before, phase = total, []
+    return seconds
 
 
 def text_bytes_of(rows: Sequence[MetricsRow]) -> int | None:

@@ -272,6 +272,15 @@ def test_timed_runs_take_turns(tmp_path):
     assert len(order) == 6 and all(a == b for a, b in pairs)
 
 
+def test_seconds_are_those_of_steady_steps():
+    """Two phases at 100 and 50 tokens a second, whose first rows are ten times slower."""
+    row = lambda tokens, rate, **more: {"step": tokens // 10, "tokens_per_s": rate} | more
+    rows = [{"step": 1, "start_s": 3.0}, row(100, 10.0), row(200, 100.0), row(300, 100.0)]
+    rows += [row(400, 5.0, start_s=1.0), row(500, 50.0), row(600, 50.0), row(700, 50.0)]
+    assert verdict_runs.steady_seconds(rows, 10) == pytest.approx(300 / 100 + 400 / 50)
+    assert verdict_runs.steady_seconds(rows[:2], 10) == pytest.approx(100 / 10)
+
+
 def test_workers_are_spread_over_the_gpus_that_are_named(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     monkeypatch.setattr(verdict_runs, "start", lambda quiet: None)
