@@ -30,6 +30,7 @@ ALONE = {
 MORE = {
     "qkv": ("model.kernels.qkv=mosaic",),
     "fp8_logits": ("model.kernels.loss=fp8_logits",),
+    "fp8_head": ("model.kernels.loss=fp8_head",),  # after fp8_logits: `all` has this one
     "polar_express_4": ("optim.orthogonalize=polar_express_4",),
 }
 

@@ -29,9 +29,11 @@ def test_each_variant_switches_what_it_says():
     every = configs["fp8_delayed and all"]
     assert (every.model.fp8, every.model.kernels.qkv) == ("blocks", "mosaic")
     assert (every.model.kernels.loss, every.optim.orthogonalize) == (
-        "fp8_logits", "polar_express_4",
+        "fp8_head", "polar_express_4",
     )  # fmt: skip
     assert configs["bf16 and qkv"].model.kernels.loss is None
+    for name in ("fp8_logits", "fp8_head"):
+        assert configs[f"bf16 and {name}"].model.kernels.loss == name
 
 
 def test_one_process_measures_them_all(monkeypatch):
@@ -46,7 +48,7 @@ def test_one_process_measures_them_all(monkeypatch):
 
     monkeypatch.setattr(switches, "bench_step", bench_step)
     with on_target("cuda", (9, 0)):
-        assert len(list(switches.bench_switches("gpt_d12", ["model.depth=2"]))) == 13
+        assert len(list(switches.bench_switches("gpt_d12", ["model.depth=2"]))) == 14
         assert calls[0] == ("bf16", ["model.depth=2"])
         assert calls[1] == ("xla", ["model.depth=2", *switches.NONE])
         calls.clear()

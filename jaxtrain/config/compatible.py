@@ -27,6 +27,7 @@ from jaxtrain.config.features import (
 )
 from jaxtrain.finetune import METHODS, PRETRAINING
 from jaxtrain.model.saved_activations import COMPRESSIONS
+from jaxtrain.model.sections import FP8_LOSSES
 from jaxtrain.objectives import OBJECTIVES, PREFERENCES
 from jaxtrain.optim import OPTIMIZERS
 from jaxtrain.weights import TRAINING_FORMS
@@ -44,6 +45,7 @@ FFN_TARGETS = {"ffn", "up", "gate", "down"}
 MASKED = "objective.name=masked_lm model.window_pattern=L"
 MOE = "model.moe.experts=4"
 GPU_OR_TPU = "GPU, TPU"
+NO_LOSS = "model.kernels.loss=null"
 FEATURES = {
     # ---- the mesh
     "data": axis("data"),
@@ -87,6 +89,8 @@ FEATURES = {
                            "model.fp8_history=2 model.fp8=blocks", "GPU (Hopper or later)"),
     "fp8_hidden": Feature("float8 hidden layers", "model.fp8_hidden", given,
                           "model.fp8_hidden=true model.fp8=blocks", "GPU (Hopper or later)"),
+    "fp8_loss": Feature("float8 head", "model.kernels.loss", lambda name: name in FP8_LOSSES,
+                        "model.kernels.loss=fp8_head", "GPU (Hopper or later)"),
     "other ffn": Feature("", "model.ffn", lambda kind: kind != "relu2", "model.ffn=gelu"),
     "weight_form": Feature("", "model.weight_form.name", given, "model.weight_form=fake_int8"),
     "fake_quant": Feature("fake-quantized weights", "model.weight_form.name",
@@ -264,6 +268,11 @@ REFUSALS = (
             "objective.name=masked_lm"),
     Refusal("sampled_softmax", "fp8 head", "a sample of the head's columns is not in float8",
             "model.fp8=blocks"),
+    Refusal("sampled_softmax", "fp8_loss", "a sample of the head's columns is not in float8",
+            NO_LOSS),
+    Refusal("distill", "fp8_loss", "the divergence is of whole distributions, not of float8 logits",
+            NO_LOSS),
+    Refusal("fp8_loss", "fp8 head", "model.fp8=all has the head in float8", NO_LOSS),
     Refusal("distill", "fp8 head", "the divergence is of whole distributions, not of float8 logits",
             "model.fp8=blocks"),
     Refusal("distill", "pipeline", "the teacher is not divided into stages", "mesh.pipeline=1"),
@@ -400,6 +409,7 @@ REFUSALS = (
             "train.local_sgd=null"),
     Refusal("preference", "z_loss", "the loss is of answers, not of tokens", "train.z_loss=0"),
     Refusal("preference", "fp8", NOT_FOR_PREFERENCES, "model.fp8=null"),
+    Refusal("preference", "fp8_loss", NOT_FOR_PREFERENCES, NO_LOSS),
     Refusal("preference", "stochastic_depth", "log-probs of answers need all layers",
             "model.stochastic_depth=0"),
 )  # fmt: skip
@@ -421,7 +431,7 @@ EVERYWHERE = {
     "model.weight_form": "stochastic_rounding hadamard group_size",
     "model.rope_scaling": "name factor low_freq_factor high_freq_factor original_context beta_fast "
     "beta_slow attention_factor truncate short_factor long_factor",
-    "model.kernels": "norm rope qkv relu2 ffn loss",
+    "model.kernels": "norm rope qkv relu2 ffn",
     "train": "sequence_length batch_size device_batch_size fit steps tokens_per_parameter "
     "scaling_fit init_from on_nonfinite max_consecutive_skips compiler_options",
     "train.local_sgd": "every outer_lr outer_momentum compress fragments",

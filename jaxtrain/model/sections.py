@@ -13,6 +13,9 @@ Remat = Literal[
     "actnn2", "offload",
 ]  # fmt: skip
 
+# Backends of the loss with matmuls in float8.
+FP8_LOSSES = ("fp8_head", "fp8_logits")
+
 
 class FusedOps(Settings):
     """Backends of the fused passes in training: mosaic; xla, which leaves them to XLA's fusion; or
@@ -32,7 +35,8 @@ class FusedOps(Settings):
     )
     loss: str | None = Field(
         None,
-        description="the head with the loss; also fp8_logits, whose logits' matmul is in float8",
+        description="the head with the loss; also fp8_head, whose three matmuls are in float8, and "
+        "fp8_logits, whose logits' matmul alone is",
     )
 
     @model_validator(mode="before")
@@ -50,7 +54,7 @@ class FusedOps(Settings):
     @field_validator("loss")
     @classmethod
     def _known_loss(cls, name: str | None) -> str | None:
-        return known_backend(name, (*rows.BACKENDS, "fp8_logits"))
+        return known_backend(name, (*rows.BACKENDS, *FP8_LOSSES))
 
 
 def known_backend(name: str | None, known: tuple[str, ...]) -> str | None:

@@ -15,6 +15,7 @@ from jaxtrain import data
 from jaxtrain.cluster.started_by import command_of
 from jaxtrain.cluster.xla_flags import check_options, known_options
 from jaxtrain.config.resolve import Resolved
+from jaxtrain.model.sections import FP8_LOSSES
 from jaxtrain.objectives import StepBatch
 from jaxtrain.optim.types import Hyperparams
 from jaxtrain.parallel import place_batch
@@ -36,7 +37,7 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compile ahead of the loop, and refuse what the device cannot do or hold."""
     check_options(c.train.compiler_options)
-    fp8 = c.model.fp8 or c.model.kernels.loss == "fp8_logits"
+    fp8 = c.model.fp8 or c.model.kernels.loss in FP8_LOSSES
     names = ("cublas",) * bool(fp8) + ("once",) * c.model.scan_layers
     options = known_options(names) | c.train.compiler_options
     try:

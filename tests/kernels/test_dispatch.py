@@ -39,7 +39,9 @@ def test_ops_raise_for_a_named_backend_that_cannot_serve():
     with on_target("cpu"), pytest.raises(NotImplementedError, match="cudnn .* this is cpu"):
         attention(*qkv(), implementation="cudnn")
     x = jnp.ones((2, 2))
-    with pytest.raises(ValueError, match="it has mosaic, xla, fp8, fp8_logits, reference"):
+    with pytest.raises(
+        ValueError, match="it has mosaic, xla, fp8, fp8_head, fp8_logits, reference"
+    ):
         labels = jnp.zeros(2, jnp.int32)
         linear_cross_entropy(x, x, labels, jnp.ones(2), implementation="cudnn")
 

@@ -231,9 +231,9 @@ def test_a_copy_is_a_pytree_of_arrays():
     np.testing.assert_array_equal(copies.q_MK[0], copies.q_MK[1])
 
 
-@pytest.mark.parametrize("softcap", [None, 15.0])
-@pytest.mark.quick("15.0")
-def test_the_loss_has_its_three_matmuls_in_float8(softcap):
+@pytest.mark.parametrize(("softcap", "name"), [(None, "fp8"), (15.0, "fp8"), (15.0, "fp8_head")])
+@pytest.mark.quick("15.0-fp8")
+def test_the_loss_has_its_three_matmuls_in_float8(softcap, name):
     tokens, V = 32, 48
     x, w = normal((tokens, 16), 0), normal((16, V), 1, std=0.3)
     random = np.random.default_rng(2)
@@ -253,7 +253,7 @@ def test_the_loss_has_its_three_matmuls_in_float8(softcap):
     # The scale that two times the largest weight asks for.
     scale = numpy_cast(np.array([2 * weights.max()]), E5M2)[1]
     d8 = (np.asarray(d) / scale).astype(ml_dtypes.float8_e5m2).astype(np.float32) * scale
-    loss, (dx, dw) = run("fp8")
+    loss, (dx, dw) = run(name)
     np.testing.assert_allclose(loss, 0.25 * total, rtol=1e-5)
     for out, wanted in ((dx, 0.25 * d8 @ w8.T), (dw, 0.25 * x8.T @ d8)):
         # A last bit of d can move it by a step of float8.

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels import rows
-from jaxtrain_kernels.cross_entropy import linear_cross_entropy
+from jaxtrain_kernels.cross_entropy import fp8, linear_cross_entropy
 from jaxtrain_kernels.cross_entropy.hopper.rows import loss_rows
+from jaxtrain_kernels.cross_entropy.hopper.transpose import fp8_transpose
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.rows import hopper, reference, xla
 from tiny import batch, build
@@ -25,7 +26,7 @@ INTERPRET = plgpu.InterpretGPUParams(
     inline_mgpu="_hack_model_inline_mgpu_tokamax", detect_races=True
 )
 EPS = 1e-6
-BF16 = jnp.bfloat16
+BF16, E5M2 = jnp.bfloat16, jnp.float8_e5m2
 HOPPER = ("cuda", (9, 0))
 
 
@@ -215,6 +216,42 @@ def test_loss_rows_equal_the_reference_without_races(C, V, softcap, z_loss, vali
     np.testing.assert_allclose(jnp.sum(weights * (nll + z_loss * lse**2)), expected, rtol=1e-5)
     np.testing.assert_allclose(got.astype(jnp.float32), gradient, rtol=2**-7, atol=1e-9)
     assert not np.asarray(got[0], np.float32).any()
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("C", "V", "softcap", "z_loss", "valid", "blocks"),
+    [(9, 4096, 15.0, 0.0, None, 2), (3, 8192, None, 0.1, 8001, 1)],
+    ids=["softcap", "padded_vocab"],
+)
+@pytest.mark.quick("softcap")
+def test_loss_rows_write_the_gradient_in_float8(C, V, softcap, z_loss, valid, blocks, capfd):
+    """In memory of its own: that of the bfloat16 kernel before its rounding."""
+    rng = np.random.default_rng(2)
+    logits = jnp.asarray(rng.standard_normal((C, V)) * 4, BF16)
+    labels = jnp.asarray(rng.integers(0, valid or V, C), jnp.int32).at[0].set(-1)
+    # The last row's is past float8's largest number.
+    scale = 2.0**14 * jnp.ones(C).at[-1].set(2.0**4)
+    weights = scale * jnp.asarray(rng.random(C), jnp.float32).at[0].set(0)
+    options = {"softcap": softcap, "z_loss": z_loss, "valid_vocab": valid}
+    run = functools.partial(loss_rows, blocks=blocks, interpret=INTERPRET, **options)
+    nll, lse, got = jax.jit(functools.partial(run, gradient_dtype=E5M2))(logits, labels, weights)
+    *wanted, gradient = fp8.row_pass(logits, labels, weights, **options)[:3]
+    assert got.dtype == E5M2
+    for x, y in zip((nll, lse), wanted):
+        np.testing.assert_allclose(x, y, rtol=1e-5)
+    got, gradient = (np.asarray(x, np.float32) for x in (got, gradient))
+    # A last bit of float32 can move it by a step of float8, seldom.
+    assert (got != gradient).mean() < 1e-3
+    np.testing.assert_allclose(got, gradient, rtol=0.25, atol=2.0**-15)
+    assert not got[0].any() and np.abs(got).max() == 57344
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+def test_float8_is_transposed_without_races(capfd):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((256, 384)), E5M2)
+    got = jax.jit(functools.partial(fp8_transpose, interpret=INTERPRET))(x)
+    np.testing.assert_array_equal(*(np.asarray(a).view(np.uint8) for a in (got, x.T)))
     assert "RACE" not in "".join(capfd.readouterr())
 
 

@@ -2,12 +2,13 @@
 
 from jaxtyping import Array, Float, Int
 
-from jaxtrain_kernels.cross_entropy import fp8, fp8_logits, hopper, reference, xla
+from jaxtrain_kernels.cross_entropy import fp8, fp8_head, fp8_logits, hopper, reference, xla
 from jaxtrain_kernels.dispatch import choose_backend, target
 
 # The first that can serve is the default.
 BACKENDS = {
-    "mosaic": hopper, "xla": xla, "fp8": fp8, "fp8_logits": fp8_logits, "reference": reference,
+    "mosaic": hopper, "xla": xla, "fp8": fp8, "fp8_head": fp8_head, "fp8_logits": fp8_logits,
+    "reference": reference,
 }  # fmt: skip
 PER_TOKEN = {"xla": xla.per_token, "reference": reference.per_token}
 

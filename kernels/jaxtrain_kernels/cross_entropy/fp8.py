@@ -5,6 +5,8 @@ the tokens' weights, so that its scale needs no pass over it: float8 is what the
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +14,27 @@ from jax import lax
 
 from jaxtrain_kernels.cross_entropy import xla
 from jaxtrain_kernels.dispatch import Target
-from jaxtrain_kernels.matmul.fp8 import E4M3, E5M2, fp8_product, fp8_quantize, fp8_unsupported
+from jaxtrain_kernels.matmul.fp8 import (
+    E4M3,
+    E5M2,
+    fp8_amax,
+    fp8_product,
+    fp8_quantize,
+    fp8_unsupported,
+    given_scale,
+)
 
-# XLA's cast is part of the row pass.
-_quantize = functools.partial(fp8_quantize, implementation="xla")
 # Above |weight|, to leave room for the z-loss.
 HEADROOM = 2.0
+
+
+class Passes(NamedTuple):
+    """rows: (nll_C, lse_C, d_CV, d_VC) of a chunk's logits, as `row_pass` below. cast: backend of
+    `fp8_quantize`; None = the fastest.
+    """
+
+    rows: Callable[..., Any]
+    cast: str | None
 
 
 def supports(target: Target, x_ND, w_DV) -> str | None:
@@ -34,47 +51,72 @@ def linear_cross_entropy(x_ND, w_DV, labels_N, weights_N, *, softcap, z_loss, va
     """As the public function, with float8's rounding of x, w and the logits' gradient."""
     chunk = chunk or xla.default_chunk(len(x_ND), len(w_DV.T))
     options = xla.CrossEntropyOptions(softcap, z_loss, valid_vocab, chunk)
-    return _loss(options, *xla._vary_alike(x_ND, w_DV, labels_N, weights_N))
+    return with_passes(Passes(row_pass, "xla"), options, x_ND, w_DV, labels_N, weights_N)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(options, x_ND, w_DV, labels_N, weights_N):
-    return _loss_fwd(options, x_ND, w_DV, labels_N, weights_N)[0]
+def with_passes(passes: Passes, options: xla.CrossEntropyOptions, *arrays: Any) -> Any:
+    return _loss(passes, options, *xla._vary_alike(*arrays))
 
 
-def _loss_fwd(options, x_ND, w_DV, labels_N, weights_N):
-    w_fp8 = _quantize(w_DV, E4M3)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _loss(passes, options, x_ND, w_DV, labels_N, weights_N):
+    return _loss_fwd(passes, options, x_ND, w_DV, labels_N, weights_N)[0]
+
+
+def _loss_fwd(passes, options, x_ND, w_DV, labels_N, weights_N):
+    quantize = functools.partial(fp8_quantize, dtype=E4M3, implementation=passes.cast)
+    w_fp8, x_amax = quantize(w_DV), fp8_amax(x_ND)
+    x_scale = given_scale(x_amax, E4M3)
+    # No gradient of a logit is larger than its token's weight, but for the z-loss. So e5m2 has the
+    # range of a softmax: what is below 2^-31 of the largest weight becomes 0.
     most = HEADROOM * jnp.max(jnp.abs(weights_N)).astype(jnp.float32)
+    d_scale = given_scale(most, E5M2)
+    # Once, as a loop would compute them anew for each chunk.
+    logits_scale, dx_scale, dw_scale = (
+        x_scale * w_fp8.scale,
+        d_scale * w_fp8.scale,
+        d_scale * x_scale,
+    )
 
     def add(carry, chunk):
         total, dw_DV = carry
-        x_CD, labels_C, weights_C = chunk
-        x_fp8 = _quantize(x_CD, E4M3)
-        logits_CV = fp8_product(x_fp8.q_MK, w_fp8.q_KM, x_fp8.scale * w_fp8.scale, x_CD.dtype)
-        nll_C, lse_C = _row_losses(options, logits_CV, labels_C)
-        # As in xla.py: else the capped logits would be kept in float32.
-        logits_CV, lse_C = lax.optimization_barrier((logits_CV, lse_C))
-        d_CV = xla._logit_gradients(options, logits_CV, lse_C, labels_C, weights_C)
-        d_fp8 = _quantize(d_CV, E5M2, amax=most)
-        dx_scale, dw_scale = d_fp8.scale * w_fp8.scale, d_fp8.scale * x_fp8.scale
-        dx_CD = fp8_product(d_fp8.q_MK, w_fp8.q_MK, dx_scale, x_CD.dtype, exact=True)
-        dw_DV += fp8_product(x_fp8.q_KM, d_fp8.q_KM, dw_scale, dw_DV.dtype, exact=True)
-        return (total + xla._weighted_sum(options, nll_C, lse_C, weights_C), dw_DV), dx_CD
+        x_CD, labels_C, scaled_C = chunk
+        x_fp8 = quantize(x_CD, amax=x_amax)
+        logits_CV = fp8_product(x_fp8.q_MK, w_fp8.q_KM, logits_scale, x_CD.dtype)
+        nll_C, lse_C, d_CV, d_VC = passes.rows(
+            logits_CV, labels_C, scaled_C, softcap=options.softcap, z_loss=options.z_loss,
+            valid_vocab=options.valid_vocab,
+        )  # fmt: skip
+        dx_CD = fp8_product(d_CV, w_fp8.q_MK, dx_scale, x_CD.dtype, exact=True)
+        dw_DV += fp8_product(x_fp8.q_KM, d_VC, dw_scale, dw_DV.dtype, exact=True)
+        return (total + xla._weighted_sum(options, nll_C, lse_C, scaled_C), dw_DV), dx_CD
 
-    chunks = xla._split(options.chunk, x_ND, labels_N, weights_N)
+    chunks = xla._split(options.chunk, x_ND, labels_N, weights_N.astype(jnp.float32) / d_scale)
     start = xla._wide_zeros(w_DV[0, 0]), xla._wide_zeros(w_DV)
     (total, dw_DV), dx = lax.scan(add, start, chunks)
     dx_ND = dx.reshape(-1, x_ND.shape[1])[: len(x_ND)]
-    return total, (dx_ND, dw_DV, w_DV[:0], weights_N)
+    return total * d_scale, (dx_ND, dw_DV, w_DV[:0], weights_N)
 
 
-def _loss_bwd(options, saved, cotangent):
+def _loss_bwd(passes, options, saved, cotangent):
     dx_ND, dw_DV, like_w, weights_N = saved
     dx_ND = (dx_ND * cotangent).astype(dx_ND.dtype)
     return dx_ND, (dw_DV * cotangent).astype(like_w.dtype), None, jnp.zeros_like(weights_N)
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)
+
+
+def row_pass(logits_CV, labels_C, weights_C, *, softcap, z_loss, valid_vocab):
+    """(nll_C, lse_C), and d loss / d logits_CV before the softcap in e5m2, in both layouts."""
+    options = xla.CrossEntropyOptions(softcap, z_loss, valid_vocab, len(labels_C))
+    nll_C, lse_C = _row_losses(options, logits_CV, labels_C)
+    # As in xla.py: else the capped logits would be kept in float32.
+    logits_CV, lse_C = lax.optimization_barrier((logits_CV, lse_C))
+    d_CV = xla._logit_gradients(options, logits_CV, lse_C, labels_C, weights_C)
+    largest = float(jnp.finfo(E5M2).max)
+    d_CV = jnp.clip(d_CV, -largest, largest).astype(E5M2)
+    return nll_C, lse_C, d_CV, d_CV.T
 
 
 def _row_losses(options, logits_CV, labels_C):

@@ -4,6 +4,7 @@ A block of threads takes whole rows: each warpgroup has a part of the row in sha
 sums e = exp(logit - peak) over it and keeps the numerators of the gradient in registers; the parts'
 sums meet in shared memory; then the part is overwritten with the gradient, and TMA stores it where
 the logits were. Blocks are persistent: the next rows arrive and the last one leaves meanwhile.
+A gradient in float8 has memory of its own, here and there, and is half as long.
 
 Arithmetic decides whether that runs at the memory's rate: a hardware tanh and one exponential an
 element, some ten instructions in all (XLA's two passes need three of the former kind each).
@@ -27,7 +28,7 @@ WARPGROUPS = 4  # of 128 threads; each has a quarter of a row
 WIDTH = 256  # TMA's longest line
 STEP = 4 * WIDTH  # elements that a warpgroup takes at a time: 8 a thread, a warp has a line
 STAGES = 3  # rows in shared memory: one arrives, one is computed, one leaves
-SMEM_BYTES = 224 * 1024
+SMEM_BYTES = 224 * 1024  # with a row in float8 beside them
 # As in the XLA pass: exp(-2 * softcap) must not underflow if the softcap stands for the maximum.
 SOFTCAP_AS_MAXIMUM = 30.0
 # A warp has a line of a step, a thread 8 neighbours of it.
@@ -47,6 +48,13 @@ class LossPlan(NamedTuple):
     z_loss: float
     valid_vocab: int
     blocks: int
+    gradient_dtype: DTypeLike
+    interpreted: bool
+
+    @property
+    def in_place(self) -> bool:
+        """The gradient replaces the logits."""
+        return self.gradient_dtype == self.dtype
 
     @property
     def part(self) -> int:
@@ -60,16 +68,20 @@ class LossPlan(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """Arrays; and shared memory: parts [STAGES, WARPGROUPS, ...], partial [2, warps], full."""
+    """Arrays; and shared memory: parts [STAGES, WARPGROUPS, ...], partial [2, warps], full, and
+    the parts of a gradient that is not in place [WARPGROUPS, ...].
+    """
 
     labels: Any
     weights: Any
     logits: Any
     nll: Any
     lse: Any
+    gradient: Any
     parts: Any
     partial: Any
     full: Any
+    leaving: Any = None
 
 
 class LossRow(NamedTuple):
@@ -79,13 +91,13 @@ class LossRow(NamedTuple):
     weight: jax.Array
 
 
-def unsupported_reason(V: int, dtype: DTypeLike) -> str | None:
-    """Why a vocabulary of V columns cannot be served; None = it can."""
+def unsupported_reason(V: int, dtype: DTypeLike, fp8: bool = False) -> str | None:
+    """Why a vocabulary of V columns cannot be served; None = it can. fp8: the gradient's dtype."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, got {dtype}"
     if V % (WARPGROUPS * STEP):
         return f"needs a vocabulary in multiples of {WARPGROUPS * STEP}, got {V}"
-    if STAGES * V * 2 > SMEM_BYTES:
+    if STAGES * V * 2 + fp8 * V > SMEM_BYTES:
         return f"needs {STAGES} rows in {SMEM_BYTES} bytes of shared memory, a vocabulary of {V}"
     return None
 
@@ -98,32 +110,44 @@ def loss_rows(
     softcap: float | None,
     z_loss: float,
     valid_vocab: int | None,
+    gradient_dtype: DTypeLike | None = None,
     blocks: int | None = None,
     interpret: hopper.Interpret = False,
 ) -> tuple[Float[Array, "C"], Float[Array, "C"], Float[Array, "C V"]]:
     """(nll_C, lse_C) in float32, and the logits' gradient, which replaces them in memory.
 
     The gradient is that of sum_n weights_n * (nll_n + z_loss * lse_n^2) to the logits before the
-    softcap. What is served: `unsupported_reason`. blocks: of threads; None = one a
-    multiprocessor. interpret: plgpu.InterpretGPUParams, on a CPU.
+    softcap. What is served: `unsupported_reason`. gradient_dtype: float8's, saturating, in memory
+    of its own. blocks: of threads; None = one a multiprocessor. interpret:
+    plgpu.InterpretGPUParams, on a CPU.
     """
     C, V = logits_CV.shape
-    blocks = min(blocks or hopper.sm_count(), C)
-    plan = LossPlan(C, V, logits_CV.dtype, softcap, z_loss, valid_vocab or V, blocks)
+    blocks, dtype = min(blocks or hopper.sm_count(), C), logits_CV.dtype
+    options = softcap, z_loss, valid_vocab or V
+    plan = LossPlan(C, V, dtype, *options, blocks, gradient_dtype or dtype, bool(interpret))
     lines = (WARPGROUPS, plan.part // WIDTH, WIDTH)
+    f32_C = jax.ShapeDtypeStruct((C,), jnp.float32)
+    scratch: dict[str, Any] = dict(
+        parts=plgpu.SMEM((STAGES, *lines), plan.dtype),
+        partial=plgpu.SMEM((2, 4 * WARPGROUPS), jnp.float32),
+        full=plgpu.Barrier(num_barriers=STAGES * WARPGROUPS),
+    )
+    out_type = [f32_C, f32_C]
+    logits: Any = logits_CV.reshape(C, *lines)
+    if plan.in_place:
+        logits = jax.new_ref(logits)
+    else:
+        scratch["leaving"] = plgpu.SMEM(lines, plan.gradient_dtype)
+        out_type.append(jax.ShapeDtypeStruct((C, *lines), plan.gradient_dtype))
 
-    def loss_rows(labels, weights, logits, nll, lse, **memory):
-        _block(plan, Refs(labels, weights, logits, nll, lse, **memory))
+    def loss_rows(labels, weights, logits, nll, lse, gradient=None, **memory):
+        gradient = logits if gradient is None else gradient
+        _block(plan, Refs(labels, weights, logits, nll, lse, gradient, **memory))
 
-    logits = jax.new_ref(logits_CV.reshape(C, *lines))
-    nll_C, lse_C = plgpu.kernel(
+    nll_C, lse_C, *apart = plgpu.kernel(
         loss_rows,
-        out_type=[jax.ShapeDtypeStruct((C,), jnp.float32)] * 2,
-        scratch_types=dict(
-            parts=plgpu.SMEM((STAGES, *lines), plan.dtype),
-            partial=plgpu.SMEM((2, 4 * WARPGROUPS), jnp.float32),
-            full=plgpu.Barrier(num_barriers=STAGES * WARPGROUPS),
-        ),
+        out_type=out_type,
+        scratch_types=scratch,
         grid=(blocks,),
         grid_names=("block",),
         num_threads=WARPGROUPS,
@@ -131,7 +155,8 @@ def loss_rows(
         compiler_params=hopper.compiler_params(),
         interpret=interpret,
     )(labels_C.astype(jnp.int32), weights_C.astype(jnp.float32), logits)
-    return nll_C, lse_C, jax.freeze(logits).reshape(C, V)
+    gradient = apart[0] if apart else jax.freeze(logits)
+    return nll_C, lse_C, gradient.reshape(C, V)
 
 
 def _block(plan: LossPlan, refs: Refs):
@@ -157,21 +182,23 @@ def _block(plan: LossPlan, refs: Refs):
         after = read(t + 1)  # a row ahead: nothing waits for it
         slot = lax.rem(t, STAGES)
         part, at = refs.parts.at[slot, warpgroup], block + t * plan.blocks
+        result = part if plan.in_place else refs.leaving.at[warpgroup]
         plgpu.barrier_wait(refs.full.at[slot * WARPGROUPS + warpgroup])
-        _row(plan, refs, part, row, at, lax.rem(t, 2))
+        _row(plan, refs, part, result, row, at, lax.rem(t, 2))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(part, refs.logits.at[at, warpgroup])
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the row before has left
-        load(t + STAGES - 1)
+        plgpu.copy_smem_to_gmem(result, refs.gradient.at[at, warpgroup])
+        if plan.in_place:
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the row before has left
+        load(t + STAGES - 1 if plan.in_place else t + STAGES)
         return after
 
-    for t in range(STAGES - 1):
+    for t in range(STAGES - plan.in_place):
         load(t)
     lax.fori_loop(0, rows, visit, read(0))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _row(plan: LossPlan, refs: Refs, part: Any, row: LossRow, at: Any, parity: Any):
+def _row(plan: LossPlan, refs: Refs, part: Any, result: Any, row: LossRow, at: Any, parity: Any):
     """Turns a warpgroup's part of a row into its gradient."""
     warpgroup = lax.axis_index("warpgroup")
     label = jnp.clip(row.label, 0, plan.V - 1)
@@ -185,20 +212,49 @@ def _row(plan: LossPlan, refs: Refs, part: Any, row: LossRow, at: Any, parity: A
         parity = 1
         peak = _cap(plan, peak)
     kept, sums = _numerators(plan, part, peak)
+    if not plan.in_place:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the row before has left
     total = _over_row(refs, sums, jnp.add, parity)
     lse = jnp.log(total) + peak
     factor = row.weight * (1 + 2 * plan.z_loss * lse) / total
+    if not plan.in_place:
+        less = jnp.where(row.label == label, row.weight, 0.0)
+        less = less * _exponential(plan, label_raw, peak)[1]
+        here = (label >= warpgroup * plan.part) & (label < (warpgroup + 1) * plan.part)
+        wanted = jnp.where(here, place, -1)
     for n, numerator in enumerate(kept):
-        part[pl.ds(4 * n, 4)] = (numerator * factor).astype(plan.dtype)
+        gradient = numerator * factor
+        if not plan.in_place:
+            gradient = _saturated(plan, gradient - _only_at(wanted - n * STEP, less))
+        result[pl.ds(4 * n, 4)] = gradient.astype(plan.gradient_dtype)
 
     @pl.when((label >= warpgroup * plan.part) & (label < (warpgroup + 1) * plan.part))
     def _():
-        e, slope = _exponential(plan, label_raw, peak)
-        gradient = slope * (e * factor - jnp.where(row.label == label, row.weight, 0.0))
-        hopper.bar_sync(OWN_BARRIER + warpgroup, 1)  # after the stores above
-        part[line, column] = gradient.astype(plan.dtype)
+        if plan.in_place:
+            e, slope = _exponential(plan, label_raw, peak)
+            gradient = slope * (e * factor - jnp.where(row.label == label, row.weight, 0.0))
+            hopper.bar_sync(OWN_BARRIER + warpgroup, 1)  # after the stores above
+            part[line, column] = gradient.astype(plan.dtype)
         refs.nll[at] = lse - _cap(plan, label_raw)
         refs.lse[at] = lse
+
+
+def _only_at(place: Any, value: Any) -> Any:
+    """The value at a place of a warpgroup's step and 0 elsewhere; 0 if it has no such place.
+
+    By comparing: a single value in float8 cannot be stored.
+    """
+    shape = (4, WIDTH)
+    line, column = (plgpu.broadcasted_iota(jnp.int32, shape, d, layout=LAYOUT) for d in (0, 1))
+    return jnp.where(line * WIDTH + column == place, value, 0.0)
+
+
+def _saturated(plan: LossPlan, gradient: Any) -> Any:
+    """Within the dtype's range: on the device the cast itself does that."""
+    if not plan.interpreted:
+        return gradient
+    largest = float(jnp.finfo(plan.gradient_dtype).max)
+    return jnp.minimum(jnp.maximum(gradient, -largest), largest)
 
 
 def _numerators(plan: LossPlan, part: Any, peak: Any) -> tuple[list, Any]:

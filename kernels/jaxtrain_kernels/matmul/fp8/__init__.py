@@ -66,7 +66,7 @@ def fp8_quantize(
     """
     if amax is None:
         return fp8_quantize_function(itself, (x_MK,), dtype, None, implementation)[0]
-    scale = _given_scale(amax, dtype)
+    scale = given_scale(amax, dtype)
     backend = _backend((x_MK,), dtype, implementation)
     q_MK, q_KM = backend.cast((x_MK,), 1 / scale, dtype, itself, saturate=True)
     return Fp8(q_MK, q_KM, scale)
@@ -98,7 +98,7 @@ def fp8_quantize_function(
         scale = fp8_scale(fp8_amax(*arrays_MK, function=function), dtype)
         q_MK, q_KM = backend.cast(arrays_MK, 1 / scale, dtype, function, saturate=False)
         return Fp8(q_MK, q_KM, scale), None
-    scale = _given_scale(amax, dtype)
+    scale = given_scale(amax, dtype)
     q_MK, q_KM, seen = backend.cast_measured(arrays_MK, 1 / scale, dtype, function)
     return Fp8(q_MK, q_KM, scale), seen
 
@@ -112,7 +112,8 @@ def _backend(arrays_MK: tuple[Any, ...], dtype: DTypeLike, implementation: str |
     return BACKENDS[choose_backend("fp8_quantize", reasons, implementation, signature)]
 
 
-def _given_scale(amax: Array, dtype: DTypeLike) -> Array:
+def given_scale(amax: Array, dtype: DTypeLike) -> Array:
+    """`fp8_scale` of an amax that may be 0, which stands for a scale of 1."""
     return jnp.where(amax > 0, fp8_scale(amax, dtype), 1.0)
 
 
