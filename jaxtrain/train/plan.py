@@ -33,6 +33,7 @@ from jaxtrain.finetune import (
     trainable_by_matrix,
 )
 from jaxtrain.model import Transformer, check_fp8, flops_per_token, sizes, split
+from jaxtrain.model.sections import FP8_LOSSES
 from jaxtrain.optim import Optimizer, make_optimizer
 from jaxtrain.parallel import make_mesh
 from jaxtrain.runs.checkpoint import decisions, saved_steps
@@ -107,6 +108,8 @@ def make_plans(config: Config, coordinator: Coordinator, log: RunLog) -> list[Pl
     data.check_lengths(c.data.stages, c.train.sequence_length)
     if c.model.fp8:
         check_fp8()
+    if c.model.kernels.loss in FP8_LOSSES:
+        check_fp8("model.kernels.loss")
     plans = [
         plan_phase(phase, c, mesh, vocab_size, resumed, coordinator, log)
         for phase in phases_of(c, vocab_size, mesh)

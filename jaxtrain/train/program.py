@@ -45,7 +45,11 @@ def compile_step(
             compiler_options=options or None
         )
     except NotImplementedError as error:  # a backend asked for by name
-        raise UserError(f"model.attention={c.model.attention}: {error}") from error
+        of_loss = str(error).startswith("linear_cross_entropy")
+        asked = (
+            f"kernels.loss={c.model.kernels.loss}" if of_loss else f"attention={c.model.attention}"
+        )
+        raise UserError(f"model.{asked}: {error}") from error
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit and memory_needed(compiled) > limit:
         raise UserError(memory_advice(c, memory_needed(compiled), limit))

@@ -217,7 +217,7 @@ def update_amax_history(past: AmaxHistory, seen: AmaxHistory, factor: Array) -> 
     return jax.tree.map(lambda x, new: jnp.concatenate([new[None], x[:-1]]), past, seen)
 
 
-def check_fp8() -> None:
-    """Raise UserError if the device has no float8 matmuls."""
+def check_fp8(field: str = "model.fp8") -> None:
+    """Raise UserError if the device has no float8 matmuls, which a field asks for."""
     if reason := kernels.fp8_unsupported():
-        raise UserError(f"model.fp8: {reason}; leave it out to train in 16 bits")
+        raise UserError(f"{field}: {reason}; leave it out to train in 16 bits")

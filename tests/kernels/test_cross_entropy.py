@@ -286,10 +286,12 @@ def test_on_a_gpu_the_float8_head_is_that_of_xla(N, softcap):
     given = (logits, *padded)
     ours, xlas = (jax.jit(functools.partial(m.row_pass, **call))(*given) for m in (fp8_head, fp8))
     for a, b in zip(ours[:2], xlas[:2]):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
-    d_CV, d_VC = (np.asarray(a) for a in ours[2:])
-    np.testing.assert_array_equal(d_CV.T.view(np.uint8), d_VC.view(np.uint8))
-    assert max(relative_norms([d_CV], [np.asarray(xlas[2])])) < 0.02
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-2)  # the hardware's tanh
+    d_CV, d_VC, xlas_CV = (np.asarray(a).view(np.uint8) for a in (*ours[2:], xlas[2]))
+    np.testing.assert_array_equal(d_CV.T, d_VC)
+    # The hardware's tanh, off by 5e-4, moves some of them by a step of float8.
+    assert (d_CV != xlas_CV).mean() < 0.03
+    assert max(relative_norms(ours[2:3], xlas[2:3])) < 0.02
     # As a step in float8 is compiled: else XLA searches among Triton's.
     jit = functools.partial(jax.jit, compiler_options={"xla_gpu_enable_triton_gemm": False})
 

@@ -54,7 +54,7 @@ def test_the_large_matrices_of_the_blocks_are_cast_and_nothing_else():
     assert cast_names(specs) == [f"blocks/{name}" for name in MATRICES[:4]]  # 200 is no 12 x 16
 
 
-def traced(fp8, micro=8, **changes):
+def traced(fp8=None, micro=8, **changes):
     """The jaxpr of a batch's gradients."""
     task, _ = make_spec(resolved(depth=2, fp8=fp8, **changes))
     params = random_params(task.specs)
@@ -70,7 +70,13 @@ def test_all_three_products_of_each_matrix_are_in_float8(which, head):
     of_fp8 = [e for e in dots if all(map(is_fp8, e.invars))]
     assert len(of_fp8) == 2 * len(MATRICES) * 3 + head
     assert not any(is_fp8(v) for e in dots if e not in of_fp8 for v in e.invars)
-    assert not any(is_fp8(v) for e in equations(traced(None)) for v in e.outvars)
+    assert not any(is_fp8(v) for e in equations(traced()) for v in e.outvars)
+
+
+def test_the_three_products_of_the_head_alone_are_in_float8():
+    jaxpr = traced(kernels={"loss": "fp8_head"})
+    dots = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
+    assert [all(map(is_fp8, e.invars)) for e in dots].count(True) == 3
 
 
 @pytest.mark.usefixtures("small")
@@ -111,9 +117,12 @@ def test_scan_and_remat_change_nothing():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
-def test_a_model_learns_as_it_does_without():
-    def losses(fp8):
-        task, hyperparams = make_spec(resolved(depth=1, fp8=fp8))
+@pytest.mark.parametrize(
+    "changes", [{"fp8": "all"}, {"kernels": {"loss": "fp8_head"}}], ids=["all", "fp8_head"]
+)
+def test_a_model_learns_as_it_does_without(changes):
+    def losses(**changes):
+        task, hyperparams = make_spec(resolved(depth=1, **changes))
         mesh, out = mesh_of(), []
         with jax.set_mesh(mesh):
             step, state = make_step(task, mesh), begin(task, mesh)
@@ -123,7 +132,7 @@ def test_a_model_learns_as_it_does_without():
                 out.append(float(metrics["loss"]))
         return np.array(out)
 
-    plain, fp8 = losses(None), losses("all")
+    plain, fp8 = losses(), losses(**changes)
     assert plain[-1] < 0.85 * plain[0]
     np.testing.assert_allclose(fp8, plain, rtol=0.01)
     assert (fp8[5:] != plain[5:]).all()
@@ -136,6 +145,10 @@ def test_a_device_without_float8_is_one_clear_error(monkeypatch, tmp_path, capsy
     with on_target("cuda", (8, 0)):
         assert main(run_overrides(tmp_path, model__fp8="blocks")) == 2
     assert "compute capability 8.9 or later" in capsys.readouterr().err
+    with on_target("cuda", (8, 0)):
+        assert main(run_overrides(tmp_path, model__kernels__loss="fp8_head")) == 2
+    error = capsys.readouterr().err
+    assert "model.kernels.loss: float8 matmuls need" in error and "this is cuda 8.0" in error
     assert not list(tmp_path.iterdir())
 
 
