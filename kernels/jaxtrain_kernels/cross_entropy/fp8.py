@@ -68,7 +68,7 @@ def _loss_fwd(passes, options, x_ND, w_DV, labels_N, weights_N):
     w_fp8, x_amax = quantize(w_DV), fp8_amax(x_ND)
     x_scale = given_scale(x_amax, E4M3)
     # No gradient of a logit is larger than its token's weight, but for the z-loss. So e5m2 has the
-    # range of a softmax: what is below 2^-31 of the largest weight becomes 0.
+    # range of a softmax: what is below some 2^-31 of the largest weight becomes 0.
     most = HEADROOM * jnp.max(jnp.abs(weights_N)).astype(jnp.float32)
     d_scale = given_scale(most, E5M2)
     # Once, as a loop would compute them anew for each chunk.
