@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 import numpy as np
 from jaxtrain_kernels.attention import paged
+from jaxtrain_kernels.matmul.few_rows import BACKENDS as FEW_ROWS
 
 from benchmarks.decode import bandwidth
 from benchmarks.decode_models import COMPUTE, random_weights, weight_bytes
@@ -94,6 +95,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--transformers",
         action="store_true",
         help="engine: Hugging Face's compiled decoding is timed first (needs torch)",
+    )
+    parser.add_argument(
+        "--few-rows", choices=FEW_ROWS, help="engine: the backend of products of a few rows"
     )
 
 

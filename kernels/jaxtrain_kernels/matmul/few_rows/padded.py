@@ -1,0 +1,23 @@
+"""One row as the first of eight: XLA gives such a product to cuBLAS."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain_kernels.dispatch import Target
+
+ROWS = 8
+
+
+def supports(target: Target, x_MK, *matrices) -> str | None:
+    """The reason why a call cannot be served; None = it can."""
+    if target.platform not in ("cuda", "rocm"):
+        return f"needs a GPU, this is {target.platform}"
+    return None if len(x_MK) == 1 else f"needs one row, got {len(x_MK)}"
+
+
+def few_rows_matmul(x_MK, *matrices):
+    """As the public function."""
+    x_8K = jnp.pad(x_MK, ((0, ROWS - len(x_MK)), (0, 0)))
+    # The barrier keeps XLA from taking the row of the result as one of x.
+    each = jax.lax.optimization_barrier(tuple(x_8K @ matrix for matrix in matrices))
+    return tuple(y_8N[: len(x_MK)] for y_8N in each)

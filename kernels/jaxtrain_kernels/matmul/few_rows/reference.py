@@ -1,0 +1,15 @@
+"""The specification in plain jnp: any dtype."""
+
+import jax.numpy as jnp
+
+from jaxtrain_kernels.dispatch import Target
+
+
+def supports(target: Target, x_MK, *matrices) -> None:
+    return None
+
+
+def few_rows_matmul(x_MK, *matrices):
+    """As the public function."""
+    wide = jnp.promote_types(x_MK.dtype, jnp.float32)
+    return tuple((x_MK.astype(wide) @ w.astype(wide)).astype(x_MK.dtype) for w in matrices)
