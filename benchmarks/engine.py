@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 import numpy as np
 from jaxtrain_kernels.attention import paged
-from jaxtrain_kernels.matmul.few_rows import BACKENDS as FEW_ROWS
+from jaxtrain_kernels.matmul import few_rows
 
 from benchmarks.decode import bandwidth
 from benchmarks.decode_models import COMPUTE, random_weights, weight_bytes
@@ -97,7 +97,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         help="engine: Hugging Face's compiled decoding is timed first (needs torch)",
     )
     parser.add_argument(
-        "--few-rows", choices=FEW_ROWS, help="engine: the backend of products of a few rows"
+        "--few-rows",
+        choices=(*few_rows.BACKENDS, few_rows.FUSED),
+        help="engine: the backend of products of a few rows; fused: and of what is between them",
     )
 
 

@@ -14,6 +14,10 @@ Remat = Literal[
 ]  # fmt: skip
 
 
+# For training: those of a few rows, in Triton, are a decode step's.
+BACKENDS = tuple(name for name in rows.BACKENDS if name != "triton")
+
+
 class FusedOps(Settings):
     """Backends of the fused passes in training: mosaic; xla, which leaves them to XLA's fusion; or
     reference. None is the fastest that serves. A name alone, `kernels: xla`, is for all of them.
@@ -45,12 +49,12 @@ class FusedOps(Settings):
     @field_validator("norm", "rope", "qkv", "relu2", "ffn")
     @classmethod
     def _known(cls, name: str | None) -> str | None:
-        return known_backend(name, tuple(rows.BACKENDS))
+        return known_backend(name, BACKENDS)
 
     @field_validator("loss")
     @classmethod
     def _known_loss(cls, name: str | None) -> str | None:
-        return known_backend(name, (*rows.BACKENDS, "fp8_logits"))
+        return known_backend(name, (*BACKENDS, "fp8_logits"))
 
 
 def known_backend(name: str | None, known: tuple[str, ...]) -> str | None:

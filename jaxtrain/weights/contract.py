@@ -101,8 +101,11 @@ def feed_forward_relu2(
     """relu(x up)^2 down with the activation fused; None where these forms have no such kernel."""
     if isinstance(up, Weight):
         return up.feed_forward_relu2(x, down, implementation)
-    if isinstance(down, Weight) or has_few_rows(x):
+    if isinstance(down, Weight):
         return None
+    if has_few_rows(x):
+        (h,) = few_rows_matmul(x, up, relu2=True)
+        return few_rows_matmul(h, down)[0]
     return parallel.feed_forward_relu2(x, up, down, implementation)
 
 

@@ -66,9 +66,11 @@ def test_tiles_divide_the_matrices(K, columns):
 )
 def test_triton_equals_the_reference(M, K, columns):
     arrays = inputs(M, K, *columns)
-    found = triton.few_rows_matmul(*arrays, interpret=True)
-    for y, expected in zip(found, reference.few_rows_matmul(*arrays), strict=True):
-        np.testing.assert_allclose(y, expected, atol=1e-4)
+    for relu2 in (False, True):
+        found = triton.few_rows_matmul(*arrays, relu2=relu2, interpret=True)
+        every = reference.few_rows_matmul(*arrays, relu2=relu2)
+        for y, expected in zip(found, every, strict=True):
+            np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_16_bits_are_added_in_float32():
@@ -99,11 +101,10 @@ def test_padded_gives_xla_eight_rows():
 def test_gradients(name):
     arrays = inputs(1, 64, 8, 16)
     options = {"interpret": True} if name == "triton" else {}
-    run = lambda *a: BACKENDS[name].few_rows_matmul(*a, **options)
+    run = lambda *a: BACKENDS[name].few_rows_matmul(*a, relu2=True, **options)
     loss = lambda f: lambda *a: sum((y**2).sum() for y in f(*a))
-    found, expected = (
-        jax.grad(loss(f), (0, 1, 2))(*arrays) for f in (run, reference.few_rows_matmul)
-    )
+    plain = lambda *a: reference.few_rows_matmul(*a, relu2=True)
+    found, expected = (jax.grad(loss(f), (0, 1, 2))(*arrays) for f in (run, plain))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), found, expected
     )

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 
-def _tile_of_matrix(tile, n, x_ref, w_ref, out_ref):
+def _tile_of_matrix(tile, relu2, n, x_ref, w_ref, out_ref):
     """Columns n * tile.columns .. of one matrix's product."""
     columns = pl.ds(n * tile.columns, tile.columns)
     M = x_ref.shape[0]
@@ -28,11 +28,15 @@ def _tile_of_matrix(tile, n, x_ref, w_ref, out_ref):
     zeros = tuple(jnp.zeros((tile.inputs, tile.columns), jnp.float32) for _ in range(M))
     sums = step(0, zeros) if tile.steps == 1 else jax.lax.fori_loop(0, tile.steps, step, zeros)
     for m, of_threads in enumerate(sums):
-        out_ref[m, columns] = of_threads.sum(0).astype(out_ref.dtype)
+        y = of_threads.sum(0).astype(out_ref.dtype)
+        if relu2:
+            positive = jnp.maximum(y.astype(jnp.float32), 0)
+            y = (positive * positive).astype(out_ref.dtype)
+        out_ref[m, columns] = y
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def call(tile, interpret: bool, x_MK, *matrices):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def call(tile, relu2: bool, interpret: bool, x_MK, *matrices):
     """The products [M, N], a list. One trace, and one kernel, for all calls of a shape."""
     ends = [0]
     for matrix in matrices:
@@ -42,7 +46,8 @@ def call(tile, interpret: bool, x_MK, *matrices):
         program = pl.program_id(0)
         w_refs, out_refs = refs[: len(matrices)], refs[len(matrices) :]
         for begin, end, w_ref, out_ref in zip(ends, ends[1:], w_refs, out_refs):
-            run = functools.partial(_tile_of_matrix, tile, program - begin, x_ref, w_ref, out_ref)
+            place = program - begin, x_ref, w_ref, out_ref
+            run = functools.partial(_tile_of_matrix, tile, relu2, *place)
             if len(matrices) == 1:
                 run()
             else:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.matmul.few_rows import xla
 
 ROWS = 8
 
@@ -15,9 +16,10 @@ def supports(target: Target, x_MK, *matrices) -> str | None:
     return None if len(x_MK) == 1 else f"needs one row, got {len(x_MK)}"
 
 
-def few_rows_matmul(x_MK, *matrices):
+def few_rows_matmul(x_MK, *matrices, relu2=False):
     """As the public function."""
     x_8K = jnp.pad(x_MK, ((0, ROWS - len(x_MK)), (0, 0)))
     # The barrier keeps XLA from taking the row of the result as one of x.
-    each = jax.lax.optimization_barrier(tuple(x_8K @ matrix for matrix in matrices))
-    return tuple(y_8N[: len(x_MK)] for y_8N in each)
+    each = jax.lax.optimization_barrier(xla.few_rows_matmul(x_8K, *matrices))
+    rows = tuple(y_8N[: len(x_MK)] for y_8N in each)
+    return tuple(jnp.square(jax.nn.relu(y)) for y in rows) if relu2 else rows

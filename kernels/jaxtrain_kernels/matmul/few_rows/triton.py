@@ -8,6 +8,7 @@ A copy at 4.2 TB/s takes 32 bytes a nanosecond from each of 132 processors, and 
 for the first: 32 KiB are on their way at once, 4 to 8 loads of 16 bytes for each of 512 threads.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -60,7 +61,7 @@ def supports(target: Target, x_MK, *matrices) -> str | None:
     return None
 
 
-def few_rows_matmul(x_MK, *matrices, interpret=False):
+def few_rows_matmul(x_MK, *matrices, relu2=False, interpret=False):
     """As the public function."""
     K, columns = x_MK.shape[1], [matrix.shape[1] for matrix in matrices]
     tile = tile_of(K, columns)
@@ -69,10 +70,11 @@ def few_rows_matmul(x_MK, *matrices, interpret=False):
     def products(x_MK, *matrices):
         from jaxtrain_kernels.matmul.few_rows import kernel
 
-        return tuple(kernel.call(tile, interpret, x_MK, *matrices))
+        return tuple(kernel.call(tile, relu2, interpret, x_MK, *matrices))
 
     def backward(inputs, gradients):
-        return jax.vjp(xla.few_rows_matmul, *inputs)[1](gradients)
+        formula = functools.partial(xla.few_rows_matmul, relu2=relu2)
+        return jax.vjp(formula, *inputs)[1](gradients)
 
     products.defvjp(lambda *inputs: (products(*inputs), inputs), backward)
     return products(x_MK, *matrices)
