@@ -215,7 +215,7 @@ def rate(
     engine = one.engine(batch, cache_dtype)
     timing = lambda seed: serve(engine, requests_of(one, batch, prompt, new, seed))
     begin = time.perf_counter()
-    engine.warm_up()
+    programs = engine.warm_up(requests_of(one, batch, prompt, new, 0))
     compiling = time.perf_counter() - begin
     timing(0)
     warm = [timing(1 + i) for i in range(REPEATS)]
@@ -232,6 +232,7 @@ def rate(
         "of_floor": floor_ms / (1e3 * each),
         "weight_bytes": one.weight_bytes,
         "compile_s": compiling,
+        "programs": programs,
         "preemptions": engine.stats().preemptions,
     }
 
