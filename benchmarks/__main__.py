@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jaxtrain_kernels.matmul.few_rows import preferring
 
 from benchmarks.at_scale import bench_at_scale
 from benchmarks.attention import bench_attention
@@ -332,7 +333,8 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     for record in bench_step(config, a.overrides, a.variant, folder):
                         yield record | ({"beside": beside} if beside else {})
             elif a.what == "engine":
-                yield from bench_engine(config, a.overrides, a.variant, loads_of(a), folder)
+                with preferring(a.few_rows):
+                    yield from bench_engine(config, a.overrides, a.variant, loads_of(a), folder)
             elif a.what in whole:
                 yield from whole[a.what](config, a.overrides, a.variant)
             elif a.techniques:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 import numpy as np
 from jaxtrain_kernels.attention import paged
+from jaxtrain_kernels.matmul import few_rows
 
 from benchmarks.decode import bandwidth
 from benchmarks.decode_models import COMPUTE, random_weights, weight_bytes
@@ -94,6 +95,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--transformers",
         action="store_true",
         help="engine: Hugging Face's compiled decoding is timed first (needs torch)",
+    )
+    parser.add_argument(
+        "--few-rows",
+        choices=(*few_rows.BACKENDS, few_rows.FUSED),
+        help="engine: the backend of products of a few rows; fused: and of what is between them",
     )
 
 
@@ -209,7 +215,7 @@ def rate(
     engine = one.engine(batch, cache_dtype)
     timing = lambda seed: serve(engine, requests_of(one, batch, prompt, new, seed))
     begin = time.perf_counter()
-    engine.warm_up()
+    programs = engine.warm_up(requests_of(one, batch, prompt, new, 0))
     compiling = time.perf_counter() - begin
     timing(0)
     warm = [timing(1 + i) for i in range(REPEATS)]
@@ -226,6 +232,7 @@ def rate(
         "of_floor": floor_ms / (1e3 * each),
         "weight_bytes": one.weight_bytes,
         "compile_s": compiling,
+        "programs": programs,
         "preemptions": engine.stats().preemptions,
     }
 

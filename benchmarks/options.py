@@ -14,8 +14,8 @@ ONLY = {
     "curves": ("baseline",),
     "decode": ("prompts", "batches", "cache_dtypes"),
     "engine": (
-        "prompts", "batches", "cache_dtypes", "new", "drafts", "decode_steps", "profile", "peer",
-        "transformers",
+        "prompts", "batches", "cache_dtypes", "new", "drafts", "decode_steps", "few_rows",
+        "profile", "peer", "transformers",
     ),
     "compress": (
         "also", "shape", "core", "text", "calibration", "sequences", "recipes", "folder", "workers",

@@ -20,7 +20,6 @@ def test_rates_and_first_tokens(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(engine, "REPEATS", 1)
     monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.001)
     monkeypatch.setattr(engine, "CONCURRENT", 2)
-    monkeypatch.setattr(engine.Engine, "warm_up", lambda self: None)  # 20 programs
     argv = ["engine", "--config", "gpt_d12", *SMALL, "--batch", "3", "--prompts", "40"]
     assert main([*argv, "--new", "6", "--record", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "engine-gpt_d12-fp32-cpu.json").read_text())
@@ -33,6 +32,7 @@ def test_rates_and_first_tokens(tmp_path, monkeypatch, capsys):
     assert all(0 < row["of_copy"] for row in attention)
     assert rate["of_floor"] == pytest.approx(rate["floor_ms"] / rate["ms"])
     assert 0 < rate["tokens_per_s"] and rate["preemptions"] == 0
+    assert rate["programs"] == 3  # eight steps, a prompt, and texts to the device
     # A token has keys and values of 2 layers of 128 channels, 4 bytes each.
     read = rate["floor_ms"] * result["floor"]["copy_gbps"] * 1e6 - rate["weight_bytes"]
     assert read == pytest.approx(3 * 43 * 2 * 2 * 128 * 4)
@@ -46,7 +46,6 @@ def test_a_profile_of_decoding(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.001)
     monkeypatch.setattr(engine, "CONCURRENT", 1)
     monkeypatch.setattr(engine, "attention_rows", lambda *_: [])
-    monkeypatch.setattr(engine.Engine, "warm_up", lambda self: None)
     argv = ["engine", "--config", "gpt_d12", *SMALL, "--batch", "2", "--prompts", "40"]
     assert main([*argv, "--new", "90", "--profile", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*-profile.json")

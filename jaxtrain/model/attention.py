@@ -1,6 +1,7 @@
 """Attention: project, rotate, normalise, attend, project back; with a cache when decoding."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -17,7 +18,7 @@ from jaxtrain.model.layers import Rotary, add_bias, declare_bias, lookup, rms_no
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
-from jaxtrain.weights.contract import dense, dequantize, matmul_joined
+from jaxtrain.weights.contract import dense, dense_of, dequantize, matmul_joined
 from jaxtrain.weights.params import declare
 
 GATE_CHANNELS = 12
@@ -126,12 +127,16 @@ class KeyValueProjection(nnx.Module):
         self.k_gain = declare_head_gain(c, L) if c.qk_norm_gain else None
 
     def keys_values(
-        self, x_BTD: Float[Array, "B T D"], value_BTC: Float[Array, "B T C"] | None, heads: int
+        self,
+        product: Callable[[nnx.Param], Array],
+        value_BTC: Float[Array, "B T C"] | None,
+        heads: int,
     ) -> tuple[Float[Array, "B T K h"], Float[Array, "B T K H"]]:
-        """Keys before norm and rope, and values, of so many heads."""
-        B, T, _ = x_BTD.shape
-        k_BTKH = add_bias(dense(x_BTD, self.k), self.k_bias).reshape(B, T, heads, -1)
-        v_BTC = add_bias(dense(x_BTD, self.v), self.v_bias)
+        """Keys before norm and rope, and values, of so many heads. product: with a matrix."""
+        k_BTC = add_bias(product(self.k), self.k_bias)
+        B, T, _ = k_BTC.shape
+        k_BTKH = k_BTC.reshape(B, T, heads, -1)
+        v_BTC = add_bias(product(self.v), self.v_bias)
         if value_BTC is not None:
             v_BTC = v_BTC + value_BTC
         return k_BTKH, v_BTC.reshape(B, T, heads, -1)
@@ -193,14 +198,16 @@ class Attention(KeyValueProjection):
         """The heads before the output projection; keys and values as `__call__` returns them."""
         c = self.config
         B, T, _ = x_BTD.shape
-        q_BTNH = add_bias(dense(x_BTD, self.q), self.q_bias).reshape(B, T, c.heads, c.qk_dim)
+        project = self if source is None or isinstance(source, tuple) else source
+        own = () if isinstance(source, tuple) else (project.k, project.v)
+        product = dense_of(x_BTD, self.q, *own)
+        q_BTNH = add_bias(product(self.q), self.q_bias).reshape(B, T, c.heads, c.qk_dim)
         rope = inputs.short_rope if spec.short_rope else inputs.rope
         wide = max(c.qk_dim, c.head_dim)  # kernels take heads of one size
         if isinstance(source, tuple):  # padded, and in an int8 cache no arrays
             q_BTNH, kv = self.norm_and_rope(q_BTNH, rope, self.q_gain), source
         else:
-            project = source or self
-            k_BTKH, v_BTKH = project.keys_values(x_BTD, value_BTC, c.kv_heads)
+            k_BTKH, v_BTKH = project.keys_values(product, value_BTC, c.kv_heads)
             if inputs.fused.rope == "xla":
                 q_BTNH = self.norm_and_rope(q_BTNH, rope, self.q_gain)
                 k_BTKH = self.norm_and_rope(k_BTKH, rope, project.k_gain)

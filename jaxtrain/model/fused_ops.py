@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jaxtrain_kernels import rows as kernels
+from jaxtrain_kernels.dispatch import target
+from jaxtrain_kernels.matmul import few_rows
 from jaxtyping import Array, Float
 
 from jaxtrain import parallel
@@ -25,6 +27,21 @@ def fastest(fused: FusedOps, c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStru
     ):
         changes["rope"] = "xla"
     return fused.model_copy(update=changes)
+
+
+def of_decoding(c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStruct) -> FusedOps:
+    """The passes of a step with a cache: XLA's, or Triton's where they are asked for and serve."""
+    if not few_rows.are_fused():
+        return PLAIN
+    B, T, _ = x_BTD.shape
+    heads = jax.ShapeDtypeStruct((B, T, c.heads, c.qk_dim), x_BTD.dtype)
+    why = lambda op, x: kernels.BACKENDS["triton"].supports(target(), op, x)
+    changes = {}
+    if c.fits_norm_kernel and why("mixed_norm", x_BTD) is None:
+        changes["norm"] = "triton"
+    if c.fits_rope_kernel and why("rope_norm", heads) is None:
+        changes["rope"] = "triton"
+    return PLAIN.model_copy(update=changes)
 
 
 class Stream(NamedTuple):

@@ -68,18 +68,10 @@ class PagesOfLayer(NamedTuple):
 
     def append(self, new: tuple[Array, ...]) -> KeysValues:
         """The pages with the new tokens of each row, [B, T, K, H]; of padding nothing is kept."""
-        T = new[0].shape[1]
-        positions_BT = self.starts_B[:, None] + jnp.arange(T)[None]
-        real_BT = jnp.arange(T)[None] < self.counts_B[:, None]
-
-        def put(pages_PpKH: CacheArray, x_BTKH: Array) -> CacheArray:
-            pages, size = jax.tree.leaves(pages_PpKH)[0].shape[:2]
-            page_BT = jnp.take_along_axis(self.table_BW, positions_BT // size, 1, mode="clip")
-            page_BT = jnp.where(real_BT, page_BT, pages)  # beyond the last: dropped
-            one = lambda old, x: old.at[page_BT, positions_BT % size].set(x, mode="drop")
-            return jax.tree.map(one, pages_PpKH, as_stored(x_BTKH, pages_PpKH))
-
-        return tuple(map(put, self.kv, new))
+        stored = tuple(map(as_stored, new, self.kv))
+        (pages, form), fresh = jax.tree.flatten(self.kv), jax.tree.leaves(stored)
+        where = self.table_BW, self.starts_B, self.counts_B
+        return form.unflatten(kernels.paged_append(tuple(pages), tuple(fresh), *where))
 
     def attend(
         self,

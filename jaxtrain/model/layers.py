@@ -12,7 +12,7 @@ from jaxtrain.model.fused_ops import relu2
 from jaxtrain.model.init import SCHEMES, constant, normal
 from jaxtrain.model.rope import Divisors, RopeScaling, frequencies
 from jaxtrain.parallel import constrain, embedding_grad, embedding_lookup
-from jaxtrain.weights.contract import dense, feed_forward_relu2
+from jaxtrain.weights.contract import dense, dense_of, feed_forward_relu2
 from jaxtrain.weights.params import declare
 
 
@@ -162,10 +162,11 @@ class FeedForward(nnx.Module):
             if (y_BTD := feed_forward_relu2(x_BTD, *matrices, by)) is not None:
                 return y_BTD
         act = ACTIVATIONS[self.kind]
-        up_BTF = constrain(dense(x_BTD, self.up), "batch", "tokens", "hidden")
+        product = dense_of(x_BTD, self.up, *([self.gate] if self.kind in GATED else []))
+        up_BTF = constrain(product(self.up), "batch", "tokens", "hidden")
         up_BTF = add_bias(up_BTF, self.up_bias)
         if self.kind in GATED:
-            gate_BTF = constrain(dense(x_BTD, self.gate), "batch", "tokens", "hidden")
+            gate_BTF = constrain(product(self.gate), "batch", "tokens", "hidden")
             h_BTF = act(add_bias(gate_BTF, self.gate_bias)) * up_BTF
         else:
             h_BTF = act(up_BTF) if relu2_by is None else relu2(up_BTF, relu2_by)

@@ -130,6 +130,7 @@ def run_layer[Source](
     drops = c.token_dropping > 0 and inputs.key is not None
     # Such a layer returns one summed array, not a branch that the next layer adds.
     whole = c.scan_layers or spec.remat in remat.POLICIES or key is not None or drops
+    whole = whole and cache is None
     before, places_BK = stream, None
     if drops and spec.drops_tokens and inputs.key is not None:
         index, (B, T) = pick(source).layer["index"], stream.x_BTD.shape[:2]

@@ -17,6 +17,10 @@ Remat = Literal[
 FP8_LOSSES = ("fp8_head", "fp8_logits")
 
 
+# For training: those of a few rows, in Triton, are a decode step's.
+BACKENDS = tuple(name for name in rows.BACKENDS if name != "triton")
+
+
 class FusedOps(Settings):
     """Backends of the fused passes in training: mosaic; xla, which leaves them to XLA's fusion; or
     reference. None is the fastest that serves. A name alone, `kernels: xla`, is for all of them.
@@ -49,12 +53,12 @@ class FusedOps(Settings):
     @field_validator("norm", "rope", "qkv", "relu2", "ffn")
     @classmethod
     def _known(cls, name: str | None) -> str | None:
-        return known_backend(name, tuple(rows.BACKENDS))
+        return known_backend(name, BACKENDS)
 
     @field_validator("loss")
     @classmethod
     def _known_loss(cls, name: str | None) -> str | None:
-        return known_backend(name, (*rows.BACKENDS, *FP8_LOSSES))
+        return known_backend(name, (*BACKENDS, *FP8_LOSSES))
 
 
 def known_backend(name: str | None, known: tuple[str, ...]) -> str | None:

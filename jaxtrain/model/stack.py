@@ -96,8 +96,9 @@ def is_apart(leaf: object) -> bool:
 
 
 def take_apart(params: Params, specs: Specs) -> None:
-    """Replace the stacks of a model's matrices, in place: so each stack's memory is free before the
-    next one's layers are made. What has another form than an array stays as it is."""
+    """Replace the stacks of a model's matrices and scalars, in place: so each stack's memory is
+    free before the next one's layers are made. What has another form than an array stays as it is.
+    """
     split = jax.jit(lambda leaf: tuple(leaf[i] for i in range(len(leaf))))
 
     def visit(params: Params, specs: Specs) -> None:
@@ -107,10 +108,8 @@ def take_apart(params: Params, specs: Specs) -> None:
             elif spec.axes[:1] == ("layers",) and is_stack(params[name]):
                 params[name] = LayersApart(split(params.pop(name)))
 
-    is_stack = lambda leaf: isinstance(leaf, jax.Array) and leaf.ndim > 2 and len(leaf) > 1
-    for name, inner in specs.items():
-        if isinstance(inner, dict) and name != "prefix":
-            visit(params[name], inner)
+    is_stack = lambda leaf: isinstance(leaf, jax.Array) and leaf.ndim != 2 and len(leaf) > 1
+    visit(params, {name: inner for name, inner in specs.items() if name != "prefix"})
 
 
 def take[Tree](stack: Tree, start: int, repeats: int, size: int) -> Tree:

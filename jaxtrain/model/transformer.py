@@ -29,7 +29,7 @@ from jaxtrain.model.bigram import BigramEmbedding, tokens_before
 from jaxtrain.model.block import Block, declare_norm, normed
 from jaxtrain.model.branches import Branches, branched_attention, take_before
 from jaxtrain.model.config import ResolvedModel, check_decoder, round_up
-from jaxtrain.model.fused_ops import PLAIN, fastest
+from jaxtrain.model.fused_ops import PLAIN, fastest, of_decoding
 from jaxtrain.model.init import SCHEMES, constant, uniform
 from jaxtrain.model.kv_cache import Cache, PagedCache, init_kv_cache
 from jaxtrain.model.layers import FeedForward, lookup, rms_norm, rotary
@@ -308,6 +308,7 @@ class Transformer(nnx.Module):
         x_BTD = jax.lax.stop_gradient(x_BTD) if c.frozen_layers else x_BTD
         unrolled = keep_kv or cache is not None
         fused = PLAIN if unrolled else fastest(c.kernels, c, x_BTD)  # prompts are of any length
+        fused = fused if cache is None else of_decoding(c, x_BTD)
         places = positions_BT, segments_BT, attend
         inputs = self.layer_inputs(x_BTD, tokens_BT, *places, fused, key, rope)
         runs = make_runs(self.plan, c.scan_layers and not unrolled)
@@ -364,8 +365,8 @@ class Transformer(nnx.Module):
         if self.config.stochastic_depth:
             layers["keep"] = keep_probabilities(self.config)
         if self.config.residual_scales:
-            layers["residual_scale"] = self.residual_scale[...]
-            layers["x0_scale"] = self.x0_scale[...]
+            layers["residual_scale"] = self.residual_scale.get_value()
+            layers["x0_scale"] = self.x0_scale.get_value()
         return Stack(layers, parts, shared)
 
     def parts(self) -> list[str]:

@@ -6,12 +6,15 @@ an array into each form is in the table `jaxtrain.weights.WEIGHTS`.
 """
 
 import abc
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtrain_kernels.matmul.few_rows import MANY, few_rows_matmul
 from jaxtyping import Array, Float
 
 from jaxtrain import parallel
@@ -48,7 +51,15 @@ class Weight(abc.ABC):
 
 def matmul(x: Float[Array, "*B K"], weight: Array | Weight) -> Float[Array, "*B N"]:
     """x times a matrix in any form."""
-    return weight.matmul(x) if isinstance(weight, Weight) else x @ weight
+    if isinstance(weight, Weight):
+        return weight.matmul(x)
+    return few_rows_matmul(x, weight)[0] if has_few_rows(x) else x @ weight
+
+
+def has_few_rows(x: Array) -> bool:
+    """Whether x is that of a decode step of a few texts, whose products have kernels of their
+    own."""
+    return math.prod(x.shape[:-1]) < MANY
 
 
 def matmul_joined(
@@ -92,12 +103,24 @@ def feed_forward_relu2(
         return up.feed_forward_relu2(x, down, implementation)
     if isinstance(down, Weight):
         return None
+    if has_few_rows(x):
+        (h,) = few_rows_matmul(x, up, relu2=True)
+        return few_rows_matmul(h, down)[0]
     return parallel.feed_forward_relu2(x, up, down, implementation)
 
 
 def dense(x: Float[Array, "*B K"], param: nnx.Param) -> Float[Array, "*B N"]:
     """x times a module's matrix, in whatever form the step or the fine-tuning has put it."""
     return matmul(x, param.get_value())
+
+
+def dense_of(x: Float[Array, "*B K"], *params: nnx.Param) -> Callable[[nnx.Param], Array]:
+    """`dense` of x, for any of these matrices. With a few rows of x all are one product."""
+    matrices = [param.get_value() for param in params]
+    if not has_few_rows(x) or any(map(is_weight, matrices)):
+        return functools.partial(dense, x)
+    found = dict(zip(map(id, params), few_rows_matmul(x, *matrices), strict=True))
+    return lambda param: found[id(param)]
 
 
 def dequantize(weight: Array | Weight) -> Array:

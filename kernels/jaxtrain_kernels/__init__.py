@@ -8,6 +8,7 @@ from jaxtrain_kernels.attention import (
     attention,
     attention_gradients,
     decode_attention,
+    paged_append,
     paged_attention,
     quantize,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "grouped_matmul",
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",
+    "paged_append",
     "paged_attention",
     "quantize",
     "rope_attention",

@@ -112,6 +112,22 @@ def test_other_parameters_compile_nothing():
     assert [event for event in compiled if "compile" in event] == []
 
 
+def test_requests_that_are_known_need_few_programs():
+    """Eight steps and one, of as many pages as they come by; a part of two prompts; their texts."""
+    options = OPTIONS._replace(slots=2, least_tokens=4, chunk=16)  # pages: 1, 2, 4, 8 or 12
+    requests = [Request(f"r{i}", text, GREEDY) for i, text in enumerate(prompts(9, 11))]
+    engine = make_engine("plain", options)
+    assert engine.warm_up(requests) == 1 + 2 + 1 + 1
+    compiled = []
+    listen = lambda event, duration_secs, **_: compiled.append(event)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run(engine, requests)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert [event for event in compiled if "backend_compile" in event] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nanochat", "plain"])
 def test_guessed_tokens_change_nothing(name):

@@ -25,7 +25,7 @@ from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.device import Sampled
 from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
 from jaxtrain.inference.engine.pages import PagePool, affordable_pages
-from jaxtrain.inference.engine.programs import Drafter, Programs, compile_all
+from jaxtrain.inference.engine.programs import Drafter, Programs, compile_all, lengths_of
 from jaxtrain.inference.engine.requests import (
     DEFAULT,
     EngineOptions,
@@ -399,20 +399,21 @@ class Engine:
                 x.copy_to_host_async()
             self.pending.append(Pending(sampled, tuple(rows), most, self.counts.steps, first))
 
-    def warm_up(self, asked: Collection[Request] = ()) -> None:
+    def warm_up(self, asked: Collection[Request] = ()) -> int:
         """Compile all programs that requests may need, some at a time, before the first one comes.
+        Returns how many.
 
         Without it a program is compiled when a request is the first to need it. asked: requests
         that come at once, and no others.
         """
+        lengths = lengths_of(asked, self.options.chunk, self.context)
         samplers = {sampler_of(one.sampling) for one in asked} or set(Sampler)
         slots = self.options.slots
         at_once = {min(len(asked), slots) > 1} if asked else {False, True}  # or one alone
         with self.on_mesh():
             rows = self.rows.on_device()
             asked_for = samplers, at_once, self.programs.steps_of(asked)
-            lowered = list(self.programs.all(self.state, rows, self.context, *asked_for))
-        compile_all(lowered)
+            return compile_all(self.programs.all(self.state, rows, lengths, *asked_for))
 
     def decode_program(self) -> jax.stages.Lowered:
         """The program that the requests at work would decode with next."""

@@ -1,6 +1,6 @@
 """The programs that an engine runs, lowered before the first request needs one."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -28,6 +28,23 @@ class Drafter(NamedTuple):
     config: ResolvedModel
     graphdef: nnx.GraphDef
     params: Params
+
+
+class Lengths(NamedTuple):
+    """Tokens of texts: computed, up to the end of a part of a prompt; decoded, the next one too."""
+
+    computed: range
+    decoded: range
+
+
+def lengths_of(asked: Collection[Request], chunk: int, context: int) -> Lengths:
+    """Those that these requests come by, unless one gives up its pages; without any, all."""
+    if not asked:
+        return Lengths(range(1, context + 1), range(1, context + 1))
+    prompts = [len(one.prompt) for one in asked]
+    last = max(len(one.prompt) + one.sampling.max_tokens for one in asked)
+    shortest, longest = min(prompts), max(prompts)
+    return Lengths(range(min(chunk, shortest), longest + 1), range(shortest + 1, last + 1))
 
 
 class Programs(NamedTuple):
@@ -73,20 +90,20 @@ class Programs(NamedTuple):
         self,
         state: DeviceState,
         rows: SlotRows,
-        context: int,
+        lengths: Lengths,
         samplers: Collection[Sampler],
         at_once: Collection[bool],
         steps: Collection[int],
     ) -> Iterator[jax.stages.Lowered]:
-        """Those of texts of up to `context` tokens. at_once: whether several requests come at once,
-        one alone, or both. steps: of decoding."""
-        o, lengths = self.options, range(1, context + 1)
+        """Those of texts of such lengths. at_once: whether several requests come at once, one
+        alone, or both. steps: of decoding."""
+        o = self.options
         for K in sorted(steps):
-            for W in sorted({self.pages_for(n + o.most(K) - 1, 2) for n in lengths}):
+            for W in sorted({self.pages_for(n + o.most(K) - 1, 2) for n in lengths.decoded}):
                 for sampler in samplers:
                     yield self.decoding(state, rows, K, W, sampler)
         given = *self.models, state, rows
-        for W in sorted({self.pages_for(n, 4) for n in lengths}):
+        for W in sorted({self.pages_for(n, 4) for n in lengths.computed}):
             for R in {min(o.prefill_rows, o.slots) if many else 1 for many in at_once}:
                 where = i32(R), i32(R, self.virtual + W), i32(R), i32(R)
                 for sampler in samplers:
@@ -96,7 +113,10 @@ class Programs(NamedTuple):
             yield device.put_texts.lower(state, *texts)
 
 
-def compile_all(lowered: Collection[jax.stages.Lowered]) -> None:
-    """Some programs at a time."""
+def compile_all(lowered: Iterable[jax.stages.Lowered]) -> int:
+    """Some programs at a time, the first ones while the next are still lowered; how many."""
     with ThreadPoolExecutor(COMPILERS) as pool:
-        list(pool.map(lambda one: one.compile(), lowered))
+        compiled = [pool.submit(one.compile) for one in lowered]
+    for one in compiled:
+        one.result()
+    return len(compiled)

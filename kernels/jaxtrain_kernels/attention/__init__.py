@@ -12,6 +12,7 @@ from jaxtrain_kernels.attention.decode import Quantized as Quantized
 from jaxtrain_kernels.attention.decode import decode_attention as decode_attention
 from jaxtrain_kernels.attention.decode import quantize as quantize
 from jaxtrain_kernels.attention.paged import paged_attention as paged_attention
+from jaxtrain_kernels.attention.paged.append import paged_append as paged_append
 from jaxtrain_kernels.dispatch import choose_backend, target
 
 # The order of preference where the table has no measured rows (documents, softcap): the fastest of

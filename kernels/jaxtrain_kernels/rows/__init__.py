@@ -9,10 +9,10 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxtrain_kernels.dispatch import choose_backend, target
-from jaxtrain_kernels.rows import hopper, reference, xla
+from jaxtrain_kernels.rows import hopper, reference, triton, xla
 
-# The first that can serve is the default.
-BACKENDS = {"mosaic": hopper, "xla": xla, "reference": reference}
+# The first that can serve is the default. `triton`, by name, is for the few rows of a decode step.
+BACKENDS = {"mosaic": hopper, "xla": xla, "triton": triton, "reference": reference}
 
 
 def residual_norm(

@@ -1,0 +1,66 @@
+"""Products of a few rows with small matrices, as a decode step of a few texts has them.
+
+XLA makes a product of one row with less than ten million weights on a GPU to a multiplication and a
+reduction, which read at 14% of a copy's rate (gpt_d12 on an H200). `padded` gives cuBLAS eight
+rows. `triton` reads each weight once, in one launch for all matrices of the same input.
+"""
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator
+
+from jaxtyping import Array, Float
+
+from jaxtrain_kernels.dispatch import choose_backend, target
+from jaxtrain_kernels.matmul.few_rows import padded, reference, triton, xla
+
+MANY = 8  # rows that every backend leaves to XLA
+
+# The first that can serve is the default. Of `triton` no time is known yet.
+BACKENDS = {"padded": padded, "xla": xla, "triton": triton, "reference": reference}
+
+# Products by `triton`, and the passes between them by Triton, too (`rows`, the pages' new tokens).
+FUSED = "fused"
+
+_preferred: contextvars.ContextVar[str | None] = contextvars.ContextVar("few_rows", default=None)
+
+
+@contextlib.contextmanager
+def preferring(name: str | None) -> Iterator[None]:
+    """Traces made inside take this backend where it serves; None: the default. For measurements."""
+    if name not in (None, FUSED, *BACKENDS):
+        raise ValueError(f"few_rows_matmul has no backend {name!r}; it has {', '.join(BACKENDS)}")
+    token = _preferred.set(name)
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
+def are_fused() -> bool:
+    """Whether the passes between products of a few rows are to be kernels as well."""
+    return _preferred.get() == FUSED
+
+
+def few_rows_matmul(
+    x: Float[Array, "*B K"],
+    *matrices: Float[Array, "K _"],
+    relu2: bool = False,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*B _"], ...]:
+    """x times each matrix, accumulated in float32, in x's dtype. relu2: max(y, 0)^2 of each y.
+
+    Raises ValueError for an unknown implementation, NotImplementedError for one that cannot serve.
+    """
+    M, K = math.prod(x.shape[:-1]), x.shape[-1]
+    if implementation is None and M >= MANY:
+        return xla.few_rows_matmul(x, *matrices, relu2=relu2)
+    x_MK, on = x.reshape(M, K), target()
+    first = "triton" if are_fused() else _preferred.get()
+    names = BACKENDS if first is None else [first, *(name for name in BACKENDS if name != first)]
+    reasons = {name: BACKENDS[name].supports(on, x_MK, *matrices) for name in names}
+    signature = f"{x.dtype}[{M}, {K}] x {', '.join(str(w.shape[1]) for w in matrices)}"
+    backend = BACKENDS[choose_backend("few_rows_matmul", reasons, implementation, signature)]
+    found = backend.few_rows_matmul(x_MK, *matrices, relu2=relu2)
+    return tuple(y_MN.reshape(*x.shape[:-1], -1) for y_MN in found)

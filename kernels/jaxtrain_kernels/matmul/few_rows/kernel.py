@@ -1,0 +1,64 @@
+"""The kernel of `triton`: each thread multiplies its weights by its inputs and keeps sums of its
+own, which are added at the end."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+
+def _tile_of_matrix(tile, relu2, n, x_ref, w_ref, out_ref):
+    """Columns n * tile.columns .. of one matrix's product."""
+    columns = pl.ds(n * tile.columns, tile.columns)
+    M = x_ref.shape[0]
+
+    def step(i, sums):
+        begin = i * (tile.loads * tile.inputs)
+        places = [begin + j * tile.inputs + jnp.arange(tile.inputs) for j in range(tile.loads)]
+        # All first, so that all are on their way at once.
+        loaded = [w_ref[k, columns] for k in places]
+        sums = list(sums)
+        for k, weights in zip(places, loaded):
+            for m in range(M):
+                sums[m] += x_ref[m, k].astype(jnp.float32)[:, None] * weights.astype(jnp.float32)
+        return tuple(sums)
+
+    zeros = tuple(jnp.zeros((tile.inputs, tile.columns), jnp.float32) for _ in range(M))
+    sums = step(0, zeros) if tile.steps == 1 else jax.lax.fori_loop(0, tile.steps, step, zeros)
+    for m, of_threads in enumerate(sums):
+        y = of_threads.sum(0).astype(out_ref.dtype)
+        if relu2:
+            positive = jnp.maximum(y.astype(jnp.float32), 0)
+            y = (positive * positive).astype(out_ref.dtype)
+        out_ref[m, columns] = y
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def call(tile, relu2: bool, interpret: bool, x_MK, *matrices):
+    """The products [M, N], a list. One trace, and one kernel, for all calls of a shape."""
+    ends = [0]
+    for matrix in matrices:
+        ends.append(ends[-1] + matrix.shape[1] // tile.columns)
+
+    def kernel(x_ref, *refs):
+        program = pl.program_id(0)
+        w_refs, out_refs = refs[: len(matrices)], refs[len(matrices) :]
+        for begin, end, w_ref, out_ref in zip(ends, ends[1:], w_refs, out_refs):
+            place = program - begin, x_ref, w_ref, out_ref
+            run = functools.partial(_tile_of_matrix, tile, relu2, *place)
+            if len(matrices) == 1:
+                run()
+            else:
+                pl.when((begin <= program) & (program < end))(run)
+
+    kernel.__name__ = "few_rows_matmul"
+    shape = lambda matrix: jax.ShapeDtypeStruct((len(x_MK), matrix.shape[1]), x_MK.dtype)
+    return pl.pallas_call(
+        kernel,
+        grid=(ends[-1],),
+        out_shape=[shape(matrix) for matrix in matrices],
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        interpret=interpret,
+    )(x_MK, *matrices)

@@ -1,0 +1,100 @@
+"""One to four rows in Pallas for Triton: Ampere and newer.
+
+XLA compiles the kernel itself, and CUDA graphs hold it. A program has a tile of columns of one of
+the matrices and reads all inputs: one launch is the whole product of all of them. The kernel is in
+`kernel.py`, imported by the first call: Pallas takes a while to import.
+
+A copy at 4.2 TB/s takes 32 bytes a nanosecond from each of 132 processors, and waits some 1,000 ns
+for the first: 32 KiB are on their way at once, 4 to 8 loads of 16 bytes for each of 512 threads.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain_kernels.dispatch import Target, mesh_devices
+from jaxtrain_kernels.matmul.few_rows import xla
+
+MOST_ROWS = 4
+MOST_WEIGHTS = 10_000_000  # of a matrix; XLA gives larger ones to cuBLAS, one row too
+PROCESSORS = 132  # of a Hopper
+MOST_WARPS = 16
+MOST_LOADS = 8  # of a thread at once: of more ptxas puts the later ones off, to save registers
+
+
+class Tile(NamedTuple):
+    """A program's tile: columns of a matrix, and so many inputs in each of `loads` loads, which
+    are on their way at once, `steps` times."""
+
+    columns: int
+    inputs: int
+    loads: int
+    steps: int
+    warps: int
+
+
+def supports(target: Target, x_MK, *matrices) -> str | None:
+    """The reason why a call cannot be served; None = it can."""
+    cc = target.compute_capability
+    if target.platform != "cuda":
+        return f"needs an NVIDIA GPU, this is {target.platform}"
+    if cc is None or cc < (8, 0):
+        return f"needs compute capability 8.0 (Ampere), this is {cc}"
+    if (devices := mesh_devices()) > 1:
+        return f"has no partitioning rule, and the mesh has {devices} devices"
+    if x_MK.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bfloat16 or float16, got {x_MK.dtype}"
+    M, K = x_MK.shape
+    if M > MOST_ROWS:
+        return f"needs at most {MOST_ROWS} rows, got {M}"
+    if K % 64:
+        return f"needs a multiple of 64 inputs, got {K}"
+    for matrix in matrices:
+        if matrix.dtype != x_MK.dtype:
+            return f"needs matrices in {x_MK.dtype}, got {matrix.dtype}"
+        if matrix.shape[1] % 8:
+            return f"needs a multiple of 8 columns, got {matrix.shape[1]}"
+        if matrix.size >= MOST_WEIGHTS:
+            return f"needs less than {MOST_WEIGHTS} weights, got {matrix.size}"
+    return None
+
+
+def few_rows_matmul(x_MK, *matrices, relu2=False, interpret=False):
+    """As the public function."""
+    K, columns = x_MK.shape[1], [matrix.shape[1] for matrix in matrices]
+    tile = tile_of(K, columns)
+
+    @jax.custom_vjp
+    def products(x_MK, *matrices):
+        from jaxtrain_kernels.matmul.few_rows import kernel
+
+        return tuple(kernel.call(tile, relu2, interpret, x_MK, *matrices))
+
+    def backward(inputs, gradients):
+        formula = functools.partial(xla.few_rows_matmul, relu2=relu2)
+        return jax.vjp(formula, *inputs)[1](gradients)
+
+    products.defvjp(lambda *inputs: (products(*inputs), inputs), backward)
+    return products(x_MK, *matrices)
+
+
+def tile_of(K: int, columns: list[int]) -> Tile:
+    """The tile for K inputs and matrices of so many columns. All divide: no mask is needed.
+
+    At least a program for nearly every processor; a thread reads 16 bytes of a row at a time.
+    """
+    divides = lambda n: all(N % n == 0 for N in columns)
+    width = 8
+    while width < 64 and divides(2 * width) and sum(columns) // (2 * width) >= 0.9 * PROCESSORS:
+        width *= 2
+    inputs = min(_power_of_two(K), MOST_WARPS * 32 * 8 // width)
+    parts = K // inputs
+    loads = max(n for n in range(1, MOST_LOADS + 1) if parts % n == 0)
+    return Tile(width, inputs, loads, parts // loads, max(1, inputs * width // (32 * 8)))
+
+
+def _power_of_two(n: int) -> int:
+    """The largest that divides n."""
+    return n & -n

@@ -1,0 +1,73 @@
+"""The passes over a few rows in Pallas for Triton, each one launch: Ampere and newer.
+
+XLA makes two kernels of a norm and four of the rotation of queries and keys, and of a few rows the
+launches are all of their time. CUDA graphs hold these kernels. They are in `kernels.py`, imported
+by the first call: Pallas takes a while to import.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain_kernels.dispatch import Target, mesh_devices
+from jaxtrain_kernels.rows import xla
+
+MOST_ROWS = 256  # tokens: a program of one warp or a few has one of them, or a head of one
+WIDEST = 16384
+
+
+def supports(target: Target, op: str, *arrays) -> str | None:
+    """The reason why a call cannot be served; None = it can."""
+    x, cc = arrays[0], target.compute_capability
+    if op == "relu2":
+        return "has no squared ReLU"
+    if target.platform != "cuda":
+        return f"needs an NVIDIA GPU, this is {target.platform}"
+    if cc is None or cc < (8, 0):
+        return f"needs compute capability 8.0 (Ampere), this is {cc}"
+    if (devices := mesh_devices()) > 1:
+        return f"has no partitioning rule, and the mesh has {devices} devices"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bfloat16 or float16, got {x.dtype}"
+    if (rows := math.prod(x.shape[:2])) > MOST_ROWS:
+        return f"needs at most {MOST_ROWS} tokens, got {rows}"
+    if x.shape[-1] > WIDEST:
+        return f"needs a width up to {WIDEST}, got {x.shape[-1]}"
+    return None
+
+
+def residual_norm(x_BTD, y_BTD, *, eps, interpret=False):
+    """As the public function."""
+    formula = functools.partial(xla.residual_norm, eps=eps)
+    return _product(formula, "residual_norm", eps, interpret)(x_BTD, y_BTD)
+
+
+def mixed_norm(x_BTD, y_BTD, x0_BTD, a, b, *, eps, interpret=False):
+    """As the public function."""
+    formula = lambda *arrays: xla.mixed_norm(*arrays, eps=eps)[:2]
+    run = _product(formula, "mixed_norm", eps, interpret)
+    return *run(x_BTD, y_BTD, x0_BTD, a, b), x0_BTD
+
+
+def rope_norm(q_BTNH, k_BTKH, cos_BTH, sin_BTH, *, eps, interpret=False):
+    """As the public function."""
+    formula = functools.partial(xla.rope_norm, eps=eps)
+    return _product(formula, "rope_norm", eps, interpret)(q_BTNH, k_BTKH, cos_BTH, sin_BTH)
+
+
+def _product(formula, name: str, eps: float, interpret: bool):
+    """The kernel of this name; formula: the same in XLA, for the gradient."""
+
+    @jax.custom_vjp
+    def run(*arrays):
+        from jaxtrain_kernels.rows.triton import kernels
+
+        return getattr(kernels, name)(eps, interpret, *arrays)
+
+    run.defvjp(
+        lambda *arrays: (run(*arrays), arrays),
+        lambda arrays, gradients: jax.vjp(formula, *arrays)[1](gradients),
+    )
+    return run

@@ -1,0 +1,110 @@
+"""The engine's step of a few texts: which kernels its products are, and that the texts stay."""
+
+import functools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from engine_cases import GREEDY, OPTIONS, letters, make_engine, prompts, run
+from jax.sharding import AbstractDevice, AbstractMesh
+from jaxtrain_kernels import rows
+from jaxtrain_kernels.attention.paged import append
+from jaxtrain_kernels.dispatch import on_target
+from jaxtrain_kernels.matmul import few_rows
+from jaxtrain_kernels.matmul.few_rows import preferring, triton
+from tiny import build
+
+from jaxtrain.inference.engine import Engine, Request, device
+from jaxtrain.inference.engine.sampling import Sampler
+from jaxtrain.model import cast
+from jaxtrain.model.stack import take_apart
+
+H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+PASSES = ("residual_norm", "mixed_norm", "rope_norm")
+WIDE = {"width": 64, "hidden": 128, "head_dim": 16, "depth": 2}
+
+
+def decode_text(slots, backend, **fields):
+    """The program of a step on an H200."""
+    c, graphdef, specs, params = build(**WIDE | fields)
+    params = cast(params, specs, jnp.dtype(jnp.bfloat16))
+    take_apart(params, specs)
+    engine = Engine(c, graphdef, params, letters(), options=OPTIONS._replace(slots=slots))
+    asked, table = engine.rows.on_device(), jnp.zeros((slots, 4), jnp.int32)
+    step = functools.partial(device.decode_slots.__wrapped__, engine.models[0])
+    how = {"steps": 1, "drafts": 0, "sampler": Sampler.TEMPERATURE}
+    with on_target("cuda", (9, 0)), preferring(backend), jax.sharding.use_abstract_mesh(H200):
+        traced = jax.jit(functools.partial(step, **how)).trace(
+            engine.models[1], engine.state, asked, jnp.ones(slots, bool), table
+        )
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("ffn", ["relu2", "swiglu"])
+def test_a_layer_of_one_row_has_four_products(ffn):
+    """Queries, keys and values; the output; up, with the gate; down."""
+    text = decode_text(1, "triton", ffn=ffn)
+    assert text.count("call @call") == 2 * 4
+    one_row = decode_text(1, "padded", ffn=ffn)
+    assert one_row.count("tensor<8x64xbf16>, tensor<64x64xbf16>") == 2 * 4
+    assert "tensor<8x64xbf16>" not in decode_text(4, None, ffn=ffn)
+
+
+def test_a_fused_layer_is_nine_kernels():
+    """Norm; queries, keys and values; their rotation; their pages; attention (one part, as the text
+    is short); output; norm; up; down."""
+    text = decode_text(1, "fused")
+    calls = ("mixed_norm", "residual_norm", "rope_norm", "_append")
+    assert [len(re.findall(rf"call @{name}(?:_\d+)?\(", text)) for name in calls] == [2, 2, 2, 2]
+    assert text.count("call @call") == 2 * 4
+    assert text.count('"stablehlo.scatter"') == 1  # the text
+    # Left to XLA: the embeddings of the token and of the one before, and the last state.
+    counts = [one.count("stablehlo.rsqrt") for one in (text, decode_text(1, "triton"))]
+    assert counts == [3, 3 + 2 * 4]
+    assert decode_text(1, "fused", scan_layers=True).count("call @mixed_norm") == 2
+
+
+def test_scales_of_a_layer_are_not_sliced_again_for_each_token():
+    text = decode_text(1, "fused", depth=3)
+    assert "tensor<3xf32>" not in text
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Every Triton kernel of a few rows, on a CPU; what was called, in order."""
+    calls = []
+
+    def noted(name, function):
+        run = functools.partial(function, interpret=True)
+        return lambda *args, **options: (calls.append(name), run(*args, **options))[1]
+
+    few = lambda on, x_MK, *_: None if len(x_MK) == 1 else "rows"
+    products = noted("product", triton.few_rows_matmul)
+    fake = types.SimpleNamespace(supports=few, few_rows_matmul=products)
+    monkeypatch.setitem(few_rows.BACKENDS, "triton", fake)
+    passes = {x: noted(x, getattr(rows.triton, x)) for x in PASSES}
+    one = lambda on, op, x, *_: None if x.shape[0] * x.shape[1] == 1 else "rows"
+    monkeypatch.setitem(rows.BACKENDS, "triton", types.SimpleNamespace(supports=one, **passes))
+    monkeypatch.setattr(append, "supports", lambda on, new: None)
+    monkeypatch.setitem(append.BACKENDS, "triton", noted("append", append.triton))
+    jax.clear_caches()
+    yield calls
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", ["nanochat", "grouped", "shared_kv", "latent", "plain"])
+@pytest.mark.parametrize("backend", ["triton", "fused"])
+@pytest.mark.quick("triton-nanochat", "fused-nanochat")
+def test_the_text_is_that_of_matmuls(interpreted, name, backend):
+    one = OPTIONS._replace(slots=1)
+    requests = [Request(str(i), text, GREEDY) for i, text in enumerate(prompts(3, 9))]
+    expected = run(make_engine(name, one), requests)
+    assert not interpreted
+    jax.clear_caches()
+    with preferring(backend):
+        assert run(make_engine(name, one), requests) == expected
+    fused = {*PASSES, "append"} if backend == "fused" else set()
+    fused -= {"latent": {"rope_norm"}, "plain": {"mixed_norm"}}.get(name, set())
+    assert set(interpreted) == {"product", *fused}
