@@ -100,10 +100,13 @@ def test_validation_and_samples_find_their_programs(tmp_path):
 def test_what_fails_beside_the_steps_is_left_to_its_turn():
     done, go_on = [], Event()
     jobs = {
-        "fails": lambda: done.append(1 / len(done)),
-        "waits": lambda: done.append(go_on.wait(LONG)),
+        "fails": lambda: lambda: done.append(1 / len(done)),
+        "cannot be lowered": lambda: [].pop(),
+        "waits": lambda: lambda: done.append(go_on.wait(LONG)),
     }
     beside = program.BackgroundCompiler(mesh_of(), jobs)
+    beside.compile()
+    beside.wait("cannot be lowered")
     beside.wait("fails")
     beside.wait("nothing of that name")
     assert not done and isinstance(beside.done["fails"].exception(), ZeroDivisionError)

@@ -79,18 +79,17 @@ def make_validation_step(
     return jax.jit(add_batch)
 
 
-def compile_scorer(
+def lower_scorer(
     scorer: jax.stages.Wrapped,
     params: Params,
     frozen: Params | None,
     batches: Iterator[data.Batch],
     mesh: Mesh,
-) -> None:
-    """Compile the program that `validation_metrics` runs on such batches, ahead of its use."""
-    for batch in batches:
-        sums = objectives.zero_sums()
-        scorer.lower(params, place_batch(batch, mesh), sums, frozen=frozen).compile()
-        return
+) -> Callable[[], object]:
+    """Lower the program that `validation_metrics` runs on such batches, ahead of its use; returns
+    what compiles it."""
+    batch, sums = place_batch(next(batches), mesh), objectives.zero_sums()
+    return scorer.lower(params, batch, sums, frozen=frozen).compile
 
 
 def validation_metrics(

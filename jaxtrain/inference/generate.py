@@ -6,11 +6,12 @@ jaxtrain generate RUN --chat [--system "Be brief."] [--prompt "Hello!"]
 
 import argparse
 import contextlib
+import functools
 import itertools
 import logging
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -28,6 +29,7 @@ from jaxtrain.inference.chat import chat_loop
 from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
 from jaxtrain.inference.engine.device import usable_page_size
 from jaxtrain.inference.engine.load import engine_of, params_of
+from jaxtrain.inference.engine.programs import compile_all
 from jaxtrain.interop.companions import Prompting
 from jaxtrain.model import ResolvedModel
 from jaxtrain.model.config import check_decoder, round_up
@@ -205,13 +207,12 @@ def sample_engine(
     return make_engine(model, requests, s.kv_cache_dtype, all_pages=True), requests
 
 
-def compile_samples(model: LanguageModel, c: Resolved, chat: Chat | None) -> None:
-    """What `write_samples` will run with the same arguments, so that it need not be waited for.
-
-    Of the parameters, shapes will do.
+def lower_samples(model: LanguageModel, c: Resolved, chat: Chat | None) -> Callable[[], int]:
+    """Lower what `write_samples` will run with the same arguments, so that it need not be waited
+    for; returns what compiles it. Of the parameters, shapes will do.
     """
     engine, requests = sample_engine(model, c, chat)
-    engine.warm_up(requests)
+    return functools.partial(compile_all, list(engine.lower(requests)))
 
 
 def write_samples(path: Path, model: LanguageModel, c: Resolved, chat: Chat | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.inference.generate import LanguageModel, compile_samples, write_samples
+from jaxtrain.inference.generate import LanguageModel, lower_samples, write_samples
 from jaxtrain.model import cast
 from jaxtrain.runs.saved import save_result
 from jaxtrain.train.plan import Plan, TrainingData
@@ -37,8 +37,8 @@ class Evaluator:
         self._programs: BackgroundCompiler | None = None
         self.last: dict[str, float] = {}  # figures of the last validation
 
-    def compile_in_background(self, state: State) -> None:
-        """Compile what comes to its turn later, while steps run.
+    def lower_in_background(self, state: State) -> None:
+        """Lower what comes to its turn later, while the step is compiled.
 
         On one device: a program that is loaded on one of several waits for what runs there, and
         that for the others, whose next kernels may wait for the loading.
@@ -46,7 +46,12 @@ class Evaluator:
         one = self.plan.mesh.size == 1
         self._programs = BackgroundCompiler(self.plan.mesh, dict(self._later(state)) if one else {})
 
-    def _later(self, state: State) -> Iterator[tuple[str, Callable[[], None]]]:
+    def compile_in_background(self) -> None:
+        """Compile it while steps run."""
+        if self._programs is not None:
+            self._programs.compile()
+
+    def _later(self, state: State) -> Iterator[tuple[str, Callable[[], Callable[[], object]]]]:
         params, c = self.params(state), self.plan.config
         shapes = shape_dtype_structs(params), shape_dtype_structs(self.frozen)
         if job := self.recipe.compile_validation(self.spec, *shapes):
@@ -55,7 +60,7 @@ class Evaluator:
             whole = shape_dtype_structs(self._computed(params))
             yield (
                 "samples",
-                functools.partial(compile_samples, self._model(whole), c, self.data.chat),
+                functools.partial(lower_samples, self._model(whole), c, self.data.chat),
             )
 
     def _compiled(self, name: str) -> None:

@@ -140,10 +140,11 @@ def train_phase(
         )
         evaluator = Evaluator(plan, data, recipe, spec, frozen, run_dir)
         begun = time.perf_counter()
-        program = make_program(state, feed.peek())
+        beside = functools.partial(evaluator.lower_in_background, state)
+        program = make_program(state, feed.peek(), beside=beside)
         facts = program.facts | {"compile_s": time.perf_counter() - begun}
         log(f"compile  {facts['compile_s']:.0f} s")
-        evaluator.compile_in_background(state)
+        evaluator.compile_in_background()
 
         def save(step: int, state: State) -> None:
             rest = non_param_state(saved_part(state, spec))

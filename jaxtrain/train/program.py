@@ -1,8 +1,8 @@
 """All that is compiled for a part of a run; nothing else in the loop knows shapes."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,20 @@ def compile_step(
     hyperparams: PyTree,
     c: Resolved,
     frozen: Params | None = None,
+    beside: Callable[[], None] = lambda: None,
 ) -> jax.stages.Compiled:
-    """Compile ahead of the loop, and refuse what the device cannot do or hold."""
+    """Compile ahead of the loop, and refuse what the device cannot do or hold.
+
+    beside: begins what needs Python while XLA, which does not, compiles.
+    """
     check_options(c.train.compiler_options)
     fp8 = c.model.fp8 or c.model.kernels.loss in FP8_LOSSES
     names = ("cublas",) * bool(fp8) + ("once",) * c.model.scan_layers
     options = known_options(names) | c.train.compiler_options
     try:
-        compiled = step.lower(state, batch, hyperparams, frozen).compile(
-            compiler_options=options or None
-        )
+        lowered = step.lower(state, batch, hyperparams, frozen)
+        beside()
+        compiled = lowered.compile(compiler_options=options or None)
     except NotImplementedError as error:  # a backend asked for by name
         of_loss = str(error).startswith("linear_cross_entropy")
         asked = (
@@ -109,16 +113,27 @@ def shape_dtype_structs(tree: PyTree) -> PyTree:
 
 
 class BackgroundCompiler:
-    """Jobs that a thread of its own does one after the other; each can be waited for."""
+    """Programs that a thread of its own makes, one after the other; each can be waited for.
 
-    def __init__(self, mesh: Mesh, jobs: dict[str, Callable[[], None]]):
-        def do(job: Callable[[], None]) -> None:
-            with jax.set_mesh(mesh):
-                job()
+    A job lowers its program and returns what compiles it. Lowering holds Python, so that steps
+    would wait for it: it is done at once, beside the step's own compilation. `compile` begins the
+    rest, which goes on while steps run.
+    """
 
-        pool = ThreadPoolExecutor(1)
-        self.done = {name: pool.submit(do, job) for name, job in jobs.items()}
-        pool.shutdown(wait=False)
+    def __init__(self, mesh: Mesh, jobs: Mapping[str, Callable[[], Callable[[], object]]]):
+        self.mesh, self.pool = mesh, ThreadPoolExecutor(1)
+        self.lowered = {name: self.pool.submit(self._on_mesh, job) for name, job in jobs.items()}
+        self.done: dict[str, Future[object]] = {}
+
+    def _on_mesh[T](self, job: Callable[[], T]) -> T:
+        with jax.set_mesh(self.mesh):
+            return job()
+
+    def compile(self) -> None:
+        """Begin to compile what is lowered."""
+        finish = lambda lowered: self._on_mesh(lowered.result())
+        self.done = {name: self.pool.submit(finish, one) for name, one in self.lowered.items()}
+        self.pool.shutdown(wait=False)
 
     def wait(self, name: str) -> None:
         """Until that one is done, if there is one. What failed there (for want of memory beside a
@@ -142,12 +157,13 @@ class Program:
         hyperparams: Hyperparams,
         frozen: Params | None,
         prepare: Callable[[StepBatch], StepBatch] = lambda batch: batch,
+        beside: Callable[[], None] = lambda: None,  # while XLA compiles
     ):
         self.prepare = prepare  # a recipe's, of a batch on the device
         self.plan, self.hyperparams, self.frozen = plan, hyperparams, frozen
         self.shape, self.update_loop = batch.tokens_BT.shape, spec.update_loop
         self.compiled = compile_step(
-            self.make_step(spec), state, self.place(batch), hyperparams, plan.config, frozen
+            self.make_step(spec), state, self.place(batch), hyperparams, plan.config, frozen, beside
         )
 
     def make_step(self, spec: StepSpec) -> jax.stages.Wrapped:

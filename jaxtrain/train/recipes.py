@@ -7,8 +7,8 @@ from typing import Protocol, runtime_checkable
 
 from jaxtrain import data
 from jaxtrain.evaluation.evaluate import (
-    compile_scorer,
     held_out_batches,
+    lower_scorer,
     make_validation_step,
     validation_metrics,
 )
@@ -69,8 +69,9 @@ class Recipe(Protocol):
 
     def compile_validation(
         self, spec: StepSpec, params: Params, frozen: Params | None
-    ) -> Callable[[], None] | None:
-        """Compiles, from shapes, what `validation` runs; None: when it is called."""
+    ) -> Callable[[], Callable[[], object]] | None:
+        """Lowers, from shapes, what `validation` runs, and returns what compiles it; None: when it
+        is called."""
         ...
 
 
@@ -122,12 +123,12 @@ class CausalLM:
 
     def compile_validation(
         self, spec: StepSpec, params: Params, frozen: Params | None
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[], Callable[[], object]] | None:
         if self.store is None:
             return None
         held_out = held_out_batches(self.store, self.plan.config, self.plan.mesh, self.change)
         return functools.partial(
-            compile_scorer, self.scorer, params, frozen, held_out, self.plan.mesh
+            lower_scorer, self.scorer, params, frozen, held_out, self.plan.mesh
         )
 
 
@@ -161,7 +162,7 @@ class Preference:
 
     def compile_validation(
         self, spec: StepSpec, params: Params, frozen: Params | None
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[], Callable[[], object]] | None:
         return None
 
 

@@ -11,7 +11,7 @@ again, from which it goes on as if nothing had been.
 
 import contextlib
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 
 import jax
@@ -406,6 +406,10 @@ class Engine:
         Without it a program is compiled when a request is the first to need it. asked: requests
         that come at once, and no others.
         """
+        return compile_all(self.lower(asked))
+
+    def lower(self, asked: Collection[Request] = ()) -> Iterator[jax.stages.Lowered]:
+        """The programs that `warm_up` compiles, one after the other."""
         lengths = lengths_of(asked, self.options.chunk, self.context)
         samplers = {sampler_of(one.sampling) for one in asked} or set(Sampler)
         slots = self.options.slots
@@ -413,7 +417,7 @@ class Engine:
         with self.on_mesh():
             rows = self.rows.on_device()
             asked_for = samplers, at_once, self.programs.steps_of(asked)
-            return compile_all(self.programs.all(self.state, rows, lengths, *asked_for))
+            yield from self.programs.all(self.state, rows, lengths, *asked_for)
 
     def decode_program(self) -> jax.stages.Lowered:
         """The program that the requests at work would decode with next."""
