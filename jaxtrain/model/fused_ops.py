@@ -30,7 +30,7 @@ def fastest(fused: FusedOps, c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStru
 
 
 def of_decoding(c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStruct) -> FusedOps:
-    """The passes of a step with a cache: XLA's, or Triton's where they are asked for and serve."""
+    """The passes of a step with a cache: Triton's where they serve, else XLA's."""
     if not few_rows.are_fused():
         return PLAIN
     B, T, _ = x_BTD.shape

@@ -46,11 +46,11 @@ def lowered(name=None, dtype=jnp.bfloat16):
         return run.trace(*inputs(dtype=dtype)).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_keys_and_values_are_one_kernel_in_place_where_that_is_asked_for():
-    text = lowered("fused")
+def test_keys_and_values_are_one_kernel_in_place():
+    text = lowered()
     assert text.count("custom_call") == text.count("@__gpu$xla.gpu.triton") == 1
     assert text.count("#stablehlo.output_operand_alias") == 2 and "scatter" not in text
-    for text in (lowered(), lowered("triton"), lowered("fused", jnp.float32)):
+    for text in (lowered("triton"), lowered(dtype=jnp.float32)):
         assert text.count('"stablehlo.scatter"') == 2
 
 

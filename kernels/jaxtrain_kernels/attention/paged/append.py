@@ -27,8 +27,8 @@ def paged_append(
     """Arrays of pages [P, p, ..] with new tokens [B, T, ..] of the same kind.
 
     Token t of row b is at place (starts_B[b] + t) of the pages table_BW[b]; of tokens from
-    counts_B[b] on nothing is kept. implementation: `xla` or `triton`; None = `xla`, unless kernels
-    between products of a few rows are asked for (`few_rows.preferring`).
+    counts_B[b] on nothing is kept. implementation: `triton` or `xla`; None = the first that can
+    serve, or `xla` where `few_rows.preferring` leaves the passes between products to XLA.
     """
     reasons = {"triton": supports(target(), new), "xla": None}
     if implementation is None and not are_fused():
