@@ -51,6 +51,7 @@ def compiled_by(work):
 
 
 @pytest.mark.parametrize("prompts", [[""], ["", ""]], ids=len)
+@pytest.mark.quick("2")
 def test_nothing_is_compiled_when_samples_are_written(prompts):
     """All was compiled from the parameters' shapes; and few programs at that."""
     one, mesh = model(short_window=7 + len(prompts)), mesh_of()  # of no other test

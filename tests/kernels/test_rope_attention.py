@@ -107,6 +107,7 @@ def test_mosaic_equals_the_reference_on_a_gpu(H, value, window):
 
 
 @pytest.mark.parametrize("value", [False, True])
+@pytest.mark.quick("False")
 def test_lowers_for_hopper_in_place(value):
     spec = lambda *shape, dtype=BF16: jax.ShapeDtypeStruct(shape, dtype)
     given = [spec(2, 2048, 18, 128), *[spec(1, 2048, 128, dtype=jnp.float32)] * 2]
