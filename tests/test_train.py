@@ -138,6 +138,7 @@ def test_resumed_on_another_mesh_and_with_other_microbatches(whole, copy):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_trained_again_and_has_its_result(whole, copy, capfd):
     result = jaxtrain.train(load_config(None, whole_overrides(copy)))
     assert "steps 6 to 6" in capfd.readouterr().out
@@ -259,6 +260,7 @@ def test_a_nan_names_step_checkpoint_and_gradient(tmp_path, capfd):
     assert rows_of(tmp_path / "tiny", "event")[-1]["status"].startswith("failed: DivergedError")
 
 
+@pytest.mark.slow
 def test_a_batch_without_labels_is_an_error(tmp_path, capfd, monkeypatch):
     real = data.train_batches
 

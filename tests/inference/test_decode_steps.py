@@ -155,6 +155,7 @@ def test_several_steps_only_where_pages_are_left(calls):
     assert [len(tokens) for tokens, *_ in found.values()] == [6, 6]
 
 
+@pytest.mark.slow
 def test_tokens_of_a_call_are_in_their_order():
     (text,) = prompts(7)
     engine = make_engine(options=several(4, drafts=2))

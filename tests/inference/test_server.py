@@ -139,6 +139,7 @@ def test_chat_logprobs(client):
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.quick("mean")
 def test_embeddings_are_the_pooled_final_states(saved, pooling):
     ids = [256, *b"To be"]
     states = nnx.merge(saved.graphdef, jax.device_put(saved.params))(jnp.array([ids])).states[0]

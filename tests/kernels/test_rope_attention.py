@@ -77,6 +77,7 @@ def test_mosaic_equals_reference_without_races(name, capfd):
     assert "RACE" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_packed_documents_equal_the_reference():
     ids = jnp.asarray([[1] * 50 + [2] * 70 + [0] * 8])
     call = Call(segment_ids_BT=ids, scale=0.1)

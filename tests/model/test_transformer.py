@@ -219,25 +219,7 @@ def run_switched(changes):
 
 
 @pytest.mark.parametrize("changes", SWITCHES.values(), ids=SWITCHES)
-@pytest.mark.quick(
-    "ffn geglu",
-    "hidden",
-    "gqa",
-    "rope_base",
-    "qk_norm",
-    "qk_scale",
-    "window_pattern",
-    "norm_eps",
-    "embed_norm",
-    "logit_softcap",
-    "attention_softcap",
-    "value_embeddings",
-    "residual_scales",
-    "smear",
-    "backout",
-    "norm_gain",
-    "document_mask",
-)
+@pytest.mark.quick("gqa", "window_pattern", "value_embeddings", "smear", "backout", "document_mask")
 def test_each_switch_changes_the_output(changes, plain_logits):
     out = run_switched(changes)
     assert out.shape == plain_logits.shape == (2, T, VOCAB)
