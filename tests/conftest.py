@@ -97,7 +97,7 @@ def pytest_collection_finish():
     """What is there by now stays: a tenth of the suite's time was in looking for garbage in it."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope="session")

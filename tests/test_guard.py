@@ -15,7 +15,6 @@ from tiny import (
     FEW_PARTS,
     LLAMA,
     QUICK,
-    SAMPLES,
     assert_same_run,
     batch,
     begin_random,
@@ -194,7 +193,7 @@ def test_what_is_not_finite_is_never_saved_whatever_is_logged(tmp_path, poison, 
 
 
 ROLLBACK = {"train__on_nonfinite": "rollback", "checkpoint__every": 2, "train__steps": 8}
-ROLLBACK |= {"checkpoint__keep": 9} | SAMPLES | QUICK
+ROLLBACK |= {"checkpoint__keep": 9} | QUICK
 
 
 def roll_back(tmp_path, poison):

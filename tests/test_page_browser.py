@@ -122,6 +122,7 @@ def test_the_first_run_of_a_folder_appears_by_itself(opened, tmp_path):
         page.close()
 
 
+@pytest.mark.slow
 def test_runs_are_laid_over_each_other_and_compared(opened):
     page = opened("run=first")
     assert points(page, "train-loss") == 10
@@ -154,6 +155,7 @@ def test_runs_are_laid_over_each_other_and_compared(opened):
     page.get_by_role("row", name="optim.learning_rate").wait_for()
 
 
+@pytest.mark.slow
 def test_the_keyboard_alone(opened):
     page = opened("run=first")
     points(page, "train-loss")

@@ -257,6 +257,7 @@ def early(tmp_path_factory):
         yield directory / "tiny"
 
 
+@pytest.mark.slow
 def test_an_event_ends_a_phase(early, capfd):
     assert steps_of(early) == [1, 2, 3, 4, 5]
     windows = [load_saved(early, step).config.model.short_window for step in range(1, 6)]
@@ -266,7 +267,7 @@ def test_an_event_ends_a_phase(early, capfd):
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, 4])
-@pytest.mark.quick("3")
+@pytest.mark.slow
 def test_a_run_resumes_on_either_side_of_an_event(early, tmp_path, capfd, last):
     copy = shutil.copytree(early, tmp_path / "tiny")
     forget_end(copy, *range(last + 1, 6))

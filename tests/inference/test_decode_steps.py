@@ -76,7 +76,7 @@ def with_logprobs(engine, requests):
     ("name", "steps", "fields"),
     [("nanochat", 3, {}), ("plain", 8, {"pages": 14}), ("windows", 5, {"drafts": 2})],
 )
-@pytest.mark.quick("plain-8-fields1")
+@pytest.mark.slow
 def test_the_texts_are_those_of_single_steps(name, steps, fields):
     """With whatever neighbours, and however many pages and guessed tokens."""
     requests, alone = requests_of(prompts(*LENGTHS)), {}
@@ -166,7 +166,7 @@ def test_tokens_of_a_call_are_in_their_order():
 
 
 @pytest.mark.parametrize("name", ["nanochat", "shared_kv", "experts", "latent", "prompt"])
-@pytest.mark.quick("nanochat")
+@pytest.mark.quick("prompt")
 def test_layers_that_are_arrays_of_their_own_change_nothing(name):
     c, graphdef, specs, params = model(name)
     texts = prompts(9, 3)

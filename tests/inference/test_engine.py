@@ -226,6 +226,7 @@ def test_a_cancelled_request_ends_and_gives_its_pages_back():
     assert engine.stats().pages_used == 0 and engine.step() == []
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_of_the_whole_text():
     engine, text = make_engine("nanochat"), prompts(9)[0]
     engine.add(Request("a", text, WARM._replace(logprobs=2)))

@@ -64,6 +64,7 @@ def test_seeds_and_stops(client, saved):
     assert found.text == whole[: whole.index(stop)] and found.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_an_answer_has_the_format_that_was_asked_for(client):
     schema = {"enum": ["yes", "no"]}
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}

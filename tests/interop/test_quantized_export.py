@@ -68,7 +68,7 @@ def test_codes_lie_in_an_int32_from_its_lower_bits_on():
 
 
 @pytest.mark.parametrize("method", ["int4", "int8", "float8", "awq", "w8a8"])
-@pytest.mark.quick("int4", "w8a8")
+@pytest.mark.quick("int4")
 def test_the_tensors_of_an_export_stand_for_our_matrices(llama, tmp_path, method):
     ours, theirs = export(llama, tmp_path, method)
     out = flatten(load_saved(ours).params)["blocks/attention/out"]

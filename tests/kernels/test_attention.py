@@ -64,7 +64,7 @@ def assert_close(got, expected, tolerance):
 
 # These cover what the others have one by one.
 @by_name(ATTENTION_SMALL)
-@pytest.mark.quick("mqa", "all", "packed_full", "ragged_1")
+@pytest.mark.quick("packed_full", "all")
 def test_xla_equals_reference(shape):
     got = everything(xla.attention, shape, *inputs(shape, np.float32))
     assert_close(got, truth(shape), 2e-5)

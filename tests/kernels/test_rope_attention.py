@@ -54,6 +54,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick("gqa_window_value")
 def test_xla_equals_reference(name):
     shape, value, call = CASES[name]
     given = arrays(*shape, value, jnp.float32)

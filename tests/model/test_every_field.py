@@ -239,7 +239,7 @@ def test_no_output_sees_a_later_token(field):
 
 
 @pytest.mark.parametrize("field", DECODERS)
-@pytest.mark.quick("prompt")
+@pytest.mark.slow
 def test_decoding_is_the_full_forward(field):
     """Prompts of two lengths, then two tokens one by one."""
     _, m = without_and_with(field)

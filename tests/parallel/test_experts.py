@@ -130,6 +130,7 @@ def test_an_axis_that_is_taken_is_left_alone():
     np.testing.assert_array_equal(sizes, hits)
 
 
+@pytest.mark.slow
 def test_nothing_is_dropped_when_all_tokens_want_the_same_experts():
     """Three experts of one device get everything; the others nothing."""
     args = arguments(np.broadcast_to(np.array([5, 4, 7]), (B, T, K)))
