@@ -236,7 +236,7 @@ def plans_of(tmp_path, *members):
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_the_first_field_that_differs_otherwise_is_named(tmp_path, changes, says):
-    shared = {"model__hidden": 8}
+    shared = {"model__hidden": 8, "model__smear": True, "model__backout": True}
     with pytest.raises(UserError, match=says):
         check_plans(plans_of(tmp_path, shared, shared | changes))
 
