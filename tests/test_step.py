@@ -168,7 +168,6 @@ def scaled_step(half, scale):
     return kept, jax.device_get(after), metrics
 
 
-@pytest.mark.slow
 def test_float16_trains_with_a_scale_that_does_not_show(half):
     before, after, metrics = scaled_step(half, 2.0**10)
     assert metrics["loss_scale"] == 2.0**10
