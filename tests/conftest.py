@@ -7,12 +7,11 @@ import gc
 import os
 import shutil
 import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
+import annotations
 import hypothesis
 import jax
-import jaxtyping._import_hook
 import pytest
 
 # Its threads wait in loops, and there is a process of tests on each core.
@@ -24,12 +23,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 # Before the first import of the packages under test: their annotations are checked at every call.
 if os.environ.get("JAXTRAIN_TYPES") or not os.environ.get("JAXTRAIN_SLOW"):
-    # While a module is executed, the loader would have all that it imports read and written under
-    # another name, the libraries too. It keeps no bytecode: one without the hook would read that.
-    loader = jaxtyping._import_hook._JaxtypingLoader
-    loader.exec_module = SourceFileLoader.exec_module
-    loader.get_code = lambda self, _: self.source_to_code(self.get_data(self.path), self.path)
-    jaxtyping.install_import_hook(["jaxtrain", "jaxtrain_kernels"], "beartype.beartype")
+    annotations.install("jaxtrain", "jaxtrain_kernels")
 
 SETTINGS = {
     "jax_compilation_cache_dir": str(Path(__file__).parents[1] / ".cache" / "jax-tests"),
@@ -103,7 +97,7 @@ def pytest_collection_finish():
     """What is there by now stays: a tenth of the suite's time was in looking for garbage in it."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope="session")

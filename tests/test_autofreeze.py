@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from test_train import refused
 from tiny import (
+    QUICK,
     batch,
     begin_random,
     build,
@@ -34,10 +35,9 @@ from jaxtrain.train.gradient_statistics import layer_squares
 from jaxtrain.train.step import make_step
 from jaxtrain.train.transforms import StepOutcome
 
-FREEZING = {
+FREEZING = QUICK | {
     "train__autofreeze": "{every: 2, percentile: 90, max_layers: 2}", "model__depth": 3,
     "train__steps": 8, "checkpoint__every": 1, "checkpoint__keep": 9, "data__workers": 0,
-    "optim__name": "adamw", "model__value_embeddings": False,
 }  # fmt: skip
 
 

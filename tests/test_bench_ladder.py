@@ -72,6 +72,12 @@ def differing(a, b):
 
 
 @pytest.mark.parametrize("which, name", CELLS + REMOVALS)
+@pytest.mark.quick(
+    "quick-zero-initialized projections",
+    "d4-windows",
+    "gpt_d12-bfloat16",
+    "gpt_d12-without batch ramp",
+)
 def test_every_rung_is_a_configuration(which, name, tmp_path):
     c = config_of(trainer(which, tmp_path).job(name, 0, 1.0))
     resolve(c, 8192, jax.devices()[:1])  # what does not go together is refused here

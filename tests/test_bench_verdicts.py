@@ -28,6 +28,7 @@ CELLS = [(which, name) for name, one in TECHNIQUES.items() for which in one.scal
 
 
 @pytest.mark.parametrize("which, name", CELLS)
+@pytest.mark.quick("d4-early-bird ticket", "d12-remat block", "d12-speed-run stack")
 def test_every_switch_is_a_configuration(which, name):
     scale = SCALES[which]
     switch = switch_of(name, TECHNIQUES, scale)

@@ -78,6 +78,9 @@ def test_the_meshes_hold_every_supported_cell():
 
 
 @pytest.mark.parametrize(("feature", "axis"), REFUSED)
+@pytest.mark.quick(
+    "ffn_bias-expert", "share_layers-pipeline", "prompt-context", "dpo-pipeline", "lora-expert"
+)
 def test_every_refused_cell_is_accepted_once_its_fixes_are_applied(feature, axis):
     overrides = [*TINY, *overrides_of(feature, axis)]
     with pytest.raises(UserError) as stop:

@@ -34,6 +34,7 @@ def opaque(tile, interpret, x_MK, codes, scales, layer_1):
 
 
 @pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.quick("int4")
 def test_a_decode_step_copies_no_codes_of_a_layer(monkeypatch, method):
     monkeypatch.setattr(kernels, "call", opaque)
     c, graphdef, specs, params = build()
@@ -56,6 +57,7 @@ def test_a_decode_step_copies_no_codes_of_a_layer(monkeypatch, method):
 
 
 @pytest.mark.parametrize("encode", [quantize_int8, quantize_int4])
+@pytest.mark.quick("quantize_int4")
 def test_a_matrix_in_its_stack_is_the_one_alone(encode):
     w = jnp.asarray(np.random.default_rng(0).normal(size=(3, 32, 16)), jnp.float32)
     each = [encode(matrix) for matrix in w]

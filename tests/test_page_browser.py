@@ -112,6 +112,7 @@ def test_curves_appear_and_a_live_row_arrives(opened, site):
     page.locator("#runs li", has_text="live").wait_for(state="detached")
 
 
+@pytest.mark.slow
 def test_the_first_run_of_a_folder_appears_by_itself(opened, tmp_path):
     with served(page_app(tmp_path)) as url:
         page = opened(url=url)
@@ -121,6 +122,7 @@ def test_the_first_run_of_a_folder_appears_by_itself(opened, tmp_path):
         page.close()
 
 
+@pytest.mark.slow
 def test_runs_are_laid_over_each_other_and_compared(opened):
     page = opened("run=first")
     assert points(page, "train-loss") == 10
@@ -153,6 +155,7 @@ def test_runs_are_laid_over_each_other_and_compared(opened):
     page.get_by_role("row", name="optim.learning_rate").wait_for()
 
 
+@pytest.mark.slow
 def test_the_keyboard_alone(opened):
     page = opened("run=first")
     points(page, "train-loss")
@@ -181,6 +184,7 @@ def test_the_keyboard_alone(opened):
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.quick("light")
 def test_every_view_is_no_wider_than_the_window_and_has_names(opened, theme):
     page = opened("run=first&run=second", width=400, theme=theme)
     points(page, "train-loss")
@@ -200,6 +204,7 @@ def test_every_view_is_no_wider_than_the_window_and_has_names(opened, theme):
     assert (dark == "rgb(15, 18, 22)") == (theme == "dark")
 
 
+@pytest.mark.slow
 def test_the_theme_can_be_chosen_and_is_kept(opened):
     page = opened("run=first")
     ground = lambda: page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -230,6 +235,7 @@ def test_names_and_texts_of_a_run_are_text(opened, site):
         shutil.rmtree(hostile)
 
 
+@pytest.mark.slow
 def test_samples_side_by_side(opened):
     page = opened("run=first&tab=samples")
     page.get_by_text("first writes at 50").wait_for()
@@ -256,6 +262,7 @@ def test_a_chat_streams(opened):
     page.locator(".is-assistant", has_text="Hello you").nth(1).wait_for()
 
 
+@pytest.mark.slow
 def test_a_chat_with_a_model_that_the_page_loads(opened, tmp_path, monkeypatch):
     monkeypatch.setattr(model_server, "serve_command", stand_in)
     run_dir = make_run(tmp_path, "slow")
@@ -274,6 +281,7 @@ def test_a_chat_with_a_model_that_the_page_loads(opened, tmp_path, monkeypatch):
         page.close()
 
 
+@pytest.mark.slow
 def test_what_the_dry_run_refuses_is_one_line(opened, site):
     page = opened("tab=estimate")
     page.get_by_label("Overrides").fill("oops")

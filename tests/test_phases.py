@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_train import refused
-from tiny import forget_end, rows_of, run_overrides, same, steps_of, weights_of
+from tiny import FEW_PARTS, forget_end, rows_of, run_overrides, same, steps_of, weights_of
 
 from jaxtrain.config import load_config
 from jaxtrain.config.phases import config_at, phases_of
@@ -26,10 +26,9 @@ from jaxtrain.train.events import Event
 from jaxtrain.train.growth import GROWTHS, Growth, Layers
 from jaxtrain.train.step import State
 
-PHASES = {
+PHASES = FEW_PARTS | {
     "train__phases": "[{until: 2, model: {depth: 1}}]", "model__depth": 3, "train__steps": 4,
     "checkpoint__every": 1, "checkpoint__keep": 9, "data__workers": 0,
-    "model__value_embeddings": False, "model__window_pattern": "L",
 }  # fmt: skip
 
 
@@ -258,6 +257,7 @@ def early(tmp_path_factory):
         yield directory / "tiny"
 
 
+@pytest.mark.slow
 def test_an_event_ends_a_phase(early, capfd):
     assert steps_of(early) == [1, 2, 3, 4, 5]
     windows = [load_saved(early, step).config.model.short_window for step in range(1, 6)]
@@ -267,7 +267,7 @@ def test_an_event_ends_a_phase(early, capfd):
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, 4])
-@pytest.mark.quick("3")
+@pytest.mark.slow
 def test_a_run_resumes_on_either_side_of_an_event(early, tmp_path, capfd, last):
     copy = shutil.copytree(early, tmp_path / "tiny")
     forget_end(copy, *range(last + 1, 6))

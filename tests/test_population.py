@@ -11,7 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtrain_kernels.dispatch import on_target
-from tiny import SAMPLES, build, close, rows_of, run_overrides, same, steps_of, weights_of
+from tiny import (
+    FEW_PARTS,
+    SAMPLES,
+    build,
+    close,
+    rows_of,
+    run_overrides,
+    same,
+    steps_of,
+    weights_of,
+)
 
 import jaxtrain
 from jaxtrain.cluster.coordinator import Coordinator
@@ -36,7 +46,7 @@ SECOND = {"run__seed": 7, "data__seed": 3, "optim__matrix_lr": 0.03, "optim__mom
 
 
 def config(directory, name, **changes):
-    fields = {"run__name": name, "eval__every": 2} | SAMPLES | changes
+    fields = {"run__name": name, "eval__every": 2} | FEW_PARTS | SAMPLES | changes
     return load_config(None, run_overrides(directory, **fields))
 
 
@@ -177,7 +187,7 @@ def section_with(dumped, changes):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.quick("muon", "adamw")
+@pytest.mark.quick("muon")
 def test_a_traced_field_changes_hyperparameters_and_not_the_program(name):
     overrides = [f"optim.name={name}", "optim.schedule.warmup_steps=2"]
     overrides += ["optim.batch_scaling.rule=sqrt"]
@@ -226,7 +236,7 @@ def plans_of(tmp_path, *members):
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_the_first_field_that_differs_otherwise_is_named(tmp_path, changes, says):
-    shared = {"model__hidden": 8}
+    shared = {"model__hidden": 8, "model__smear": True, "model__backout": True}
     with pytest.raises(UserError, match=says):
         check_plans(plans_of(tmp_path, shared, shared | changes))
 
@@ -309,6 +319,7 @@ XLA = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [2, 4, 6])
 @pytest.mark.parametrize("overrides", [KERNELS, XLA], ids=["kernels", "xla"])
 @pytest.mark.quick("xla-2")

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 import jaxtrain
 from jaxtrain.cluster import started_by
 from jaxtrain.config import find_config, load_config
@@ -49,6 +51,7 @@ def test_its_output_is_a_part_of_the_first_runs_and_ends_as_a_run_does(monkeypat
     assert printed.endswith(final_message(c, c.train.steps, page, talks=False) + "\n")
 
 
+@pytest.mark.slow
 def test_training_with_a_loss_of_ones_own_works_as_printed_in_15_lines(
     tmp_path, monkeypatch, capsys
 ):

@@ -105,6 +105,7 @@ def norm(x):
     return float(jnp.linalg.norm(x))
 
 
+@pytest.mark.slow
 def test_the_recipe_of_a_layer_trains_and_with_a_gain_of_one_changes_nothing(monkeypatch):
     module = recipe("A layer")
     plain, params = model_of()
@@ -149,6 +150,7 @@ def test_the_recipe_of_a_layer_plan_keeps_less_and_changes_no_gradient(monkeypat
     assert kept < 0.8 * most
 
 
+@pytest.mark.slow
 def test_the_recipe_of_a_weight_has_three_values_and_trains(monkeypatch):
     module = recipe("A weight")
     w = module.ternary(jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 8)), jnp.float32))

@@ -29,6 +29,7 @@ def test_generate_continues_prompts(whole, capsys):
     assert capsys.readouterr().out != first
 
 
+@pytest.mark.slow
 def test_generate_reads_a_model_folder_and_a_checkpoint(whole, capsys):
     greedy = ["--tokens", "8", "--temperature", "0"]
     assert generate.main([str(whole), *greedy]) == 0
@@ -75,6 +76,7 @@ def test_evaluate_gives_the_last_validation(whole, capsys):
         assert float(shown[name]) == pytest.approx(last[name], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_evaluate_takes_overrides_and_refuses_another_tokenizer(whole, capsys, tmp_path):
     (tmp_path / "text.txt").write_text("To be, or not to be\n" * 50)
     source = ["data.validation.name=source", "data.validation.source.name=text"]

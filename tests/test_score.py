@@ -134,6 +134,7 @@ def test_the_gradient_norm_is_that_of_the_head(model):
     assert found.states_ND is None
 
 
+@pytest.mark.slow
 def test_no_batch_changes_a_number(model, monkeypatch):
     """Other rows at a time, other chunks of the head and another order."""
     expected = make_measurer(model, model.config, states=True).measure(documents())

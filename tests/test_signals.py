@@ -86,6 +86,7 @@ def test_a_signal_stops_after_the_step_in_hand(whole, tmp_path, monkeypatch, num
     assert_same_run(tmp_path / "tiny", whole)
 
 
+@pytest.mark.slow
 def test_a_second_signal_is_final(tmp_path, monkeypatch, capsys):
     def push(self, step, values):
         os.kill(os.getpid(), signal.SIGINT)

@@ -231,7 +231,9 @@ def test_clip_norm_shrinks_to_the_norm_and_leaves_small_gradients_alone():
     """Seen in Adam's first moment: (1 - b1) x the gradient after one step."""
 
     def moments(clip):
-        task, hyperparams = make_spec(resolved(depth=1), optim("adamw", clip_norm=clip))
+        task, hyperparams = make_spec(
+            resolved(**LLAMA | {"depth": 1}), optim("adamw", clip_norm=clip)
+        )
         state, (metrics,) = run(task, hyperparams, steps=1)
         first = [
             leaf

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from machine import LONG
 from tiny import (
+    QUICK,
     SAMPLES,
     assert_same_run,
     mesh_of,
@@ -134,11 +135,13 @@ def test_resumed_on_another_mesh_and_with_other_microbatches(whole, copy):
     """How a run is executed may change: the numbers stay up to rounding."""
     shutil.rmtree(copy / "checkpoints" / "6")
     changes = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
-    assert main(whole_overrides(copy, **changes, train__device_batch_size=2)) == 0
+    changes |= {"train__device_batch_size": 2, "eval__every": "null", "sample__every": "null"}
+    assert main(whole_overrides(copy, **changes)) == 0
     for mine, other in zip(rows_of(copy), rows_of(whole), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_trained_again_and_has_its_result(whole, copy, capfd):
     result = jaxtrain.train(load_config(None, whole_overrides(copy)))
     assert "steps 6 to 6" in capfd.readouterr().out
@@ -260,6 +263,7 @@ def test_a_nan_names_step_checkpoint_and_gradient(tmp_path, capfd):
     assert rows_of(tmp_path / "tiny", "event")[-1]["status"].startswith("failed: DivergedError")
 
 
+@pytest.mark.slow
 def test_a_batch_without_labels_is_an_error(tmp_path, capfd, monkeypatch):
     real = data.train_batches
 
@@ -357,7 +361,7 @@ def test_memory_that_runs_out_later_is_explained(tmp_path, capfd, monkeypatch):
 
 def test_old_checkpoints_go_and_some_are_kept(tmp_path):
     """Of a run of two phases: the rows of its first step are half as long, its programs two."""
-    fields = {"checkpoint__every": 1, "checkpoint__keep": 1, "checkpoint__keep_every": 2}
+    fields = {"checkpoint__every": 1, "checkpoint__keep": 1, "checkpoint__keep_every": 2} | QUICK
     fields["data__length_ramp"] = "{start: 16, tokens: 256}"
     assert main(run_overrides(tmp_path, **fields)) == 0
     assert steps_of(tmp_path / "tiny") == [2, 4, 6]

@@ -166,7 +166,7 @@ def training_seconds(
     for row in rows:
         total, rate = tokens_of(row, tokens_per_step), row.get("tokens_per_s", usual)
         tokens, before = total - before, total
-        seconds.append(seconds[-1] + tokens / rate if rate else row["time"])
+        seconds.append(seconds[-1] + tokens / rate if rate else float(row["time"]))
         steps.append(row["step"])
     return steps, seconds
 

@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,11 @@ def environment() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of the packages that a result may depend on."""
-    installed = importlib.metadata.distributions()
-    return {d.name: d.version for d in installed if d.name in PACKAGES}
+    found = {}
+    for name in PACKAGES:  # one by one: to look at all that is installed takes long
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def commit() -> str | None:

@@ -62,7 +62,7 @@ def hidden(saved, params):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.quick("llama", "gpt2")
+@pytest.mark.quick("llama")
 def test_scales_that_are_folded_change_nothing(name, saved_as):
     """Any scales: queries of one value head share those of its channels."""
     saved, random = saved_as(name), np.random.default_rng(1)

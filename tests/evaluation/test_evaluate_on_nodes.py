@@ -49,6 +49,7 @@ def test_nodes_answer_whole_tasks(model, bundle, tmp_path, nodes, capsys):
     assert answers[0] == answers[1] and ModelsHere.made == 1
 
 
+@pytest.mark.slow
 def test_nodes_validate_blocks_of_batches(tmp_path, nodes, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "BLOCK", 3)
     text = ["data.validation.fraction=0.02", f"data.cache_dir={tmp_path}/cache"]

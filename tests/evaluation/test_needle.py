@@ -4,14 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from tiny import QUICK, run_overrides
+from tiny import byte_model, random_run
 
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
 from jaxtrain.evaluation import needle
 from jaxtrain.evaluation.evaluate import main as evaluate
 from jaxtrain.evaluation.log_likelihood import Scores
 from jaxtrain.evaluation.needle import CHOICES, DEPTHS, FACT, haystack, haystacks, lengths_of
-from jaxtrain.main import main
 from jaxtrain.settings import UserError
 
 TOKENIZER = byte_tokenizer()
@@ -58,11 +57,7 @@ def test_lengths_are_numbers(given):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("needle")
-    given = run_overrides(directory, train__steps=1, train__sequence_length=256, **QUICK)
-    given = [o for o in given if not o.startswith("data.tokenizer")]
-    assert main([*given, "data.tokenizer={name: bytes}"]) == 0
-    return next(path.parent for path in directory.rglob("env.json"))
+    return random_run(tmp_path_factory.mktemp("needle") / "tiny", byte_model(256))
 
 
 def test_shares_are_of_texts_whose_number_is_found(run, monkeypatch, capsys):

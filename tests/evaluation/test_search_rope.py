@@ -93,6 +93,7 @@ def test_rows_are_pieces_of_long_documents_the_first_pieces_first(tmp_path, run)
         long_rows(store, 201, 8)
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_after_a_torn_line(run, tmp_path, monkeypatch, capfd):
     """And it finds what it would have found without the interruption."""
     words = [str(run), *FEW, f"data.cache_dir={tmp_path / 'cache'}"]

@@ -108,6 +108,7 @@ def plain_answer(task, examples, index, alone, crop):
 
 
 @pytest.mark.parametrize("crop", [False, True])
+@pytest.mark.quick("True")
 def test_tasks_answer_as_one_example_at_a_time(model, alone, bundle, tmp_path, crop):
     asked, rules = Bundle(bundle), Rules(crop=crop)
     result = tasks.run_tasks(model, model.config, asked, ["core"], tmp_path / "tasks.json", rules)

@@ -70,6 +70,7 @@ def test_bits_error_product_and_gradient(kind, bits, error):
     np.testing.assert_allclose(back(jnp.asarray(dy))[0], dy @ whole.T, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_no_whole_matrix_is_kept_for_the_gradient():
     """Of many layers one is whole at a time, not all from the forward to the backward pass."""
     L, D = 24, 256

@@ -176,6 +176,7 @@ def test_losses_and_their_slopes_are_those_of_the_papers(truth, case):
     np.testing.assert_allclose(np.ravel(slopes), np.ravel(expected), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_a_step_is_that_of_all_logits_however_accumulated(model, truth, case):
     """Loss, figures and gradients of packed pairs in chunks, against each text by itself."""

@@ -86,7 +86,7 @@ def opened(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.quick("prefix llama", "prompt gpt2", "prefix projected", "prefix gemma3")
+@pytest.mark.quick("prefix llama", "prompt gpt2")
 def test_pefts_virtual_tokens_give_its_logits_here_and_go_back(name, tmp_path):
     c, graphdef, partition, frozen, trained, _ = opened(tmp_path, name)
     params, row = partition.merge(trained, frozen), prompts()[:1]
@@ -104,6 +104,7 @@ def test_pefts_virtual_tokens_give_its_logits_here_and_go_back(name, tmp_path):
         assert again[key] == FACTS[name]["config"][key], key
 
 
+@pytest.mark.slow
 def test_pefts_projection_gives_its_keys_and_values_here(tmp_path):
     """Trained, written and saved as plain keys and values; all of it has gradients."""
     name = "prefix projected"
@@ -172,6 +173,7 @@ MODELS = {
 SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ("prefix gpt", "prompt learned")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["prompt gpt", *SLOW])
 def test_packed_documents_and_decoding_are_as_if_alone(name):
     _, graphdef, _, params = build(document_mask=True, **MODELS[name])

@@ -140,7 +140,7 @@ def part_of(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.quick("lora-fa", "last layers nf4")
+@pytest.mark.quick("lora-fa")
 def test_a_part_trains_alone_and_fits_a_batch(case):
     """Nothing but the part is in the gradient and in the optimizer's state."""
     partition, task, frozen, state, hyperparams = part_of(case)

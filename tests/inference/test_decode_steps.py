@@ -76,7 +76,7 @@ def with_logprobs(engine, requests):
     ("name", "steps", "fields"),
     [("nanochat", 3, {}), ("plain", 8, {"pages": 14}), ("windows", 5, {"drafts": 2})],
 )
-@pytest.mark.quick("nanochat-3-fields0", "plain-8-fields1")
+@pytest.mark.slow
 def test_the_texts_are_those_of_single_steps(name, steps, fields):
     """With whatever neighbours, and however many pages and guessed tokens."""
     requests, alone = requests_of(prompts(*LENGTHS)), {}
@@ -145,6 +145,7 @@ def test_a_grammar_is_asked_after_each_token(calls):
     assert found["b"] == run(make_engine(), [other])["b"]
 
 
+@pytest.mark.slow
 def test_several_steps_only_where_pages_are_left(calls):
     """The pages of both texts are 8 of the 9; each would need one more for 8 steps."""
     engine = make_engine(options=several(8, pages=9))
@@ -154,6 +155,7 @@ def test_several_steps_only_where_pages_are_left(calls):
     assert [len(tokens) for tokens, *_ in found.values()] == [6, 6]
 
 
+@pytest.mark.slow
 def test_tokens_of_a_call_are_in_their_order():
     (text,) = prompts(7)
     engine = make_engine(options=several(4, drafts=2))
@@ -164,7 +166,7 @@ def test_tokens_of_a_call_are_in_their_order():
 
 
 @pytest.mark.parametrize("name", ["nanochat", "shared_kv", "experts", "latent", "prompt"])
-@pytest.mark.quick("nanochat", "prompt")
+@pytest.mark.quick("prompt")
 def test_layers_that_are_arrays_of_their_own_change_nothing(name):
     c, graphdef, specs, params = model(name)
     texts = prompts(9, 3)
@@ -200,6 +202,7 @@ def test_apart_scanned_layers_are_put_together_again():
     np.testing.assert_array_equal(*states)
 
 
+@pytest.mark.slow
 def test_as_many_requests_join_as_a_prefill_takes(calls):
     """Two of five a call, in their order; all decode one token between the parts of prompts."""
     engine, joined = make_engine(options=several(8, slots=5)), []

@@ -37,7 +37,7 @@ MIX = (
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.quick("nanochat", "latent", "prompt", "longrope")
+@pytest.mark.quick("latent", "prompt")
 def test_greedy_tokens_are_those_of_the_full_forward_pass(name):
     texts = prompts(*LENGTHS)
     engine = make_engine(name)
@@ -242,6 +242,7 @@ def test_a_cancelled_request_ends_and_gives_its_pages_back():
     assert engine.stats().pages_used == 0 and engine.step() == []
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_of_the_whole_text():
     engine, text = make_engine("nanochat"), prompts(9)[0]
     engine.add(Request("a", text, WARM._replace(logprobs=2)))

@@ -80,6 +80,7 @@ def test_devices_that_do_not_divide_are_refused(run):
         load_engine(run, None, OPTIONS._replace(tensor=3))
 
 
+@pytest.mark.slow
 def test_the_page_about_it_is_true(run):
     page = (Path(__file__).parents[2] / "docs" / "howto" / "engine.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]

@@ -73,6 +73,7 @@ def test_what_is_kept_is_drawn_by_its_probability(how, p_V):
         ({"typical_p": 0.6, "top_k": 3}, Sampler.ALL),
     ],
 )
+@pytest.mark.quick("how2-0", "how5-1")
 def test_the_least_program_draws_as_those_above_it(how, least):
     assert sampler_of(SamplingParams(**how)) == least
     for sampler in [one for one in Sampler if one >= least]:

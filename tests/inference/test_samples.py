@@ -50,7 +50,9 @@ def compiled_by(work):
     return [event for event in events if "backend_compile" in event]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts", [[""], ["", ""]], ids=len)
+@pytest.mark.quick("2")
 def test_nothing_is_compiled_when_samples_are_written(prompts):
     """All was compiled from the parameters' shapes; and few programs at that."""
     one, mesh = model(short_window=7 + len(prompts)), mesh_of()  # of no other test
@@ -73,6 +75,7 @@ def test_an_engine_of_a_batch_has_the_room_that_it_asks_for(plain):
     assert generate.make_engine(plain, long).context == 201  # positions that turn have no end
 
 
+@pytest.mark.slow
 def test_learned_positions_end_a_text():
     learned = model(position_embedding="learned")
     requests = generate.make_requests(learned, [""], Sampling(256))

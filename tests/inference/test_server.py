@@ -64,6 +64,7 @@ def test_seeds_and_stops(client, saved):
     assert found.text == whole[: whole.index(stop)] and found.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_an_answer_has_the_format_that_was_asked_for(client):
     schema = {"enum": ["yes", "no"]}
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
@@ -139,6 +140,7 @@ def test_chat_logprobs(client):
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.quick("mean")
 def test_embeddings_are_the_pooled_final_states(saved, pooling):
     ids = [256, *b"To be"]
     states = nnx.merge(saved.graphdef, jax.device_put(saved.params))(jnp.array([ids])).states[0]

@@ -68,7 +68,7 @@ def test_codes_lie_in_an_int32_from_its_lower_bits_on():
 
 
 @pytest.mark.parametrize("method", ["int4", "int8", "float8", "awq", "w8a8"])
-@pytest.mark.quick("int4", "w8a8")
+@pytest.mark.quick("int4")
 def test_the_tensors_of_an_export_stand_for_our_matrices(llama, tmp_path, method):
     ours, theirs = export(llama, tmp_path, method)
     out = flatten(load_saved(ours).params)["blocks/attention/out"]
@@ -123,16 +123,23 @@ def test_transformers_computes_what_we_do(llama, tmp_path, method):
     assert far(found, exact) < 1.1 * far(wanted, exact)
 
 
-def test_what_the_layout_cannot_hold_is_one_line(own_model, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("method", "form"),
+    [("nf4", "NF4Weight"), ("awq", "ScaledInt4Weight"), ("w8a8", "W8A8Weight")],
+)
+@pytest.mark.quick("nf4-NF4Weight")
+def test_what_the_layout_cannot_hold_is_one_line(own_model, tmp_path, capsys, method, form):
     saved = load_saved(own_model)
-    lost = {"nf4": "NF4Weight", "awq": "ScaledInt4Weight", "w8a8": "W8A8Weight"}
-    for method, form in lost.items():
-        small = quantized(saved, method, MethodOptions())
-        save_model(tmp_path / method, saved.config, small, saved.tokenizer)
-        assert main(["export", str(tmp_path / method), str(tmp_path / "out")]) == 2
-        reason = "(nf4, qalora; awq and w8a8 of norms without gains): quantize by int4, gptq, int8"
-        assert f"no form for {form} {reason}" in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
+    small = quantized(saved, method, MethodOptions())
+    save_model(tmp_path / method, saved.config, small, saved.tokenizer)
+    assert main(["export", str(tmp_path / method), str(tmp_path / "out")]) == 2
+    reason = "(nf4, qalora; awq and w8a8 of norms without gains): quantize by int4, gptq, int8"
+    assert f"no form for {form} {reason}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_family_or_a_group_cannot_hold_is_one_line(own_model, tmp_path, capsys):
+    saved = load_saved(own_model)
     small = quantize_params(saved.params, saved.specs, "int8")
     save_model(tmp_path / "int8", saved.config, small, saved.tokenizer)
     assert main(["export", str(tmp_path / "int8"), str(tmp_path / "out")]) == 2

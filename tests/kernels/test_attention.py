@@ -64,7 +64,7 @@ def assert_close(got, expected, tolerance):
 
 # These cover what the others have one by one.
 @by_name(ATTENTION_SMALL)
-@pytest.mark.quick("mqa", "all", "packed_full", "ragged_1")
+@pytest.mark.quick("packed_full", "all")
 def test_xla_equals_reference(shape):
     got = everything(xla.attention, shape, *inputs(shape, np.float32))
     assert_close(got, truth(shape), 2e-5)
@@ -261,6 +261,7 @@ GRADIENTS = [name for name, backend in BACKENDS.items() if hasattr(backend, "gra
 @pytest.mark.parametrize(
     "options", [{}, {"window": 5}, {"softcap": 2.0}, {"segments": True}], ids=str
 )
+@pytest.mark.quick("{'window': 5}-xla", "{'segments': True}-xla")
 def test_gradients_from_output_and_lse_equal_those_of_attention(implementation, options):
     """What ring attention calls in its backward pass."""
     rng = np.random.default_rng(0)

@@ -140,6 +140,7 @@ def test_block_ranges_cover_what_is_visible(mask, documents):
             assert visited <= max(1, np.ptp(np.append(j[some], -1)[:-1]) + 1 if some.any() else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize(
     "shape",

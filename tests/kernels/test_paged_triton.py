@@ -38,11 +38,16 @@ def interpreted(arrays, tile=None, **options):
 @pytest.mark.parametrize(
     ("case", "tile", "options"),
     [
-        ({"G": 1}, PageTile(16, 1), {}),
-        ({"G": 4, "T": 3}, PageTile(16, 2), {}),
-        ({"G": 8, "pages": "int8"}, PageTile(16, 3), {}),
+        pytest.param({"G": 1}, PageTile(16, 1), {}, marks=pytest.mark.slow),
+        pytest.param({"G": 4, "T": 3}, PageTile(16, 2), {}, marks=pytest.mark.slow),
+        pytest.param({"G": 8, "pages": "int8"}, PageTile(16, 3), {}, marks=pytest.mark.slow),
         ({"T": 3, "pages": "int8"}, PageTile(16, 2), {"window": 5}),
-        ({"T": 3, "pages": "float8_e4m3fn"}, PageTile(32, 1), {"softcap": 2.0}),
+        pytest.param(
+            {"T": 3, "pages": "float8_e4m3fn"},
+            PageTile(32, 1),
+            {"softcap": 2.0},
+            marks=pytest.mark.slow,
+        ),
         ({"T": 3, "H": 20}, PageTile(16, 5), {"window": 0}),
         ({"G": 3, "H": 20}, None, {"window": 19, "softcap": 2.0}),
     ],
@@ -59,6 +64,7 @@ def test_it_equals_the_reference(case, tile, options):
     [(1, 70, [26, 0, 3, 48, 31], {}), (16, 9, [9, 0, 3, 8, 5], {"window": 6})],
     ids=str,
 )
+@pytest.mark.quick("16-9-[9, 0, 3, 8, 5]-{'window': 6}")
 def test_many_queries_are_rows_of_their_own(G, T, counts, options):
     """Of 64 and 4 tokens; some are only padding, and the first of some have none before them."""
     q, k, v, table, *_ = inputs(G=G, T=T)
@@ -70,6 +76,7 @@ def test_many_queries_are_rows_of_their_own(G, T, counts, options):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("pages", [None, "int8"])
+@pytest.mark.quick("None-bfloat16")
 def test_16_bits_stay_close(dtype, pages):
     arrays = inputs(dtype=dtype, pages=pages)
     q, *rest = jax.tree.map(lambda x: x.astype("float32") if x.dtype == dtype else x, arrays)
@@ -122,6 +129,7 @@ def test_what_pages_hold_elsewhere_does_not_matter():
 
 
 @pytest.mark.parametrize("pages", [None, "int8"])
+@pytest.mark.quick("int8")
 def test_a_cache_of_rows_is_one_page_a_row(pages):
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(3, 4, 16)), jnp.float32)

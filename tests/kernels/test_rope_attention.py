@@ -54,6 +54,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick("gqa_window_value")
 def test_xla_equals_reference(name):
     shape, value, call = CASES[name]
     given = arrays(*shape, value, jnp.float32)
@@ -77,6 +78,7 @@ def test_mosaic_equals_reference_without_races(name, capfd):
     assert "RACE" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_packed_documents_equal_the_reference():
     ids = jnp.asarray([[1] * 50 + [2] * 70 + [0] * 8])
     call = Call(segment_ids_BT=ids, scale=0.1)
@@ -107,6 +109,7 @@ def test_mosaic_equals_the_reference_on_a_gpu(H, value, window):
 
 
 @pytest.mark.parametrize("value", [False, True])
+@pytest.mark.quick("False")
 def test_lowers_for_hopper_in_place(value):
     spec = lambda *shape, dtype=BF16: jax.ShapeDtypeStruct(shape, dtype)
     given = [spec(2, 2048, 18, 128), *[spec(1, 2048, 128, dtype=jnp.float32)] * 2]

@@ -216,6 +216,7 @@ def test_every_field_has_a_row():
 
 
 @pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.quick("moe", "bigram_rows", "prompt", "fp8")
 def test_the_field_is_read(field):
     """Or the row says in words why not; then it must not change training's program either."""
     seen, (without, changed) = ROWS[field].seen, without_and_with(field)
@@ -238,7 +239,7 @@ def test_no_output_sees_a_later_token(field):
 
 
 @pytest.mark.parametrize("field", DECODERS)
-@pytest.mark.quick("moe", "prompt")
+@pytest.mark.slow
 def test_decoding_is_the_full_forward(field):
     """Prompts of two lengths, then two tokens one by one."""
     _, m = without_and_with(field)

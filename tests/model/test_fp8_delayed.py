@@ -192,6 +192,7 @@ def test_what_it_does_not_go_with_is_one_clear_error(changes, message, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_one_array_of_queries_keys_and_values_has_one_product_and_the_same_loss():
     one, found = batch(4, micro=4), []
     for kernels in ({}, {"qkv": "reference"}):

@@ -63,6 +63,7 @@ def test_a_frozen_layer_costs_no_backward_pass():
     assert none - two >= 32 and two - four >= 32  # six matrices and attention, two products each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.quick("muon")
 def test_the_optimizer_moves_the_others_as_before_and_leaves_the_frozen(name):

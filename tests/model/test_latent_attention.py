@@ -43,6 +43,7 @@ def test_it_is_the_papers_attention(mla):
     close(states, states_by_hand(c, params, rows, attend), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "int8"])
 @pytest.mark.quick("None")
 def test_decoding_keeps_latents_and_rotated_keys_alone(dtype):

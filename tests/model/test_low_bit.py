@@ -113,6 +113,7 @@ def test_scales_are_e8m0():
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.quick("float8_e4m3fn", "float4_e2m1fn")
 def test_stochastic_rounding_is_right_on_average(name):
     """To one of the two neighbours, with the mean of the value; numbers stay as they are."""
     values, form = numbers(name), ELEMENTS[name]

@@ -86,7 +86,7 @@ def one_layer(name, monkeypatch):
 # The rest of the table takes long.
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.quick("new gate-lora", "new gate-nf4", "new gate-int8", "new gate-float8")
+@pytest.mark.quick("new gate-lora", "new gate-nf4", "new gate-float8")
 def test_a_matrix_of_a_block_works_in_every_form(name, form, monkeypatch):
     """Packed or changed, it is the whole matrix that it stands for; float8 rounds."""
     graphdef, specs = split(Transformer(one_layer(name, monkeypatch), VOCAB))

@@ -207,6 +207,7 @@ def test_accumulated_is_one_big_batch(one_device):
     close(accumulated.params, state.params, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_metrics_tell_the_load_and_the_norm_is_of_gradients_alone(one_device):
     task, _, (_, (first, _)) = one_device
     assert first["expert_load"].shape == (8,)
@@ -221,6 +222,7 @@ def test_metrics_tell_the_load_and_the_norm_is_of_gradients_alone(one_device):
     )
 
 
+@pytest.mark.slow
 def test_each_device_routes_and_feeds_its_own_tokens():
     """Along data and context only sums are exchanged: no tokens, and no scores of them."""
     graphdef, specs = split(MixtureOfExperts(resolved(moe=MOE, ffn="swiglu"), 1))

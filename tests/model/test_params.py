@@ -112,6 +112,7 @@ plans = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(plans)
 def test_segments_are_the_plan(plan):
     runs = scan_groups(plan)

@@ -22,6 +22,7 @@ DEEP |= {"value_embeddings": False}
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("width", [10, 48, 2 * GROUP])
+@pytest.mark.quick("48-8", "48-2")
 def test_values_are_near_and_packed(width, bits):
     """A byte has 8 / bits values; a group's values are whole steps from its least."""
     x = np.random.default_rng(0).normal(size=(2, 3, width)).astype(np.float32)
@@ -41,6 +42,7 @@ def test_values_are_near_and_packed(width, bits):
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.quick("4")
 def test_the_mean_over_draws_is_the_value(bits):
     x = jnp.asarray(np.random.default_rng(1).normal(size=(4, GROUP)), jnp.float32)
     draw = jax.vmap(lambda key: decompress(compress(x, bits, key)))

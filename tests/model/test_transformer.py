@@ -80,7 +80,7 @@ def test_scan_compiles_repeated_layers_once():
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("at", [0, 1, 17, T - 1])
-@pytest.mark.quick("17-speedrun", "0-gemma3", "31-gpt2")
+@pytest.mark.quick("17-speedrun")
 def test_a_token_changes_no_output_before_it(changes, at):
     _, graphdef, _, params = build(**changes)
     before = tokens()
@@ -219,25 +219,7 @@ def run_switched(changes):
 
 
 @pytest.mark.parametrize("changes", SWITCHES.values(), ids=SWITCHES)
-@pytest.mark.quick(
-    "ffn geglu",
-    "hidden",
-    "gqa",
-    "rope_base",
-    "qk_norm",
-    "qk_scale",
-    "window_pattern",
-    "norm_eps",
-    "embed_norm",
-    "logit_softcap",
-    "attention_softcap",
-    "value_embeddings",
-    "residual_scales",
-    "smear",
-    "backout",
-    "norm_gain",
-    "document_mask",
-)
+@pytest.mark.quick("gqa", "window_pattern", "value_embeddings", "smear", "backout", "document_mask")
 def test_each_switch_changes_the_output(changes, plain_logits):
     out = run_switched(changes)
     assert out.shape == plain_logits.shape == (2, T, VOCAB)

@@ -36,6 +36,7 @@ def test_tokens_are_drawn_as_often_as_is_said(proposal):
 
 
 @pytest.mark.parametrize("proposal", ["log_uniform", "uniform"])
+@pytest.mark.quick("log_uniform")
 def test_many_negatives_give_the_full_softmax_and_its_gradient(proposal):
     _, graphdef, _, params = build(depth=1)
     one = jax.tree.map(jnp.asarray, batch(4))
@@ -48,6 +49,7 @@ def test_many_negatives_give_the_full_softmax_and_its_gradient(proposal):
     np.testing.assert_allclose(jax.jit(loss)(params, None), full[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_head_multiplies_the_sample_alone():
     """FLOPs of the gradient: 3 x 2 x tokens x width for each column of the head less."""
     _, graphdef, _, params = build(depth=1)

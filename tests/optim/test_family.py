@@ -295,6 +295,7 @@ def moves(optimizer, specs):
         pytest.param("muon", {}, 1, 1 / 4, 1, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.quick("adamw-fields0-0.25-0.25-1")
 def test_rates_follow_the_width_as_mup_says(name, fields, matrix, head, embed):
     """Four times wider than the base model: table 3 of Yang et al. 2022."""
     wide, base = (

@@ -159,6 +159,7 @@ def test_a_global_scope_prunes_matrices_by_one_threshold():
 
 
 @pytest.mark.parametrize(("name", "optimizer"), [("set", "adamw"), ("rigl", "muon")])
+@pytest.mark.quick("rigl-muon")
 def test_as_many_weights_stay_while_others_grow(name, optimizer):
     """By hand: the smallest go, those with the largest gradients (RigL) or random ones come."""
     walked = list(walk(config(optimizer, METHODS[name]), 4))

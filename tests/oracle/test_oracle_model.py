@@ -73,7 +73,7 @@ def sketch(x):
 
 
 @pytest.mark.parametrize("title", VARIANTS)
-@pytest.mark.quick("other windows", "llama")
+@pytest.mark.quick("llama")
 def test_each_switch_equals_the_oracle(title):
     facts = GOLDEN.facts(f"{title}/facts")
     weights = GOLDEN.under("weights") | GOLDEN.under("shallow/weights")

@@ -133,7 +133,7 @@ EACH = [
 
 
 @pytest.mark.parametrize(("axes", "zero", "copy", "summed"), EACH, ids=MESHES)
-@pytest.mark.quick("fsdp=4, ZeRO-3", "tensor=2", "fsdp=4, ZeRO-1")
+@pytest.mark.quick("tensor=2", "fsdp=4, ZeRO-3")
 def test_loss_and_gradients_are_those_of_one_device(one_device, axes, zero, copy, summed):
     task, (loss, grads) = one_device
     copies, other_loss, others = results(task._replace(zero=zero), mesh_of(**axes))
@@ -159,6 +159,7 @@ def test_accumulated_gradients_meet_once(one_device, axes, zero, monkeypatch):
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.quick("1", "3")
 def test_masters_and_states_are_split_at_every_stage(one_device, zero):
     task = one_device[0]._replace(zero=zero)
     state = begin(task, mesh_of(fsdp=8))

@@ -32,6 +32,7 @@ def test_norms_are_split_over_the_tensor_devices():
 
 
 @pytest.mark.parametrize(("kv_heads", "sends"), [(4, False), (1, True)])
+@pytest.mark.quick("4-False")
 def test_heads_are_turned_and_hidden_layers_squared_where_they_are(kv_heads, sends):
     """Nothing is sent, forward or backward; but what all devices hold, a single head, is summed."""
     mesh, H = mesh_of(data=2, context=2, tensor=2), 32

@@ -30,6 +30,10 @@ TREE = {
     "intervals": {"samples": 10},
 }  # fmt: skip
 ISO = {"isoflop": {"budgets": [1e8, 2e8], "sizes": SIZES}}
+LINE = {
+    "isoflop": {"budgets": [1e8, 2e8], "sizes": [{"depth": 1, "width": w} for w in (8, 16, 24)]},
+    "held_out": {"size": {"depth": 1, "width": 32}, "flops": 6e8},
+}
 HELD_OUT = {"held_out": {"size": {"depth": 2, "width": 24}, "flops": 6e8}}
 
 
@@ -163,7 +167,7 @@ def study(tmp_path_factory):
     """A finished study with a prediction; the order in which its runs were trained."""
     folder, trained = tmp_path_factory.mktemp("study"), []
     fields = {"overrides": [*TREE["overrides"], *assignments(**QUICK)]}
-    path, train = write(folder, **ISO, **HELD_OUT, **fields), command.train
+    path, train = write(folder, **LINE, **fields), command.train
     with pytest.MonkeyPatch.context() as patch:
 
         def stopping(config):
