@@ -24,7 +24,7 @@ MOST_WARPS = 16
 MOST_LOADS = 8  # of a thread at once: of more ptxas puts the later ones off, to save registers
 
 
-class Tile(NamedTuple):
+class RowTile(NamedTuple):
     """A program's tile: columns of a matrix, and so many inputs in each of `loads` loads, which
     are on their way at once, `steps` times."""
 
@@ -80,7 +80,7 @@ def few_rows_matmul(x_MK, *matrices, relu2=False, interpret=False):
     return products(x_MK, *matrices)
 
 
-def tile_of(K: int, columns: list[int]) -> Tile:
+def tile_of(K: int, columns: list[int]) -> RowTile:
     """The tile for K inputs and matrices of so many columns. All divide: no mask is needed.
 
     At least a program for nearly every processor; a thread reads 16 bytes of a row at a time.
@@ -92,7 +92,7 @@ def tile_of(K: int, columns: list[int]) -> Tile:
     inputs = min(_power_of_two(K), MOST_WARPS * 32 * 8 // width)
     parts = K // inputs
     loads = max(n for n in range(1, MOST_LOADS + 1) if parts % n == 0)
-    return Tile(width, inputs, loads, parts // loads, max(1, inputs * width // (32 * 8)))
+    return RowTile(width, inputs, loads, parts // loads, max(1, inputs * width // (32 * 8)))
 
 
 def _power_of_two(n: int) -> int:
