@@ -32,7 +32,7 @@ from jaxtrain.data.evaluation.tasks import Rules
 from jaxtrain.evaluation.arguments import evaluate_parser
 from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.needle import answer_needles
-from jaxtrain.evaluation.remote import RemoteModel
+from jaxtrain.evaluation.remote import RemoteModel, place_of_run
 from jaxtrain.evaluation.tasks import run_tasks, task_table
 from jaxtrain.finetune import join_full
 from jaxtrain.model import cast
@@ -297,7 +297,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     with ray_cluster(a.ray) as cluster, joined(place, config.processes, same, a.run) as coordinator:
         saved = load_saved(a.run, a.step)
-        model = RemoteModel(a.run.absolute(), a.step, tuple(a.overrides), fields)
+        model = RemoteModel(place_of_run(a.run), a.step, tuple(a.overrides), fields)
         remote = model if cluster else None
         if a.tasks:
             answer_tasks(saved, config, a, remote)
