@@ -32,7 +32,7 @@ from jaxtrain.cluster.service import RetryingClient, make_client, start_service
 from jaxtrain.settings import UserError
 
 BEAT = 0.5  # seconds between two questions who is live, of up to MANY processes
-MANY = 256  # more processes ask less often: the service lists all of them in each answer
+MANY = 128  # more processes ask less often: the service lists all of them in each answer
 WAIT = 0.5  # seconds of one request for a value that is not there yet
 LINGER = 5.0  # seconds in which the news of a failure reach the others
 PATIENCE = 5.0  # seconds after which a wait at the start is reported

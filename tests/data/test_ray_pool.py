@@ -46,16 +46,18 @@ def ray_of_this_process():
         function, given = result
         return function(*given)
 
+    head = SimpleNamespace(gcs_address="127.0.0.1:1")
     return tasks, SimpleNamespace(
-        remote=remote, get=get, put=lambda x: x, init=lambda *_, **__: None,
-        shutdown=lambda: None, cluster_resources=lambda: {"CPU": 2.0},
+        remote=remote, get=get, put=lambda x: x, get_runtime_context=lambda: head,
+        init=lambda *_, **__: None, shutdown=lambda: None, cluster_resources=lambda: {"CPU": 2.0},
     )  # fmt: skip
 
 
 def test_a_command_gives_its_blocks_to_the_cluster(tmp_path, corpus, small, monkeypatch):
     """With a Ray that runs everything here."""
     yaml, files = yaml_of(tmp_path, corpus), {}
-    errors = SimpleNamespace(RayError=ZeroDivisionError, RayTaskError=ZeroDivisionError)
+    names = ("RayError", "RayTaskError", "LocalRayletDiedError")
+    errors = SimpleNamespace(**dict.fromkeys(names, ZeroDivisionError))
     for name, words in {"host": [], "nodes": ["--ray", "local"]}.items():
         tasks, stand_in = ray_of_this_process()
         monkeypatch.setitem(sys.modules, "ray", stand_in)
