@@ -78,9 +78,13 @@ def test_what_is_not_spread_is_refused(model, capsys):
     )
 
 
-def test_a_node_without_the_run_is_named(tmp_path):
+def test_a_node_without_the_run_or_the_data_is_named(tmp_path):
     with pytest.raises(UserError, match=r"node \S+ has no folder \S+; put the run on a disk that"):
         RemoteModel(str(tmp_path / "away"), None, (), ()).load()
+    with pytest.raises(
+        UserError, match=r"no folder \S+; data.cache_dir must be on a disk that all"
+    ):
+        evaluate.load_block_sums(RemoteModel("", None, (), ()), tmp_path / "away")
 
 
 def test_nodes_take_a_run_from_its_url(tmp_path):
