@@ -56,8 +56,9 @@ class Members:
 
     def __init__(self, first: int, last: int, count: int, address: str):
         words = [sys.executable, "-m", "benchmarks.simulate", *map(str, (first, last, count))]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen([*words, address], text=True, **pipes)
+        self.process = subprocess.Popen(
+            [*words, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def tell(self, what: str) -> None:
         assert self.process.stdin is not None
@@ -156,4 +157,5 @@ def checksum_list(count: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    be_members(*map(int, sys.argv[1:4]), sys.argv[4])
+    first, last, count = map(int, sys.argv[1:4])
+    be_members(first, last, count, sys.argv[4])
