@@ -78,7 +78,7 @@ class ServiceClient(Protocol):
 class RetryingClient:
     """A client whose requests are sent again when the service has refused them.
 
-    gRPC's server cancels new requests while more than 1,000 wait, as when many processes have met.
+    It cancels new requests while many wait, as when 1,024 processes have just met.
     """
 
     def __init__(self, client: ServiceClient):
