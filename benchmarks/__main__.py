@@ -243,7 +243,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         type=whole(1),
         help="population: of a run that the compile time is a part of; ladder: of the baseline",
     )
-    parser.add_argument("--note", help="population: a note on the machine, kept in the record")
+    parser.add_argument(
+        "--note", help="population, simulate: a note on the machine, kept in the record"
+    )
     parser.add_argument(
         "--baseline",
         help="race: name of the run to beat, default the best AdamW; curves: default the records'",
@@ -296,9 +298,10 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield from bench_compress(asked)
     elif a.what == "at-scale":
         yield from bench_at_scale()
-    elif a.what in ("plans", "simulate"):
-        bench = bench_plans if a.what == "plans" else bench_simulate
-        yield bench(a.overrides, a.variant)
+    elif a.what == "plans":
+        yield bench_plans(a.overrides, a.variant)
+    elif a.what == "simulate":
+        yield bench_simulate(a.overrides, a.variant, a.note)
     elif a.what == "remote-loader":
         yield bench_remote_loader(a.variant)
     elif a.what == "packing":

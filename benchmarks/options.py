@@ -27,6 +27,7 @@ ONLY = {
     "loader": ("minutes",),
     "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
     "population": ("depth", "members", "steps", "note"),
+    "simulate": ("note",),
     "race": ("baseline", "differ"),
     "verdicts": ("workers", "time_only", "tune"),
 }  # fmt: skip

@@ -3,10 +3,11 @@
 One part is the rendezvous, comparison and heartbeats of many processes. The other is the checksum
 list of a checkpoint of 10^5 files.
 
-    python -m benchmarks simulate 64 1024
+    python -m benchmarks simulate 64 1024 --note "other jobs ran on the same cores"
 
-The processes are threads that each have a real `Coordinator` and a client of JAX's service. They
-share the cores, so that seconds are an upper bound of what hosts of their own would take.
+The processes of the job are threads, `EACH` of them in one process of this machine. Each has a real
+`Coordinator` and a client of JAX's service. They share the cores, so that seconds are an upper
+bound of what hosts of their own would take.
 """
 
 import os
@@ -29,6 +30,7 @@ from jaxtrain.settings import UserError
 from jaxtrain.storage import checksums
 
 PROCESSES = 1024
+EACH = 128  # threads of a process: with 1,024 JAX's clients in one, the kernel takes all time
 FILES = 100_000  # of a checkpoint
 FILE_BYTES = 64  # small: only the checksum list is measured
 TIMEOUT = 480.0  # seconds of a meeting
@@ -36,60 +38,99 @@ HEARTBEAT = 120.0  # seconds; the threads of one machine are slower than process
 BEATING = 10.0  # seconds in which the processor time of the beats is taken
 
 
-def bench_simulate(options: Sequence[str], variant: str | None = None) -> dict[str, Any]:
+def bench_simulate(
+    options: Sequence[str], variant: str | None = None, note: str | None = None
+) -> dict[str, Any]:
     """Rows of so many processes each (default PROCESSES), and of the checksums."""
     counts = [int(option) for option in options] or [PROCESSES]
-    rows = [in_process(count) for count in counts]
+    workload: dict[str, Any] = {"cores": cores(), "load": os.getloadavg()[0], "each": EACH}
+    workload |= {"note": note} if note else {}
+    rows = [coordinate(count) for count in counts]
     rows.append(checksum_list(FILES))
-    workload = {"cores": cores(), "load": os.getloadavg()[0]}
     record = describe("simulate", "host", variant or "", workload=workload)
     return record | {"rows": rows}
 
 
-def in_process(count: int) -> dict[str, Any]:
-    """`coordinate` in a process of its own: threads of JAX's clients outlive their use."""
-    words = [sys.executable, "-m", "benchmarks.simulate", str(count)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"{count} processes: {' '.join(done.stderr.split())[-300:]}")
-    seconds = [float(word) for word in done.stdout.splitlines()[-1].split()]
-    names = ("meet_s", "compare_s", "stop_s", "beat_cpu_s_per_s", "cpu_s")
-    return {"name": "coordinator", "shape": f"{count:,} processes", **dict(zip(names, seconds))}
+class Members:
+    """Some processes of a job in a process of this machine, which does what it is told."""
+
+    def __init__(self, first: int, last: int, count: int, address: str):
+        words = [sys.executable, "-m", "benchmarks.simulate", *map(str, (first, last, count))]
+        self.process = subprocess.Popen(
+            [*words, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def tell(self, what: str) -> None:
+        assert self.process.stdin is not None
+        print(what, file=self.process.stdin, flush=True)
+
+    def answer(self) -> float:
+        """Its CPU seconds since it began, once the work is done."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line.strip():
+            raise UserError("a process of the simulation ended, see above")
+        return float(line)
 
 
-def coordinate(count: int) -> list[float]:
+def coordinate(count: int) -> dict[str, Any]:
     """Seconds to meet, seconds to compare, and seconds from a request to stop until all agree on
     the last step. Then CPU seconds for each second of heartbeats, and CPU seconds in all."""
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
-    secret = Secret(Path("nowhere"), "", {VARIABLE: "of this simulation"})
-    faults: list[str] = []
+    bounds = [(first, min(first + EACH, count)) for first in range(0, count, EACH)]
+    parts = [Members(*bound, count, address) for bound in bounds]
 
-    def end(message: str, code: int) -> None:
-        faults.append(message)
-
-    members = [Coordinator(i, count, heartbeat_timeout=HEARTBEAT, end=end) for i in range(count)]
-    threading.stack_size(1 << 19)
-    with ThreadPoolExecutor(count) as pool:
-
-        def all_do(work: Callable[[Coordinator], object]) -> float:
-            begin = time.perf_counter()
-            list(pool.map(work, members))
-            return time.perf_counter() - begin
-
-        meet = all_do(lambda one: one.meet(address, TIMEOUT, secret))
-        compare = all_do(lambda one: one.compare({"code": "same", "data": "same"}, ""))
-        for one in members:
-            one.begin(0)
-        processor = time.process_time()
-        time.sleep(BEATING)
-        beats = (time.process_time() - processor) / BEATING
+    def all_do(what: str, of: Sequence[Members] = parts) -> tuple[float, float]:
+        """Seconds, and the CPU seconds of these processes since they began."""
         begin = time.perf_counter()
-        members[0].should_stop(0, wanted=True)
-        stop = time.perf_counter() - begin
-    if faults:
-        raise UserError(faults[0])
-    return [meet, compare, stop, beats, time.process_time()]
+        for part in of:
+            part.tell(what)
+        spent = sum(part.answer() for part in of)
+        return time.perf_counter() - begin, spent
+
+    try:
+        _, loaded = all_do("load")
+        meet, _ = all_do("meet")
+        compare, _ = all_do("compare")
+        _, before = all_do("begin")
+        time.sleep(BEATING)
+        _, after = all_do("rest")
+        stop, _ = all_do("stop", parts[:1])
+        _, spent = all_do("rest")
+    finally:
+        for part in parts:
+            part.process.kill()
+            part.process.communicate()
+    return {
+        "name": "coordinator",
+        "shape": f"{count:,} processes",
+        "meet_s": meet,
+        "compare_s": compare,
+        "stop_s": stop,
+        "beat_cpu_s_per_s": (after - before) / BEATING,
+        "cpu_s": spent - loaded,
+    }
+
+
+def be_members(first: int, last: int, count: int, address: str) -> None:
+    """Processes first..last of a job: each line of stdin is something that all of them do."""
+    secret = Secret(Path("nowhere"), "", {VARIABLE: "of this simulation"})
+    members = [Coordinator(i, count, heartbeat_timeout=HEARTBEAT) for i in range(first, last)]
+    threading.stack_size(1 << 19)
+    work: dict[str, Callable[[Coordinator], object]] = {
+        "meet": lambda one: one.meet(address, TIMEOUT, secret),
+        "compare": lambda one: one.compare({"code": "same", "data": "same"}, ""),
+        "begin": lambda one: one.begin(0),
+    }
+    with ThreadPoolExecutor(len(members)) as pool:
+        for line in sys.stdin:
+            what = line.strip()
+            if what == "stop":
+                members[0].should_stop(0, wanted=True)
+            elif what in work:
+                list(pool.map(work[what], members))
+            print(time.process_time(), flush=True)
 
 
 def checksum_list(count: int) -> dict[str, Any]:
@@ -116,5 +157,5 @@ def checksum_list(count: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(*coordinate(int(sys.argv[1])), flush=True)
-    os._exit(0)  # nobody leaves: the threads end with the process
+    first, last, count = map(int, sys.argv[1:4])
+    be_members(first, last, count, sys.argv[4])

@@ -18,12 +18,13 @@ FILTERS = [{"name": "gopher_quality"}, {"name": "near_duplicates"}, {"name": "ex
 
 
 CLUSTER = """
-import sys
+import json, sys
 from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": {
     "health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000,
     "health_check_failure_threshold": 3}})
-nodes = [cluster.add_node(num_cpus=1, wait=False) for _ in range(int(sys.argv[1]))]
+add = lambda env: cluster.add_node(num_cpus=1, wait=False, env_vars=env)
+nodes = [add(env) for env in json.loads(sys.argv[1])]
 cluster.wait_for_nodes()
 print("address", cluster.address, flush=True)
 for line in sys.stdin:
@@ -31,6 +32,8 @@ for line in sys.stdin:
         lost = min(nodes, key=lambda node: node.node_id)
         nodes.remove(lost)
         cluster.remove_node(lost, allow_graceful=False)
+    elif line == "behead\\n":
+        cluster.remove_node(cluster.head_node, allow_graceful=False)
     else:
         nodes.append(cluster.add_node(num_cpus=1))
     print(len(nodes), flush=True)
@@ -40,10 +43,10 @@ cluster.shutdown()
 
 class Cluster:
     """A head without cores and some nodes with one, in a process of its own: here runs jax, and
-    Ray forks."""
+    Ray forks. environments: variables of each node."""
 
-    def __init__(self, nodes=4):
-        line = [sys.executable, "-c", CLUSTER, str(nodes)]
+    def __init__(self, environments=({},) * 4):
+        line = [sys.executable, "-c", CLUSTER, json.dumps(environments)]
         env = os.environ | on_ray.SETTINGS
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(line, text=True, env=env, **pipes)
@@ -51,7 +54,7 @@ class Cluster:
         self.address = next(line.split()[1] for line in said if line.startswith("address"))
 
     def ask(self, what):
-        """Kill the node whose id is lowest, or add one; how many there are."""
+        """Kill the node whose id is lowest or the head, or add one; how many there are but it."""
         self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
@@ -100,7 +103,8 @@ def yaml_of(folder, corpus):
 
 
 DRIVER = """
-import os, sys
+import os, sys, time
+from jaxtrain.cluster import ray_cluster as on_ray
 from jaxtrain.data.files import reading
 from jaxtrain.data.filters import filtering
 from jaxtrain.data.store import encode, prepare, store
@@ -115,7 +119,16 @@ def counted(write):
             os.kill(os.getpid(), 9)
         return result
     return counting
-if sys.argv[1] in ("_save", "_commit"):
+if sys.argv[1] == "_save waits":
+    on_ray.HEAD_GONE, save = 3.0, filtering._save
+    def waiting(*args):
+        saved.append(save(*args))
+        if len(saved) == 3:
+            print("three are saved", flush=True)
+            time.sleep(60)
+        return saved[-1]
+    filtering._save = waiting
+elif sys.argv[1] in ("_save", "_commit"):
     module = filtering if sys.argv[1] == "_save" else prepare
     setattr(module, sys.argv[1], counted(getattr(module, sys.argv[1])))
 from jaxtrain.cli import main
@@ -123,7 +136,12 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+def driver(dies, *words):
+    """A command that dies at the third note of a kind, or waits there, or does neither."""
+    return [sys.executable, "-c", DRIVER, dies, *map(str, words)]
+
+
 def drive(cwd, dies, *words):
-    """The command in a process of its own, which dies at the third note of a kind, or at none."""
-    line = [sys.executable, "-c", DRIVER, dies, *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=cwd)
+    """The command in a process of its own."""
+    options = {"capture_output": True, "text": True, "timeout": 300, "cwd": cwd}
+    return subprocess.run(driver(dies, *words), **options)

@@ -2,7 +2,8 @@
 
 All of it goes through the client of JAX's coordination service: values through its key-value store,
 deaths by the heartbeats that its C++ threads send. A thread of each process asks every `BEAT`
-seconds who is live. The loop of the training steps never asks the service (0.25 ms a call).
+seconds who is live, less often in a large job. The loop of the training steps never asks the
+service (0.25 ms a call).
 
 Keys: `facts/ROUND/PROCESS` and `answer/ROUND` of a comparison, `step/PROCESS` the last step that a
 process has begun, `job/failed` why the job ends, `job/stop` that somebody wishes to stop,
@@ -27,10 +28,11 @@ from jax._src.distributed import global_state
 from jaxtrain.cluster import meeting
 from jaxtrain.cluster.meeting import Link, Trouble
 from jaxtrain.cluster.secret import Secret, is_loopback
-from jaxtrain.cluster.service import ServiceClient, make_client, start_service
+from jaxtrain.cluster.service import RetryingClient, make_client, start_service
 from jaxtrain.settings import UserError
 
-BEAT = 0.5  # seconds between two questions who is live
+BEAT = 0.5  # seconds between two questions who is live, of up to MANY processes
+MANY = 128  # more processes ask less often: the service lists all of them in each answer
 WAIT = 0.5  # seconds of one request for a value that is not there yet
 LINGER = 5.0  # seconds in which the news of a failure reach the others
 PATIENCE = 5.0  # seconds after which a wait at the start is reported
@@ -68,7 +70,7 @@ class Coordinator:
         self.address, self.timeout, self.until = "", 0.0, 0.0
         self.links: dict[int, Link] = {}  # index of a process -> the connection to it
         self.trouble = Trouble("no answer yet")  # why the last attempt to reach process 0 failed
-        self.client: ServiceClient | None = None
+        self.client: RetryingClient | None = None
         self.service: IO[bytes] | None = None  # of process 0
         self.watchers: list[threading.Thread] = []
         self.rounds = 0  # comparisons
@@ -204,7 +206,7 @@ class Coordinator:
 
     def share_with_jax(self) -> None:
         """Let this process's JAX use the client, as `jax.distributed.initialize` would."""
-        global_state.client = self.client
+        global_state.client = self.client and self.client.client
         global_state.process_id, global_state.num_processes = self.index, self.count
 
     # ---- agreeing ----------------------------------------------------------------------------
@@ -286,7 +288,7 @@ class Coordinator:
         if not known:
             self._publish(f"process {self.index} ({self.host}): {message}", code)
 
-    def _release_watchers(self, client: ServiceClient) -> None:
+    def _release_watchers(self, client: RetryingClient) -> None:
         """Wait until no thread is inside the client.
 
         A thread that comes back from C++ after Python has ended aborts the process (SIGABRT).
@@ -332,7 +334,7 @@ class Coordinator:
                 self._agree_on_stop(client, news)
                 if self.index == 0 and self.step_timeout is not None:
                     self._check_steps(client, self.step_timeout)
-                time.sleep(BEAT)
+                time.sleep(BEAT * max(1.0, self.count / MANY))
         except jax.errors.JaxRuntimeError as error:
             if not self.over:
                 where = f"process 0 ({self.hosts[0]})"
@@ -346,14 +348,14 @@ class Coordinator:
             self.asked += not self.over
             return not self.over
 
-    def _lost(self, index: int, client: ServiceClient) -> None:
+    def _lost(self, index: int, client: RetryingClient) -> None:
         step = dict(client.key_value_dir_get("step/")).get(f"step/{index}", "None")
         when = "before a step" if step == "None" else f"in step {step}"
         host = self.hosts.get(index) or client.key_value_try_get(f"host/{index}")
         silent = f"has not been heard of for {self.heartbeat_timeout:g} s"
         self._end(f"process {index} ({host}) {silent} ({when}); it was killed or hangs" + AGAIN, 1)
 
-    def _agree_on_stop(self, client: ServiceClient, news: dict[str, str]) -> None:
+    def _agree_on_stop(self, client: RetryingClient, news: dict[str, str]) -> None:
         """Hold once somebody wishes to stop; when all hold, the furthest step is the last."""
         if "job/stop" not in news or self.last is not None:
             return
@@ -367,7 +369,7 @@ class Coordinator:
                 self.last = max(held)
                 self.changed.notify_all()
 
-    def _check_steps(self, client: ServiceClient, limit: float) -> None:
+    def _check_steps(self, client: RetryingClient, limit: float) -> None:
         """End all processes if none has begun a step for `limit` seconds."""
         now = time.monotonic()
         for key, step in client.key_value_dir_get("step/"):

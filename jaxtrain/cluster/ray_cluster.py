@@ -12,9 +12,11 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -25,6 +27,12 @@ from jaxtrain.settings import UserError
 LOCAL = "local"
 AHEAD = 2  # tasks that wait for each core
 RETRIES = 5  # of a task whose node or process was lost
+LOOK = 1.0  # seconds between two looks at the head node
+HEAD_GONE = 15.0  # seconds without it after which the cluster counts as lost
+HEAD_LOST = (
+    "the head node is gone, and its cluster with it; the same command on a new cluster goes on "
+    "from what is on disk"
+)
 PROBE = 30.0  # seconds in which a cluster says that it is one
 HOST_PORT = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
 # Of this process, before Ray is imported. Ray would repeat a `uv run` on the nodes, with a copy of
@@ -98,12 +106,30 @@ def ray_cluster(address: str | None, show: bool = False) -> Iterator[RayCluster 
     connect_to_ray(address, show)
     import ray
 
-    mark = CURRENT.set(RayCluster(address))
+    mark, over = CURRENT.set(RayCluster(address)), threading.Event()
+    head = ray.get_runtime_context().gcs_address
+    threading.Thread(target=watch_head, args=(address, head, over), daemon=True).start()
     try:
         yield CURRENT.get()
     finally:
         CURRENT.reset(mark)
-        ray.shutdown()
+        ray.shutdown()  # without a head, it may not come back
+        over.set()
+
+
+def watch_head(address: str, head: str, over: threading.Event) -> None:
+    """Ends this process with one line once nothing has listened at `head` for HEAD_GONE seconds.
+
+    Ray itself would wait a minute, and then abort the process. Whatever is written appears whole.
+    """
+    host, _, port = head.rpartition(":")
+    seen = time.monotonic()
+    while not over.wait(LOOK):
+        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), LOOK):
+            seen = time.monotonic()
+        if time.monotonic() - seen > HEAD_GONE and not over.is_set():
+            os.write(2, f"error: --ray {address}: {HEAD_LOST}\n".encode())
+            os._exit(2)
 
 
 def task_result(result: Any, passed_on: type[Exception] | tuple[type[Exception], ...] = ()) -> Any:
@@ -112,7 +138,7 @@ def task_result(result: Any, passed_on: type[Exception] | tuple[type[Exception],
     passed_on: errors of Ray that the caller handles.
     """
     import ray
-    from ray.exceptions import RayError, RayTaskError
+    from ray.exceptions import LocalRayletDiedError, RayError, RayTaskError
 
     try:
         value, error = pickle.loads(ray.get(result))
@@ -120,6 +146,8 @@ def task_result(result: Any, passed_on: type[Exception] | tuple[type[Exception],
         raise
     except RayTaskError as failed:  # before the function was called
         raise UserError(f"--ray: a node cannot do the work: {ray_reason(failed)}") from failed
+    except LocalRayletDiedError as lost:
+        raise UserError(f"--ray: {HEAD_LOST}") from lost
     except RayError as lost:
         raise UserError(
             f"--ray: a part of the work was lost {RETRIES + 1} times ({type(lost).__name__}); if "

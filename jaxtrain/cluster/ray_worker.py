@@ -140,6 +140,11 @@ def run_and_pack(caller: Caller, compute: Any) -> bytes:
     return pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
 
 
+def missing_on_node(what: str, path: Path | str, instead: str) -> UserError:
+    """Of a file or folder that is on the host of the command, and not on this node."""
+    return UserError(f"--ray: node {socket.gethostname()} has no {what} {path}; {instead}")
+
+
 def check_code(caller: Caller) -> None:
     """Raises UserError where this process has other code than the command."""
     mine = code_and_packages()

@@ -7,15 +7,20 @@ second when "done" was written there.
 """
 
 import importlib
+import random
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Protocol, runtime_checkable
+
+import jax
 
 from jaxtrain.settings import UserError
 
+TRIES = 8  # of a request that the service refuses, in 15 seconds or so
+FIRST_WAIT = 0.1  # seconds; doubled for every further try
 # A process without a heartbeat for so long is not live. Losses are noticed by the coordinator:
 # `recoverable` keeps the service from ending the other processes by itself.
 PROGRAM = """
@@ -70,9 +75,52 @@ class ServiceClient(Protocol):
     def get_live_nodes(self, process_ids: Sequence[int]) -> dict[int, int]: ...
 
 
-def make_client(address: str, index: int, heartbeat_timeout: int, timeout: int) -> ServiceClient:
+class RetryingClient:
+    """A client whose requests are sent again when the service has refused them.
+
+    It cancels new requests while many wait, as when 1,024 processes have just met.
+    """
+
+    def __init__(self, client: ServiceClient):
+        self.client = client
+
+    def connect(self) -> None:
+        self.client.connect()
+
+    def shutdown(self) -> None:
+        self.client.shutdown()
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        retried(lambda: self.client.key_value_set(key, value, allow_overwrite))
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return retried(lambda: self.client.key_value_dir_get(key))
+
+    def key_value_try_get(self, key: str) -> str:
+        return retried(lambda: self.client.key_value_try_get(key))
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        return retried(lambda: self.client.blocking_key_value_get(key, timeout_in_ms))
+
+    def get_live_nodes(self, process_ids: Sequence[int]) -> dict[int, int]:
+        return retried(lambda: self.client.get_live_nodes(process_ids))
+
+
+def retried[T](request: Callable[[], T]) -> T:
+    """The answer to a request, which is sent again, ever later, when it was cancelled."""
+    for attempt in range(TRIES):
+        try:
+            return request()
+        except jax.errors.JaxRuntimeError as error:
+            if attempt + 1 == TRIES or not str(error).startswith("CANCELLED"):
+                raise
+            time.sleep(FIRST_WAIT * 2**attempt * random.uniform(0.5, 1.5))
+    raise AssertionError("unreachable")
+
+
+def make_client(address: str, index: int, heartbeat_timeout: int, timeout: int) -> RetryingClient:
     """The client of process `index`; not connected yet. Both timeouts are in seconds."""
-    return importlib.import_module("jaxlib._jax").get_distributed_runtime_client(
+    client = importlib.import_module("jaxlib._jax").get_distributed_runtime_client(
         address,
         index,
         init_timeout=timeout,
@@ -81,3 +129,4 @@ def make_client(address: str, index: int, heartbeat_timeout: int, timeout: int) 
         shutdown_on_destruction=False,
         use_compression=True,
     )
+    return RetryingClient(client)

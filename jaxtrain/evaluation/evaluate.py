@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, count, islice, takewhile
+from pathlib import Path
 from typing import SupportsFloat
 
 import jax
@@ -25,6 +26,7 @@ from jaxtrain import data
 from jaxtrain.cluster.processes import find_place, joined
 from jaxtrain.cluster.ray_cluster import ray_cluster
 from jaxtrain.cluster.ray_models import NodeModels
+from jaxtrain.cluster.ray_worker import missing_on_node
 from jaxtrain.cluster.runtime import compute_dtype, start
 from jaxtrain.config.resolve import Resolved, override
 from jaxtrain.data.batches.augment import Augment
@@ -32,7 +34,7 @@ from jaxtrain.data.evaluation.tasks import Rules
 from jaxtrain.evaluation.arguments import evaluate_parser
 from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.needle import answer_needles
-from jaxtrain.evaluation.remote import RemoteModel
+from jaxtrain.evaluation.remote import RemoteModel, place_of_run
 from jaxtrain.evaluation.tasks import run_tasks, task_table
 from jaxtrain.finetune import join_full
 from jaxtrain.model import cast
@@ -195,16 +197,19 @@ def evaluate(saved: Saved, config: Resolved, remote: RemoteModel | None = None) 
     if remote is None:
         blocks = map(make_block_sums(saved, config), count())
     else:
-        prepare_validation(saved, config)
-        blocks = NodeModels(partial(load_block_sums, remote)).map(count())
+        prepared = prepare_validation(saved, config).directory
+        blocks = NodeModels(partial(load_block_sums, remote, prepared)).map(count())
     total = np.zeros(len(objectives.EvaluationSums._fields))
     for sums in takewhile(lambda one: one is not None, blocks):
         total += sums
     return figures_of(total)
 
 
-def load_block_sums(remote: RemoteModel) -> BlockSums:
-    """On a node."""
+def load_block_sums(remote: RemoteModel, prepared: Path | None) -> BlockSums:
+    """On a node. prepared: the folder of the validation split, if it is one."""
+    if prepared is not None and not prepared.is_dir():
+        shared = "data.cache_dir must be on a disk that all nodes share, or at a URL"
+        raise missing_on_node("folder", prepared, shared)
     return make_block_sums(*remote.load())
 
 
@@ -297,7 +302,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     with ray_cluster(a.ray) as cluster, joined(place, config.processes, same, a.run) as coordinator:
         saved = load_saved(a.run, a.step)
-        model = RemoteModel(a.run.absolute(), a.step, tuple(a.overrides), fields)
+        model = RemoteModel(place_of_run(a.run), a.step, tuple(a.overrides), fields)
         remote = model if cluster else None
         if a.tasks:
             answer_tasks(saved, config, a, remote)

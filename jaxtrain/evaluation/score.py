@@ -43,7 +43,7 @@ from jaxtrain.evaluation.arguments import ENDING, SCORES, score_parser
 from jaxtrain.evaluation.document_scores import MEASURES, Measured, make_measurer
 from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.prototypes import distances, find_prototypes
-from jaxtrain.evaluation.remote import RemoteModel
+from jaxtrain.evaluation.remote import RemoteModel, place_of_run
 from jaxtrain.evaluation.tasks import identity
 from jaxtrain.runs.saved import Saved, load_saved
 from jaxtrain.settings import UserError, command
@@ -364,7 +364,7 @@ def main(argv: list[str] | None = None) -> int:
         fields = (*FIELDS[:-1], *TEXT)
         config = override(saved.config, arguments.overrides, fields)
         model = RemoteModel(
-            arguments.run.absolute(), arguments.step, tuple(arguments.overrides), fields
+            place_of_run(arguments.run), arguments.step, tuple(arguments.overrides), fields
         )
         console = Console(width=120)
         with ray_cluster(arguments.ray) as cluster, show_progress(console) as progress:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 from jaxtrain.cluster.ray_cluster import ray_cluster
 from jaxtrain.cluster.ray_process import RemoteProcess, gpus_of_cluster
+from jaxtrain.cluster.ray_worker import missing_on_node
 from jaxtrain.settings import UserError, command
 from jaxtrain.sweep.arguments import sweep_parser
 from jaxtrain.sweep.config import SweepConfig
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     c = load_sweep(find_sweep(a.sweep), a.overrides)
     check_sampler(c)
+    if a.ray and a.worker and not (c.folder / "sweep.yaml").is_file():
+        shared = "directory=... must be on a disk that all nodes share, whatever storage is"
+        raise missing_on_node("folder", c.folder.absolute(), shared)
     open_folder(c)
     queues = open_queues(c)
     try:

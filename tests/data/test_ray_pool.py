@@ -2,17 +2,25 @@
 
 import pickle
 import re
+import shutil
 import socket
 import sys
 import time
 from types import SimpleNamespace
 
 import pytest
-from ray_cases import files_of, small_blocks, write_corpus, yaml_of
+from ray_cases import config, files_of, small_blocks, write_corpus, yaml_of
 
 from jaxtrain.cli import main
 from jaxtrain.cluster import ray_cluster as on_ray
 from jaxtrain.cluster import ray_worker
+from jaxtrain.data import prepare
+from jaxtrain.data.files import reading
+from jaxtrain.data.files.local import File
+from jaxtrain.data.files.sources import ParquetSource, find_files
+from jaxtrain.data.filters.batch import TextBatch
+from jaxtrain.data.filters.decontaminate import Decontaminate, filter_contaminated
+from jaxtrain.data.store import encode
 from jaxtrain.settings import UserError
 
 
@@ -38,16 +46,18 @@ def ray_of_this_process():
         function, given = result
         return function(*given)
 
+    head = SimpleNamespace(gcs_address="127.0.0.1:1")
     return tasks, SimpleNamespace(
-        remote=remote, get=get, put=lambda x: x, init=lambda *_, **__: None,
-        shutdown=lambda: None, cluster_resources=lambda: {"CPU": 2.0},
+        remote=remote, get=get, put=lambda x: x, get_runtime_context=lambda: head,
+        init=lambda *_, **__: None, shutdown=lambda: None, cluster_resources=lambda: {"CPU": 2.0},
     )  # fmt: skip
 
 
 def test_a_command_gives_its_blocks_to_the_cluster(tmp_path, corpus, small, monkeypatch):
     """With a Ray that runs everything here."""
     yaml, files = yaml_of(tmp_path, corpus), {}
-    errors = SimpleNamespace(RayError=ZeroDivisionError, RayTaskError=ZeroDivisionError)
+    names = ("RayError", "RayTaskError", "LocalRayletDiedError")
+    errors = SimpleNamespace(**dict.fromkeys(names, ZeroDivisionError))
     for name, words in {"host": [], "nodes": ["--ray", "local"]}.items():
         tasks, stand_in = ray_of_this_process()
         monkeypatch.setitem(sys.modules, "ray", stand_in)
@@ -93,3 +103,32 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
         on_ray.ray_cluster("auto"),
     ):
         pass
+
+
+def test_a_node_gets_the_tokenizer_and_needs_no_folder(tmp_path, corpus):
+    prepared = prepare(config(tmp_path / "cache", corpus))
+    source, folder = config(tmp_path, corpus).train, prepared.directory / "tokenizer"
+    group = list(reading.blocks(source, find_files(source)))
+    here = encode.encode_blocks(encode.encode_job(source, folder), group)
+    mark = on_ray.CURRENT.set(on_ray.RayCluster("local"))
+    try:
+        sent = pickle.dumps(encode.encode_job(source, folder))
+    finally:
+        on_ray.CURRENT.reset(mark)
+    shutil.rmtree(tmp_path / "cache")
+    assert encode.encode_blocks(pickle.loads(sent), group).train.ids == here.train.ids
+
+
+def test_a_file_that_a_node_lacks_is_one_line_with_what_would_be_right(tmp_path):
+    source, file = (
+        ParquetSource(path=str(tmp_path / "a.parquet")),
+        File(f"{tmp_path}/a.parquet", 9, ""),
+    )
+    block = reading.TextBlock(file, 1, 0, 9, None, reading.START)
+    with pytest.raises(
+        UserError, match=r"--ray: node \S+ has no file \S+/a.parquet; nodes read Par"
+    ):
+        list(reading.texts_of(source, block))
+    batch, filter = TextBatch(["a text"], [{}]), Decontaminate(against=(str(tmp_path / "a.npz"),))
+    with pytest.raises(UserError, match=r"has no file \S+/a.npz; data.cache_dir must be on a disk"):
+        filter_contaminated(filter, batch)

@@ -2,9 +2,10 @@
 
 from itertools import cycle
 
+import fsspec
 import numpy as np
 import pytest
-from s3_server import CUT, INTERNAL, SHORT, SLOW_DOWN
+from s3_server import CUT, DENIED, EXPIRED, INTERNAL, SECRET, SHORT, SLOW_DOWN
 from test_remote_store import batches_of, config
 from tiny import rows_of, run_overrides, weights_of
 
@@ -46,6 +47,29 @@ def test_a_bucket_gives_the_batches_of_a_disk_through_faults(s3, text, tmp_path)
     assert len(ranges) > 3
     last = [request.key for request in s3.requests if request.method == "PUT"][-1]
     assert last.count("/") == 3 and last.endswith(".json")  # what names an entry comes after it
+
+
+@pytest.mark.parametrize("fault", [DENIED, EXPIRED])
+def test_rights_that_end_in_the_middle_are_one_line_and_nothing_is_lost(
+    s3, text, tmp_path, capsys, fault
+):
+    url, done = f"{s3.bucket()}/prepared", []
+    s3.fault = lambda r: fault if r.method == "PUT" and (done.append(r) or len(done) > 3) else None
+    fields = ["data.tokenizer.name=bytes", f"data.cache_dir={url}"]
+    fields += [f"data.local_cache.path={tmp_path}/blocks"]
+    fields += [f"data.train.{key}={value}" for key, value in text.items()]
+    assert main(["prepare", *fields]) == 2
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1 and "may not be written, check the credentials: " in err
+    assert SECRET not in out + err and len(done) == 4
+    s3.reset()
+    assert main(["prepare", *fields]) == 0
+    other = [*fields[:1], f"data.cache_dir={url}-whole", *fields[2:]]
+    assert main(["prepare", *other]) == 0
+    filesystem, root = fsspec.url_to_fs(url)
+    found = [filesystem.find(folder) for folder in (root, f"{root}-whole")]
+    assert len(found[0]) == len(found[1]) > 4
+    assert [*map(filesystem.cat_file, found[0])] == [*map(filesystem.cat_file, found[1])]
 
 
 def test_a_run_reads_a_bucket_as_it_reads_a_disk(s3, text, tmp_path):

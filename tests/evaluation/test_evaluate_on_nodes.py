@@ -9,6 +9,9 @@ from task_cases import FIELDS
 from tiny import random_run
 
 from jaxtrain.evaluation import evaluate, tasks
+from jaxtrain.evaluation.remote import RemoteModel, place_of_run
+from jaxtrain.settings import UserError
+from jaxtrain.storage.disk import write_json
 
 
 class ModelsHere:
@@ -74,3 +77,19 @@ def test_what_is_not_spread_is_refused(model, capsys):
     assert "--ray spreads tasks or validation over nodes: leave out --needle" in (
         capsys.readouterr().err
     )
+
+
+def test_a_node_without_the_run_or_the_data_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"node \S+ has no folder \S+; put the run on a disk that"):
+        RemoteModel(str(tmp_path / "away"), None, (), ()).load()
+    with pytest.raises(
+        UserError, match=r"no folder \S+; data.cache_dir must be on a disk that all"
+    ):
+        evaluate.load_block_sums(RemoteModel("", None, (), ()), tmp_path / "away")
+
+
+def test_nodes_take_a_run_from_its_url(tmp_path):
+    """What the command reads is the copy of its host; a node makes one of its own."""
+    assert place_of_run(tmp_path) == str(tmp_path)
+    write_json(tmp_path / "source.json", {"url": "memory://runs/a", "files": {}})
+    assert place_of_run(tmp_path) == "memory://runs/a"

@@ -9,12 +9,14 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
+import jax
 import pytest
 from machine import LONG, Clock, free_port
 
-from jaxtrain.cluster import coordinator, meeting
+from jaxtrain.cluster import coordinator, meeting, service
 from jaxtrain.cluster.coordinator import BEAT, Coordinator
 from jaxtrain.cluster.secret import Secret
 from jaxtrain.settings import UserError
@@ -322,3 +324,26 @@ def test_a_failure_of_one_ends_all_with_its_message():
     _, ends = together(3, work)
     message = f"process 1 ({socket.gethostname()}): the mesh is wrong"
     assert ended(ends, 2) == [(0, message, 2), (2, message, 2)]
+
+
+REFUSED = "CANCELLED: CANCELLED\nAdditional GRPC error information"
+
+
+@pytest.mark.parametrize(
+    ("error", "times", "asked"),
+    [(REFUSED, 3, 4), (REFUSED, 99, service.TRIES), ("UNAVAILABLE: failed to connect", 1, 1)],
+)
+def test_a_request_that_the_service_refuses_is_sent_again(monkeypatch, error, times, asked):
+    """Up to TRIES times; any other error is raised at once."""
+    monkeypatch.setattr(service, "FIRST_WAIT", 0.0)
+    calls = []
+
+    def request():
+        calls.append(error)
+        if len(calls) <= times:
+            raise jax.errors.JaxRuntimeError(error)
+        return "answer"
+
+    with nullcontext() if times < asked else pytest.raises(jax.errors.JaxRuntimeError):
+        assert service.retried(request) == "answer"
+    assert len(calls) == asked

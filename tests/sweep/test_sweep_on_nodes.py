@@ -111,3 +111,11 @@ def test_a_sweep_on_a_cluster_of_this_host_comes_to_its_end(tmp_path):
     figures = [[(row["number"], row["state"], row["values"], row["scores"])
                 for row in found["trials"]] for found in (host, nodes)]  # fmt: skip
     assert figures[0] == figures[1] and [row[1] for row in figures[0]] == ["finished"] * 3
+
+
+def test_a_worker_on_a_node_without_the_folder_begins_no_sweep_of_its_own(tmp_path, capsys):
+    words = [str(write_sweep(tmp_path)), "--ray", "auto", "--worker"]
+    assert command.main(words) == 2
+    said = capsys.readouterr().err
+    assert "has no folder" in said and "on a disk that all nodes share" in said
+    assert said.count("\n") == 1 and not (tmp_path / "runs" / "lr").exists()

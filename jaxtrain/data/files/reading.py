@@ -14,8 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
 
+from jaxtrain.cluster.ray_worker import missing_on_node
 from jaxtrain.data.chat.messages import conversations
-from jaxtrain.data.files.local import File
+from jaxtrain.data.files.local import File, local_path
 from jaxtrain.data.files.remote import open_file
 from jaxtrain.data.files.sources import (
     ChatSource,
@@ -310,6 +311,9 @@ def _parquet_file(source: Any, file: File) -> Any:
     import pyarrow.parquet as pq
 
     place = file.url if is_local(file.url) else open_file(file)
+    if is_local(file.url) and not Path(local_path(file.url)).exists():
+        shared = "nodes read Parquet themselves: put it on a disk that all share, or at a URL"
+        raise missing_on_node("file", file.url, shared)
     table = _whole(file, lambda: pq.ParquetFile(place))
     schema = _whole(file, lambda: table.schema_arrow)
     if source.column not in schema.names:

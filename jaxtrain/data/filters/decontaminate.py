@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from jaxtrain.cluster.ray_worker import missing_on_node
 from jaxtrain.data.evaluation.prompts import prompt_of
 from jaxtrain.data.evaluation.tasks import Bundle, Task, open_bundle
 from jaxtrain.data.filters.arrays import BASE, Spans, ngrams, rolling_hashes, rolling_hashes_at
@@ -161,6 +163,9 @@ class Known(NamedTuple):
 
 @lru_cache(maxsize=4)
 def _known(path: str) -> dict[str, Known]:
+    if not os.path.isfile(path):
+        shared = "data.cache_dir must be on a disk that all nodes share for this filter"
+        raise missing_on_node("file", path, shared)
     with np.load(path) as arrays:
         return {name: _table(arrays[name]) for name in arrays}
 

@@ -13,7 +13,7 @@ from jaxtrain.data.files.reading import Position, TextBlock, blocks, other_colum
 from jaxtrain.data.files.sources import Source
 from jaxtrain.data.filters.work import LEVEL, jsonl_line
 from jaxtrain.data.pool import Map
-from jaxtrain.data.store.encode import EncodeJob, batch_blocks, encode_blocks, token_type
+from jaxtrain.data.store.encode import batch_blocks, encode_blocks, encode_job, token_type
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer
 
 
@@ -34,7 +34,7 @@ def document_groups(
     mapped: Map,
 ) -> Iterator[DocumentGroup]:
     """The documents of a source from `begin` on, a few MB at a time. `folder`: the tokenizer's."""
-    job, dtype = EncodeJob(source, folder, 0), token_type(tokenizer.vocab_size)
+    job, dtype = encode_job(source, folder), token_type(tokenizer.vocab_size)
     for answer in mapped(partial(encode_blocks, job), batch_blocks(blocks(source, files, begin))):
         ids, lengths = np.frombuffer(answer.train.ids, dtype), answer.train.lengths
         parts = np.split(ids.astype(np.int32), np.cumsum(lengths)[:-1]) if len(lengths) else []

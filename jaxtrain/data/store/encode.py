@@ -11,13 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxtrain.cluster.ray_cluster import current_cluster
 from jaxtrain.data.chat.chat import Chat, make_chat
 from jaxtrain.data.chat.template import TemplateRefused, read_template
 from jaxtrain.data.files.reading import Position, TextBlock, chat_records, records_of, texts_of
 from jaxtrain.data.files.sources import CHAT_TEMPLATE_SOURCES, ChatTemplateSource, Source
 from jaxtrain.data.preference.preferences import RecordKind, encode_preferences, same_kind
 from jaxtrain.data.records import Conversation, KTOExample, Preference
-from jaxtrain.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from jaxtrain.data.tokenizer.tokenizer import (
+    SavedTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    read_tokenizer,
+)
 from jaxtrain.settings import UserError
 
 BATCH = 3 << 20  # bytes of text that a process takes at a time: a block, or many short files
@@ -30,8 +36,15 @@ class EncodeJob(NamedTuple):
     """The settings of a tokenizer worker."""
 
     source: Source
-    tokenizer: Path | None  # the folder it is in; None: there is none yet
+    tokenizer: Path | SavedTokenizer | None  # or the folder it is in; None: there is none yet
     held_out: int  # documents whose hash is below are for validation
+
+
+def encode_job(source: Source, tokenizer: Path, held_out: int = 0) -> EncodeJob:
+    """A job with the tokenizer of a folder; nodes of a cluster, which need not share the folder,
+    get the tokenizer itself."""
+    given = tokenizer if current_cluster() is None else read_tokenizer(tokenizer)
+    return EncodeJob(source, given, held_out)
 
 
 class Encoded(NamedTuple):
@@ -222,19 +235,21 @@ def text_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
-def chat_of_source(source: ChatTemplateSource, tokenizer: Path) -> Chat:
-    """The template of a source with the tokenizer of a folder."""
+def chat_of_source(source: ChatTemplateSource, tokenizer: Path | SavedTokenizer) -> Chat:
+    """The template of a source with a tokenizer, or with that of a folder."""
     return _chat(read_template(source.template), tuple(source.special.items()), tokenizer)
 
 
 @lru_cache(maxsize=8)
-def _chat(template: str, special: tuple[tuple[str, str], ...], tokenizer: Path) -> Chat:
+def _chat(
+    template: str, special: tuple[tuple[str, str], ...], tokenizer: Path | SavedTokenizer
+) -> Chat:
     return make_chat(template, dict(special), _tokenizer(tokenizer))
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(directory: Path) -> Tokenizer:
-    return load_tokenizer(directory)
+def _tokenizer(given: Path | SavedTokenizer) -> Tokenizer:
+    return given.load() if isinstance(given, SavedTokenizer) else load_tokenizer(given)
 
 
 def _packed(read: list[EncodedRecord], dtype: np.dtype) -> Encoded:

@@ -37,10 +37,10 @@ from jaxtrain.data.store import store as stores
 from jaxtrain.data.store.cache import cache_directory, cache_url, locked
 from jaxtrain.data.store.encode import (
     DROP_REASONS,
-    EncodeJob,
     batch_blocks,
     chat_of_source,
     encode_blocks,
+    encode_job,
     token_type,
 )
 from jaxtrain.data.store.keys import entry_key, request_key
@@ -261,7 +261,7 @@ def _tokenize(text: SplitText, directory: Path, mapped: Map, progress: Progress)
         ]
         counts = [Counter(some) for some in state["counts"]]
         size, after = state["size"], Position(*state["after"])
-        job = EncodeJob(text.source, directory / "tokenizer", held_out_limit(text))
+        job = encode_job(text.source, directory / "tokenizer", held_out_limit(text))
         committed = time.monotonic()
         for answer in mapped(partial(encode_blocks, job), batch_blocks(text.blocks(after))):
             for writer, count, found in zip(writers, counts, (answer.train, answer.validation)):

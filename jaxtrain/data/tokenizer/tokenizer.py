@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -168,12 +168,28 @@ class Tokenizer:
         write_whole(path.with_name(path.name + SUM), self.fingerprint + "\n")
 
 
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """Loads what `Tokenizer.save` wrote. Raises UserError if there is none, or it is damaged."""
+class SavedTokenizer(NamedTuple):
+    """What `Tokenizer.save` wrote, for a process that does not share the folder."""
+
+    name: str  # of TOKENIZERS
+    model: bytes
+    path: str  # of the file
+
+    def load(self) -> Tokenizer:
+        return TOKENIZERS[self.name](self.model, self.path)
+
+
+def read_tokenizer(directory: Path) -> SavedTokenizer:
+    """Reads what `Tokenizer.save` wrote. Raises UserError if there is none, or it is damaged."""
     for name, file in FILES.items():
         if (directory / file).is_file():
-            return TOKENIZERS[name](read_model(directory / file), str(directory / file))
+            return SavedTokenizer(name, read_model(directory / file), str(directory / file))
     raise UserError(f"{directory} has no tokenizer; expected one of {', '.join(FILES.values())}")
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Loads what `Tokenizer.save` wrote. Raises UserError as `read_tokenizer`."""
+    return read_tokenizer(directory).load()
 
 
 def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
