@@ -91,22 +91,22 @@ class RetryingClient:
         self.client.shutdown()
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        retried(lambda: self.client.key_value_set(key, value, allow_overwrite))
+        resent(lambda: self.client.key_value_set(key, value, allow_overwrite))
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        return retried(lambda: self.client.key_value_dir_get(key))
+        return resent(lambda: self.client.key_value_dir_get(key))
 
     def key_value_try_get(self, key: str) -> str:
-        return retried(lambda: self.client.key_value_try_get(key))
+        return resent(lambda: self.client.key_value_try_get(key))
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        return retried(lambda: self.client.blocking_key_value_get(key, timeout_in_ms))
+        return resent(lambda: self.client.blocking_key_value_get(key, timeout_in_ms))
 
     def get_live_nodes(self, process_ids: Sequence[int]) -> dict[int, int]:
-        return retried(lambda: self.client.get_live_nodes(process_ids))
+        return resent(lambda: self.client.get_live_nodes(process_ids))
 
 
-def retried[T](request: Callable[[], T]) -> T:
+def resent[T](request: Callable[[], T]) -> T:
     """The answer to a request, which is sent again, ever later, when it was cancelled."""
     for attempt in range(TRIES):
         try:

@@ -345,5 +345,5 @@ def test_a_request_that_the_service_refuses_is_sent_again(monkeypatch, error, ti
         return "answer"
 
     with nullcontext() if times < asked else pytest.raises(jax.errors.JaxRuntimeError):
-        assert service.retried(request) == "answer"
+        assert service.resent(request) == "answer"
     assert len(calls) == asked

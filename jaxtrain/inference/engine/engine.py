@@ -25,7 +25,7 @@ from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.device import Sampled
 from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
 from jaxtrain.inference.engine.pages import PagePool, affordable_pages
-from jaxtrain.inference.engine.programs import Drafter, Programs, compile_all, lengths_of
+from jaxtrain.inference.engine.programs import Drafter, Programs, compile_all, row_lengths
 from jaxtrain.inference.engine.requests import (
     DEFAULT,
     EngineOptions,
@@ -410,7 +410,7 @@ class Engine:
 
     def lower(self, asked: Collection[Request] = ()) -> Iterator[jax.stages.Lowered]:
         """The programs that `warm_up` compiles, one after the other."""
-        lengths = lengths_of(asked, self.options.chunk, self.context)
+        lengths = row_lengths(asked, self.options.chunk, self.context)
         samplers = {sampler_of(one.sampling) for one in asked} or set(Sampler)
         slots = self.options.slots
         at_once = {min(len(asked), slots) > 1} if asked else {False, True}  # or one alone

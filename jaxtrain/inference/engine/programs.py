@@ -37,7 +37,7 @@ class Lengths(NamedTuple):
     decoded: range
 
 
-def lengths_of(asked: Collection[Request], chunk: int, context: int) -> Lengths:
+def row_lengths(asked: Collection[Request], chunk: int, context: int) -> Lengths:
     """Those that these requests come by, unless one gives up its pages; without any, all."""
     if not asked:
         return Lengths(range(1, context + 1), range(1, context + 1))
