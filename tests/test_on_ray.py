@@ -113,7 +113,7 @@ def test_scores_are_the_same_after_a_node_was_killed(tmp_path, cluster, run, sma
             killed.append(cluster.ask("kill"))
 
     saved = load_saved(run)
-    names, remote = ["perplexity", "el2n"], RemoteModel(run, None, (), ())
+    names, remote = ["perplexity", "el2n"], RemoteModel(str(run), None, (), ())
     score.score(saved, saved.config, names, tmp_path / "host.jsonl.zst")
     with on_ray.ray_cluster(cluster.address):
         out = tmp_path / "nodes.jsonl.zst"

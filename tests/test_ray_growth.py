@@ -19,7 +19,7 @@ def test_a_job_moves_to_a_node_that_joins(tmp_path, monkeypatch, capfd):
     assert main(run_overrides(tmp_path / "host", **fields)) == 0
     monkeypatch.setattr(ray_job, "GROW", 1.0)
     monkeypatch.chdir(Path(__file__).parent)  # where the nodes find the module
-    saved, cluster = tmp_path / "nodes" / "tiny" / "checkpoints", Cluster(nodes=1)
+    saved, cluster = tmp_path / "nodes" / "tiny" / "checkpoints", Cluster([{}])
 
     def grow():
         while not any(saved.glob("*5")):
