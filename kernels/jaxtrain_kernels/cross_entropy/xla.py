@@ -70,12 +70,18 @@ def per_token(x_ND, w_DV, labels_N, softcap, valid_vocab, chunk):
 
 
 def default_chunk(n_tokens: int, n_vocab: int) -> int:
-    """Equal chunks (so that little is filled up) near the size that is fastest on the device."""
+    """Equal chunks (so that little is filled up) near the size that is fastest on the device.
+
+    On a GPU in multiples of 64, also where there are fewer tokens: XLA would fill up a product
+    whose rows are no multiple of 8 itself, and what overwrites a slice of its result in place, as
+    Hopper's pass over the logits does, loses what it writes (dynamic-slice fusions, jaxlib 0.11.2).
+    """
     rows = min(GPU_ROWS, GPU_LOGITS // n_vocab)
     if target().platform == "cpu":
         rows = max(64, CPU_LOGITS_BYTES // (4 * n_vocab))
     n_chunks = -(-n_tokens // rows)
-    return min(n_tokens, -(-n_tokens // n_chunks // 64) * 64)
+    chunk = -(-n_tokens // n_chunks // 64) * 64
+    return min(n_tokens, chunk) if target().platform == "cpu" else chunk
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
