@@ -66,6 +66,18 @@ def mesh_devices() -> int:
     return math.prod(n for name, n in mesh.shape.items() if name not in mesh.manual_axes)
 
 
+def triton_unsupported(on: Target) -> str | None:
+    """Why a Triton kernel that no mesh splits cannot run there; None = it can."""
+    cc = on.compute_capability
+    if on.platform != "cuda":
+        return f"needs an NVIDIA GPU, this is {on.platform}"
+    if cc is None or cc < (8, 0):
+        return f"needs compute capability 8.0 (Ampere), this is {cc}"
+    if (devices := mesh_devices()) > 1:
+        return f"has no partitioning rule, and the mesh has {devices} devices"
+    return None
+
+
 def choose_backend(
     op: str, reasons: Mapping[str, str | None], implementation: str | None, signature: str
 ) -> str:

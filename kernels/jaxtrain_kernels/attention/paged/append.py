@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxtrain_kernels.dispatch import Target, choose_backend, mesh_devices, target
+from jaxtrain_kernels.dispatch import Target, choose_backend, target, triton_unsupported
 from jaxtrain_kernels.matmul.few_rows import are_fused
 
 MOST_TOKENS = 256  # of a call, that a program each writes
@@ -40,13 +40,9 @@ def paged_append(
 
 def supports(on: Target, new: tuple[Any, ...]) -> str | None:
     """The reason why `triton` cannot serve a call; None = it can."""
-    cc, (x, *others) = on.compute_capability, new
-    if on.platform != "cuda":
-        return f"needs an NVIDIA GPU, this is {on.platform}"
-    if cc is None or cc < (8, 0):
-        return f"needs compute capability 8.0 (Ampere), this is {cc}"
-    if (devices := mesh_devices()) > 1:
-        return f"has no partitioning rule, and the mesh has {devices} devices"
+    x, *others = new
+    if reason := triton_unsupported(on):
+        return reason
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, got {x.dtype}"
     if x.ndim != 4 or any(other.shape != x.shape for other in others):

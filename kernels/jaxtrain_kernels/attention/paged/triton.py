@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxtrain_kernels.attention.decode import FLOOR, Quantized
 from jaxtrain_kernels.attention.triton import chip
-from jaxtrain_kernels.dispatch import Target, mesh_devices, target
+from jaxtrain_kernels.dispatch import Target, target, triton_unsupported
 
 Ref = Any  # a kernel's reference to memory, for which Pallas has no public type
 MOST_QUERIES = 64  # of a head of keys, in a program
@@ -73,15 +73,11 @@ class PagePlan(NamedTuple):
 def supports(on: Target, q_BTNH: Any, values_PpKH: Any) -> str | None:
     """The reason why a call cannot be served; None = it can. values_PpKH: keys of the pages."""
     cc = on.compute_capability
-    if on.platform != "cuda":
-        return f"needs an NVIDIA GPU, this is {on.platform}"
-    if cc is None or cc < (8, 0):
-        return f"needs compute capability 8.0 (Ampere), this is {cc}"
-    if (devices := mesh_devices()) > 1:
-        return f"has no partitioning rule, and the mesh has {devices} devices"
+    if reason := triton_unsupported(on):
+        return reason
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, got {q_BTNH.dtype}"
-    if values_PpKH.dtype == jnp.float8_e4m3fn and cc < (8, 9):
+    if values_PpKH.dtype == jnp.float8_e4m3fn and (cc is None or cc < (8, 9)):
         return f"needs compute capability 8.9 (Ada) for float8, this is {cc}"
     (N, H), K = q_BTNH.shape[2:], values_PpKH.shape[2]
     if N // K > MOST_QUERIES:

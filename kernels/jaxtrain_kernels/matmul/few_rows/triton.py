@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain_kernels.dispatch import Target, mesh_devices
+from jaxtrain_kernels.dispatch import Target, triton_unsupported
 from jaxtrain_kernels.matmul.few_rows import xla
 
 MOST_ROWS = 4
@@ -37,13 +37,8 @@ class RowTile(NamedTuple):
 
 def supports(target: Target, x_MK, *matrices) -> str | None:
     """The reason why a call cannot be served; None = it can."""
-    cc = target.compute_capability
-    if target.platform != "cuda":
-        return f"needs an NVIDIA GPU, this is {target.platform}"
-    if cc is None or cc < (8, 0):
-        return f"needs compute capability 8.0 (Ampere), this is {cc}"
-    if (devices := mesh_devices()) > 1:
-        return f"has no partitioning rule, and the mesh has {devices} devices"
+    if reason := triton_unsupported(target):
+        return reason
     if x_MK.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, got {x_MK.dtype}"
     M, K = x_MK.shape

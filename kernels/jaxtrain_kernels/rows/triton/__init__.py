@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxtrain_kernels.dispatch import Target, mesh_devices
+from jaxtrain_kernels.dispatch import Target, triton_unsupported
 from jaxtrain_kernels.rows import xla
 
 MOST_ROWS = 256  # tokens: a program of one warp or a few has one of them, or a head of one
@@ -20,15 +20,11 @@ WIDEST = 16384
 
 def supports(target: Target, op: str, *arrays) -> str | None:
     """The reason why a call cannot be served; None = it can."""
-    x, cc = arrays[0], target.compute_capability
+    x = arrays[0]
     if op == "relu2":
         return "has no squared ReLU"
-    if target.platform != "cuda":
-        return f"needs an NVIDIA GPU, this is {target.platform}"
-    if cc is None or cc < (8, 0):
-        return f"needs compute capability 8.0 (Ampere), this is {cc}"
-    if (devices := mesh_devices()) > 1:
-        return f"has no partitioning rule, and the mesh has {devices} devices"
+    if reason := triton_unsupported(target):
+        return reason
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, got {x.dtype}"
     if (rows := math.prod(x.shape[:2])) > MOST_ROWS:

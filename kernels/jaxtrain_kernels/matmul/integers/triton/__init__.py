@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain_kernels.dispatch import Target, mesh_devices
+from jaxtrain_kernels.dispatch import Target, triton_unsupported
 from jaxtrain_kernels.matmul.integers import dot
 
 MOST_ROWS = 32
@@ -47,13 +47,8 @@ class Tile(NamedTuple):
 
 def supports(target: Target, x_MK, codes, scales) -> str | None:
     """The reason why a call cannot be served; None = it can."""
-    cc = target.compute_capability
-    if target.platform != "cuda":
-        return f"needs an NVIDIA GPU, this is {target.platform}"
-    if cc is None or cc < (8, 0):
-        return f"needs compute capability 8.0 (Ampere), this is {cc}"
-    if (devices := mesh_devices()) > 1:
-        return f"has no partitioning rule, and the mesh has {devices} devices"
+    if reason := triton_unsupported(target):
+        return reason
     M, K = x_MK.shape
     if M > MOST_ROWS:
         return f"needs at most {MOST_ROWS} rows, got {M}"
