@@ -19,7 +19,7 @@ from benchmarks.at_scale import bench_at_scale
 from benchmarks.attention import bench_attention
 from benchmarks.case_study import bench_case_study
 from benchmarks.check import check_records
-from benchmarks.compress import Asked, bench_compress
+from benchmarks.compress import Asked, add_compress, bench_compress
 from benchmarks.compress import make_page as make_compression_page
 from benchmarks.compress_recipes import bench_recipes
 from benchmarks.compress_runs import Texts
@@ -182,25 +182,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--remove", action="store_true", help="ladder: the top without each rung (of --only)"
     )
-    parser.add_argument(
-        "--also", nargs="+", action="extend", metavar="LABEL=FOLDER",
-        help="compress: models beside RUN, as qat=runs/x",
-    )  # fmt: skip
-    parser.add_argument(
-        "--shape", nargs="+", action="extend", help="compress: random weights, as llama_8b"
-    )
-    parser.add_argument(
-        "--core", type=whole(1), help="compress: CORE, so many examples a task ($JAXTRAIN_CORE)"
-    )
-    parser.add_argument(
-        "--text", type=Path, help="compress: held-out text to measure on; default the run's"
-    )
-    parser.add_argument(
-        "--calibration", type=Path, help="compress: default the run's training text"
-    )
-    parser.add_argument(
-        "--sequences", type=whole(1), help="compress: of the calibration text, default 128"
-    )
+    add_compress(parser)
     parser.add_argument(
         "--prompts", type=whole(1), nargs="+",
         help="decode --config: tokens held (2048 16384); engine: of a prompt, the first (512)",

@@ -8,6 +8,7 @@ python -m benchmarks compress --recipes [NAME ...] --record  trains by compress_
 python -m benchmarks compress                        makes the page from the records
 """
 
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from benchmarks.record import BENCHMARKS, RESULTS, describe
 from jaxtrain.compress.methods import METHODS
 from jaxtrain.runs.metrics import format_bytes
 from jaxtrain.runs.saved import folder_of, load_resolved
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, whole
 from jaxtrain.weights.stored import STORED
 
 PAGE = BENCHMARKS.parent / "docs" / "reference" / "compression.md"
@@ -50,6 +51,29 @@ Each row is one run of a model in `benchmarks/compress_recipes.yaml`, which has 
 count from the model that the row started from. Two runs that differ in their seed alone end about
 0.01 bits per byte apart.
 """
+
+
+def add_compress(parser: argparse.ArgumentParser) -> None:
+    """The models of `compress`, and the texts that they are measured on."""
+    parser.add_argument(
+        "--also", nargs="+", action="extend", metavar="LABEL=FOLDER",
+        help="compress: models beside RUN, as qat=runs/x",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shape", nargs="+", action="extend", help="compress: random weights, as llama_8b"
+    )
+    parser.add_argument(
+        "--core", type=whole(1), help="compress: CORE, so many examples a task ($JAXTRAIN_CORE)"
+    )
+    parser.add_argument(
+        "--text", type=Path, help="compress: held-out text to measure on; default the run's"
+    )
+    parser.add_argument(
+        "--calibration", type=Path, help="compress: default the run's training text"
+    )
+    parser.add_argument(
+        "--sequences", type=whole(1), help="compress: of the calibration text, default 128"
+    )
 
 
 class Asked(NamedTuple):

@@ -74,8 +74,10 @@ class Members:
 
 
 def coordinate(count: int) -> dict[str, Any]:
-    """Seconds to meet, seconds to compare, and seconds from a request to stop until all agree on
-    the last step. Then CPU seconds for each second of heartbeats, and CPU seconds in all."""
+    """Seconds to meet; to compare facts; from a request to stop until all agree on the last step.
+
+    Also the CPU seconds of a second of heartbeats, and those in all.
+    """
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
     bounds = [(first, min(first + EACH, count)) for first in range(0, count, EACH)]

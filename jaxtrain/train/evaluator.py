@@ -54,7 +54,7 @@ class Evaluator:
     def _later(self, state: State) -> Iterator[tuple[str, Callable[[], Callable[[], object]]]]:
         params, c = self.params(state), self.plan.config
         shapes = shape_dtype_structs(params), shape_dtype_structs(self.frozen)
-        if job := self.recipe.compile_validation(self.spec, *shapes):
+        if job := self.recipe.lower_validation(self.spec, *shapes):
             yield "validation", job
         if c.sample.prompts:
             whole = shape_dtype_structs(self._computed(params))

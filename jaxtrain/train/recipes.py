@@ -67,7 +67,7 @@ class Recipe(Protocol):
         """None where nothing is held out."""
         ...
 
-    def compile_validation(
+    def lower_validation(
         self, spec: StepSpec, params: Params, frozen: Params | None
     ) -> Callable[[], Callable[[], object]] | None:
         """Lowers, from shapes, what `validation` runs, and returns what compiles it; None: when it
@@ -121,7 +121,7 @@ class CausalLM:
 
         return run
 
-    def compile_validation(
+    def lower_validation(
         self, spec: StepSpec, params: Params, frozen: Params | None
     ) -> Callable[[], Callable[[], object]] | None:
         if self.store is None:
@@ -160,7 +160,7 @@ class Preference:
             return None
         return make_validation(spec, self.stores, self.references, self.plan.config, self.plan.mesh)
 
-    def compile_validation(
+    def lower_validation(
         self, spec: StepSpec, params: Params, frozen: Params | None
     ) -> Callable[[], Callable[[], object]] | None:
         return None
