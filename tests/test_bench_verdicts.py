@@ -279,6 +279,7 @@ def test_seconds_are_those_of_steady_steps():
     rows = [{"step": 1, "start_s": 3.0}, row(100, 10.0), row(200, 100.0), row(300, 100.0)]
     rows += [row(400, 5.0, start_s=1.0), row(500, 50.0), row(600, 50.0), row(700, 50.0)]
     assert verdict_runs.steady_seconds(rows, 10) == pytest.approx(300 / 100 + 400 / 50)
+    assert verdict_runs.steady_seconds(rows[:3], 10) == pytest.approx(200 / 100)
     assert verdict_runs.steady_seconds(rows[:2], 10) == pytest.approx(100 / 10)
 
 
