@@ -310,7 +310,7 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for config in a.config or ["gpt_d12"]:
             if a.what == "step":
                 if a.switches:
-                    yield from bench_switches(config, a.overrides, a.variant, folder)
+                    yield from bench_switches(config, a.overrides, a.variant, folder, a.peer)
                 elif a.flags:
                     yield from bench_flags(config, a.overrides, a.variant)
                 else:

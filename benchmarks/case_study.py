@@ -42,11 +42,11 @@ class Study(NamedTuple):
     tokens: int = 128  # of each answer
 
 
-# Four epochs of 100M tokens: beyond that repeated text teaches less (arXiv:2305.16264).
+# Three epochs of 100M tokens: beyond four repeated text teaches less (arXiv:2305.16264).
 STUDIES = {
     "h200": Study(
         "gpt_d12",
-        ("train.steps=3200", "train.batch_size=64", "train.device_batch_size=32",
+        ("train.steps=2400", "train.batch_size=64", "train.device_batch_size=32",
          "eval.every=800", "checkpoint.every=800"),
         ("train.sequence_length=1024", "train.batch_size=32", "train.device_batch_size=32",
          "train.steps=1200", "optim.learning_rate=3e-4", "eval.every=300"),
@@ -103,7 +103,8 @@ def parts_of(study: Study, data: Path, out: Path) -> list[Part]:
              f"data.train.path={data / 'chat'}", cache, *named("sft"), *study.sft),
              lambda: last_validation(out / "sft")),
         Part("dpo", ("train", "--config", "dpo_small", f"train.init_from={model('sft')}",
-             f"data.train.path={data / 'pairs'}", cache, *named("dpo"), *study.dpo),
+             f"data.train.path={data / 'pairs'}", "data.train.refused=drop", cache, *named("dpo"),
+             *study.dpo),
              lambda: last_validation(out / "dpo")),
         Part("quantize", ("quantize", model("dpo"), *study.quantize, *texts, "--out",
              model("quantized")), lambda: read_quantized(out / "quantized")),

@@ -43,8 +43,8 @@ def check_options(a: argparse.Namespace) -> None:
     stray = option_given(a, *ONLY["decode"])
     if stray and a.what == "decode" and not a.config:
         raise UserError(f"{stray} is for bench decode with --config, the decode of whole models")
-    if a.peer and (a.switches or a.flags):
-        raise UserError("--peer goes with neither --switches nor --flags")
+    if a.peer and a.flags:
+        raise UserError("--peer does not go with --flags")
     stray = option_given(a, "device", *(() if a.longest else ("memory",)))
     if stray and a.devices is None and a.fit is None:
         raise UserError(f"{stray} is for --devices N or --fit N, not for what is here")

@@ -9,6 +9,7 @@ import jax
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import target
 
+from benchmarks.peers import nanochat_step
 from benchmarks.step import bench_step
 from jaxtrain.config import find_config, load_config
 from jaxtrain.settings import UserError
@@ -26,6 +27,7 @@ ALONE = {
     "ffn": ("model.kernels.ffn=mosaic",),
     "symmetric": ("optim.symmetric=true",),
 }
+FP8 = ("model.fp8=blocks",)
 # What is off by default, beside all kernels.
 MORE = {
     "qkv": ("model.kernels.qkv=mosaic",),
@@ -38,21 +40,30 @@ MORE = {
 def variants() -> dict[str, tuple[str, ...]]:
     """Overrides of each variant; bf16 is the default, with all kernels."""
     alone = {f"xla and {name}": (*NONE, *more) for name, more in ALONE.items()}
-    fp8 = ("model.fp8=blocks",)
-    delayed = (*fp8, "model.fp8_history=16")
+    delayed = (*FP8, "model.fp8_history=16")
     every = tuple(line for lines in MORE.values() for line in lines)
     more = {f"bf16 and {name}": lines for name, lines in MORE.items()}
     more |= {"bf16 and all": every, "fp8_delayed and all": (*delayed, *every)}
-    return {"bf16": (), "xla": NONE, **alone, "fp8": fp8, "fp8_delayed": delayed, **more}
+    return {"bf16": (), "xla": NONE, **alone, "fp8": FP8, "fp8_delayed": delayed, **more}
+
+
+def is_float8(variant: str) -> bool:
+    """Of the matmuls of the blocks."""
+    return variant.startswith("fp8")
 
 
 def bench_switches(
-    name: str, overrides: Sequence[str], only: str | None = None, profile_dir: Path | None = None
+    name: str,
+    overrides: Sequence[str],
+    only: str | None = None,
+    profile_dir: Path | None = None,
+    checkout: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A record of `bench step` for each variant, or for those named, all of one process.
 
     So they share its clocks and its ceilings, and each kernel is compiled once. only: names with
     commas between, in the order that they are measured in; without the times of a step's parts.
+    checkout: of nanochat, whose own step is measured first, in each precision that is asked for.
     Raises UserError for an unknown variant, and where the kernels do not serve.
     """
     every = variants()
@@ -60,6 +71,11 @@ def bench_switches(
     for variant in names:
         if variant not in every:
             raise UserError(f"there is no variant {variant}; there are {', '.join(every)}")
+    beside = {
+        fp8: nanochat_step(checkout, name, [*overrides, *lines]) if checkout else []
+        for fp8, lines in {False: (), True: FP8}.items()
+        if any(is_float8(variant) == fp8 for variant in names)
+    }
     if reason := hopper.unsupported_reason(target()):
         raise UserError(f"--switches compares the kernels for Hopper: {reason}")
     optim = load_config(find_config(name), overrides).optim.name
@@ -67,6 +83,8 @@ def bench_switches(
         if optim != "muon" and OF_MUON & set(variant.split()):
             continue
         lines = [line for line in every[variant] if optim == "muon" or "optim." not in line]
-        yield from bench_step(name, [*overrides, *lines], variant, profile_dir, only is None)
+        peers = beside[is_float8(variant)]
+        for record in bench_step(name, [*overrides, *lines], variant, profile_dir, only is None):
+            yield record | ({"beside": peers} if peers else {})
         jax.clear_caches()
         gc.collect()

@@ -64,7 +64,7 @@ REFUSED = {
     "gpt_d12 data.tokenizer.vocab_size=300 --peer clone": "gpt_d12 has a vocabulary of 300",
     "gpt_d12 model.width=256 --peer clone": "or a width of its own",
     "gpt_d12 train.batch_size=64 --peer clone": "train.batch_size is 64, of one step of 32",
-    "gpt_d12 --switches --peer clone": "--peer goes with neither --switches nor --flags",
+    "gpt_d12 --flags --peer clone": "--peer does not go with --flags",
 }
 
 

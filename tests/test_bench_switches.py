@@ -63,6 +63,24 @@ def test_one_process_measures_them_all(monkeypatch):
         assert not any(line.startswith("optim.s") for _, lines in calls for line in lines)
 
 
+def test_each_precision_stands_beside_nanochat_in_its_own(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(switches.jax, "clear_caches", lambda: None)
+    monkeypatch.setattr(switches.gc, "collect", lambda: 0)
+    monkeypatch.setattr(switches, "bench_step", lambda *_: iter([{}]))
+    row = lambda checkout, name, lines: asked.append(lines) or [{"peer": len(asked)}]
+    monkeypatch.setattr(switches, "nanochat_step", row)
+    with on_target("cuda", (9, 0)):
+        names = "bf16, fp8_delayed and all, bf16 and all"
+        records = list(
+            switches.bench_switches("gpt_d12", ["model.depth=2"], names, checkout=tmp_path)
+        )
+        assert asked == [["model.depth=2"], ["model.depth=2", "model.fp8=blocks"]]
+        assert [one["beside"][0]["peer"] for one in records] == [1, 2, 1]
+        list(switches.bench_switches("gpt_d12", [], "fp8", checkout=tmp_path))
+        assert asked[2:] == [["model.fp8=blocks"]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [([], "compares the kernels for Hopper: needs an NVIDIA GPU"), (["--variant", "x"], "xla and")],
