@@ -28,11 +28,12 @@ ALONE = {
     "symmetric": ("optim.symmetric=true",),
 }
 FP8 = ("model.fp8=blocks",)
-# What is off by default, beside all kernels.
+QKV, HEAD = ("model.kernels.qkv=mosaic",), ("model.kernels.loss=fp8_head",)
+# Beside all kernels.
 MORE = {
-    "qkv": ("model.kernels.qkv=mosaic",),
+    "three arrays": ("model.kernels.qkv=xla",),
     "fp8_logits": ("model.kernels.loss=fp8_logits",),
-    "fp8_head": ("model.kernels.loss=fp8_head",),  # after fp8_logits: `all` has this one
+    "fp8_head": HEAD,
     "polar_express_4": ("optim.orthogonalize=polar_express_4",),
 }
 
@@ -41,9 +42,10 @@ def variants() -> dict[str, tuple[str, ...]]:
     """Overrides of each variant; bf16 is the default, with all kernels."""
     alone = {f"xla and {name}": (*NONE, *more) for name, more in ALONE.items()}
     delayed = (*FP8, "model.fp8_history=16")
-    every = tuple(line for lines in MORE.values() for line in lines)
     more = {f"bf16 and {name}": lines for name, lines in MORE.items()}
-    more |= {"bf16 and all": every, "fp8_delayed and all": (*delayed, *every)}
+    # In float8, one array of queries, keys and values is no default: it has one scale.
+    more |= {"fp8_delayed and qkv": (*delayed, *QKV)}
+    more |= {"fp8_delayed and all": (*delayed, *QKV, *HEAD)}
     return {"bf16": (), "xla": NONE, **alone, "fp8": FP8, "fp8_delayed": delayed, **more}
 
 

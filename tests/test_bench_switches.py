@@ -28,10 +28,10 @@ def test_each_variant_switches_what_it_says():
     assert (delayed.fp8, delayed.fp8_history) == ("blocks", 16)
     every = configs["fp8_delayed and all"]
     assert (every.model.fp8, every.model.kernels.qkv) == ("blocks", "mosaic")
-    assert (every.model.kernels.loss, every.optim.orthogonalize) == (
-        "fp8_head", "polar_express_4",
-    )  # fmt: skip
-    assert configs["bf16 and qkv"].model.kernels.loss is None
+    assert every.model.kernels.loss == "fp8_head"
+    apart = configs["bf16 and three arrays"].model.kernels
+    assert (apart.qkv, apart.loss) == ("xla", None)
+    assert configs["bf16 and polar_express_4"].optim.orthogonalize == "polar_express_4"
     for name in ("fp8_logits", "fp8_head"):
         assert configs[f"bf16 and {name}"].model.kernels.loss == name
 
@@ -55,8 +55,8 @@ def test_one_process_measures_them_all(monkeypatch):
         list(switches.bench_switches("gpt_d12", [], "fp8"))
         assert calls == [("fp8", ["model.fp8=blocks"])]
         calls.clear()
-        list(switches.bench_switches("gpt_d12", [], "bf16 and qkv, bf16"))
-        assert calls == [("bf16 and qkv", ["model.kernels.qkv=mosaic"]), ("bf16", [])]
+        list(switches.bench_switches("gpt_d12", [], "bf16 and fp8_head, bf16"))
+        assert calls == [("bf16 and fp8_head", ["model.kernels.loss=fp8_head"]), ("bf16", [])]
         calls.clear()
         list(switches.bench_switches("gpt_d12", ["optim={name: adamw}"]))
         assert "xla and symmetric" not in dict(calls)
@@ -71,7 +71,7 @@ def test_each_precision_stands_beside_nanochat_in_its_own(monkeypatch, tmp_path)
     row = lambda checkout, name, lines: asked.append(lines) or [{"peer": len(asked)}]
     monkeypatch.setattr(switches, "nanochat_step", row)
     with on_target("cuda", (9, 0)):
-        names = "bf16, fp8_delayed and all, bf16 and all"
+        names = "bf16, fp8_delayed and all, bf16 and fp8_head"
         records = list(
             switches.bench_switches("gpt_d12", ["model.depth=2"], names, checkout=tmp_path)
         )

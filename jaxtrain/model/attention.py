@@ -180,7 +180,8 @@ class Attention(KeyValueProjection):
         """
         (B, T, _), kv = x_BTD.shape, None
         y_BTNH = None
-        if inputs.fused.qkv and takes_whole_rows(inputs.attend) and cache is None and not source:
+        joined = inputs.fused.qkv not in (None, "xla") and takes_whole_rows(inputs.attend)
+        if joined and cache is None and not source:
             y_BTNH = self.in_one_array(x_BTD, spec, inputs, value_BTC)
         if y_BTNH is None:
             y_BTNH, kv = self.in_three_arrays(x_BTD, spec, inputs, value_BTC, cache, source)

@@ -253,6 +253,12 @@ class ModelFields[Size: int | None](Settings):
         """Whether the kernels' rotation with a norm is this model's."""
         return self.qk_norm and not self.qk_norm_gain and self.position_embedding == "rotary"
 
+    @property
+    def fits_joined_heads(self) -> bool:
+        """Whether queries, keys and values can stand in one array from their matmul on."""
+        plain = not (self.qkv_bias or self.share_kv or self.mla or self.rope_scaling)
+        return self.fits_rope_kernel and plain and self.qk_head_dim in (None, self.head_dim)
+
     @model_validator(mode="after")
     def _check(self) -> "ModelFields":
         check_heads(self.width, self.heads, self.kv_heads, self.head_dim)
@@ -263,14 +269,12 @@ class ModelFields[Size: int | None](Settings):
             raise ValueError(
                 "kernels.rope needs position_embedding: rotary and qk_norm without qk_norm_gain"
             )
-        plain = not (self.qk_norm_gain or self.qkv_bias or self.share_kv or self.mla)
-        plain = plain and self.qk_head_dim in (None, self.head_dim) and not self.rope_scaling
-        if self.kernels.qkv and not (self.fits_rope_kernel and plain):
+        if named(self.kernels.qkv) and not self.fits_joined_heads:
             raise ValueError(
                 "kernels.qkv needs position_embedding: rotary and qk_norm, without qk_norm_gain, "
                 "qkv_bias, share_kv, mla, qk_head_dim and rope_scaling"
             )
-        if self.kernels.qkv and self.deterministic_attention:
+        if named(self.kernels.qkv) and self.deterministic_attention:
             raise ValueError("kernels.qkv has no deterministic_attention")
         if self.kernels.relu2 and self.ffn != "relu2":
             raise ValueError(f"kernels.relu2 needs ffn: relu2, not {self.ffn}")

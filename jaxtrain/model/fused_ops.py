@@ -4,20 +4,23 @@ from typing import Any, NamedTuple
 
 import jax
 from jaxtrain_kernels import rows as kernels
+from jaxtrain_kernels.attention.call import Call
 from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.matmul import few_rows
+from jaxtrain_kernels.rope_attention import hopper as mosaic_attention
 from jaxtyping import Array, Float
 
 from jaxtrain import parallel
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
+from jaxtrain.parallel.axes import current_mesh
 
 PLAIN = FusedOps.model_validate("xla")
 
 
 def fastest(fused: FusedOps, c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStruct) -> FusedOps:
-    """`fused` with the norm and the rope of a model `c` left to XLA where no kernel serves them."""
+    """`fused` with a choice where there is none: XLA, where no kernel serves a model `c`."""
     serves = lambda op, *shape: kernels.serves(op, jax.ShapeDtypeStruct(shape, x_BTD.dtype))
     changes = {}
     if fused.norm is None and not (c.fits_norm_kernel and serves("mixed_norm", *x_BTD.shape)):
@@ -26,7 +29,29 @@ def fastest(fused: FusedOps, c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStru
         c.fits_rope_kernel and serves("rope_norm", *x_BTD.shape[:2], c.heads, c.qk_dim)
     ):
         changes["rope"] = "xla"
+    if fused.qkv is None:
+        changes["qkv"] = "mosaic" if gains_by_joining(fused, c, x_BTD) else "xla"
     return fused.model_copy(update=changes)
+
+
+def gains_by_joining(
+    fused: FusedOps, c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStruct
+) -> bool:
+    """Whether one array of queries, keys and values is faster: where it was measured to be so.
+
+    That is in bf16 matmuls, with nothing recomputed, on one device or several with whole weights.
+    """
+    chosen = c.attention or fused.rope or c.fp8 or c.weight_form or c.deterministic_attention
+    remat = {c.remat, c.remat_short or c.remat} != {"none"}
+    if chosen or remat or not c.fits_joined_heads:
+        return False
+    mesh = current_mesh()
+    if mesh and any(size > 1 for axis, size in mesh.shape.items() if axis != "data"):
+        return False
+    B, T, _ = x_BTD.shape
+    qkv_BTCH = jax.ShapeDtypeStruct((B, T, c.heads + 2 * c.kv_heads, c.head_dim), x_BTD.dtype)
+    any_scale = Call(c.causal, None, None, None, c.attention_softcap, 1.0)
+    return mosaic_attention.supports(target(), qkv_BTCH, any_scale) is None
 
 
 def of_decoding(c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStruct) -> FusedOps:

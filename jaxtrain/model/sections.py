@@ -31,7 +31,7 @@ class FusedOps(Settings):
     qkv: str | None = Field(
         None,
         description="queries, keys and values in one array, with one matmul each way, turned in "
-        "place before attention; in the place of rope and model.attention; default off",
+        "place before attention; in the place of rope and model.attention; xla: three arrays",
     )
     relu2: str | None = Field(None, description="the squared ReLU by itself; default: as ffn says")
     ffn: str | None = Field(
@@ -47,7 +47,9 @@ class FusedOps(Settings):
     @classmethod
     def _all(cls, given: Any) -> Any:
         return (
-            dict.fromkeys(("norm", "rope", "ffn", "loss"), given) if type(given) is str else given
+            dict.fromkeys(("norm", "rope", "qkv", "ffn", "loss"), given)
+            if type(given) is str
+            else given
         )
 
     @field_validator("norm", "rope", "qkv", "relu2", "ffn")

@@ -16,8 +16,10 @@ from test_rows import EPS, angles
 from tiny import batch, build
 
 from jaxtrain import parallel
+from jaxtrain.model import resolve_model
 from jaxtrain.model.attention import Attention
 from jaxtrain.model.config import ModelConfig
+from jaxtrain.model.fused_ops import fastest
 from jaxtrain.objectives.next_token import next_token_loss
 from jaxtrain.settings import UserError
 
@@ -158,6 +160,36 @@ def test_one_array_changes_neither_the_loss_nor_its_gradient(more, monkeypatch):
     other = loss_and_gradient(batch(4), kernels={"qkv": "reference"}, **more)
     for x, y in zip(jax.tree.leaves(other), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5 * max(1.0, float(jnp.abs(y).max())))
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "chosen"),
+    [
+        ({}, {}, "mosaic"),
+        ({}, {"data": 2}, "mosaic"),
+        ({}, {"data": 1, "tensor": 2}, "xla"),
+        ({"fp8": "blocks"}, {}, "xla"),
+        ({"remat_short": "block"}, {}, "xla"),
+        ({"attention": "cudnn"}, {}, "xla"),
+        ({"qk_norm_gain": True}, {}, "xla"),
+        ({"head_dim": 96, "width": 192}, {}, "xla"),
+        ({"kernels": "xla"}, {}, "xla"),
+        ({"kernels": {"qkv": "reference"}, "fp8": "blocks"}, {}, "reference"),
+    ],
+    ids=str,
+)
+def test_one_array_is_the_default_where_it_is_faster(changes, mesh, chosen):
+    fields = {"depth": 2, "width": 128, "head_dim": 64, "window_pattern": "SL"} | changes
+    c = resolve_model(ModelConfig.model_validate(fields), 128)
+    x_BTD = jax.ShapeDtypeStruct((4, 128, c.width), BF16)
+    count = mesh.get("data", 1) * mesh.get("tensor", 1)
+    devices = parallel.MeshConfig.model_validate(mesh or {"data": 1})
+    made = parallel.make_mesh(devices, jax.devices()[:count])
+    with jax.set_mesh(made), on_target(*HOPPER):
+        assert fastest(c.kernels, c, x_BTD).qkv == chosen
+        dropped = jax.ShapeDtypeStruct((4, 100, c.width), BF16)  # of tokens, some
+        assert fastest(c.kernels, c, dropped).qkv == ("xla" if chosen == "mosaic" else chosen)
+    assert fastest(c.kernels, c, x_BTD).qkv == ("xla" if chosen == "mosaic" else chosen)  # a CPU
 
 
 def test_each_device_has_its_own_rows():

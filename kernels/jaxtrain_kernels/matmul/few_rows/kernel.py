@@ -14,19 +14,33 @@ def _tile_of_matrix(tile, relu2, n, x_ref, w_ref, out_ref):
     columns = pl.ds(n * tile.columns, tile.columns)
     M = x_ref.shape[0]
 
-    def step(i, sums):
+    def places(i):
         begin = i * (tile.loads * tile.inputs)
-        places = [begin + j * tile.inputs + jnp.arange(tile.inputs) for j in range(tile.loads)]
-        # All first, so that all are on their way at once.
-        loaded = [w_ref[k, columns] for k in places]
+        return [begin + j * tile.inputs + jnp.arange(tile.inputs) for j in range(tile.loads)]
+
+    def load(i):
+        """All of a step first, so that all are on their way at once."""
+        return tuple(w_ref[k, columns] for k in places(i))
+
+    def add(i, sums, loaded):
         sums = list(sums)
-        for k, weights in zip(places, loaded):
+        for k, weights in zip(places(i), loaded):
             for m in range(M):
                 sums[m] += x_ref[m, k].astype(jnp.float32)[:, None] * weights.astype(jnp.float32)
         return tuple(sums)
 
+    def step(i, carried):
+        """The weights of the next step are on their way while those of this one are added."""
+        sums, loaded = carried
+        ahead = load(i + 1)
+        return add(i, sums, loaded), ahead
+
     zeros = tuple(jnp.zeros((tile.inputs, tile.columns), jnp.float32) for _ in range(M))
-    sums = step(0, zeros) if tile.steps == 1 else jax.lax.fori_loop(0, tile.steps, step, zeros)
+    last = tile.steps - 1
+    carried = zeros, load(0)
+    if last:
+        carried = jax.lax.fori_loop(0, last, step, carried)
+    sums = add(last, *carried)
     for m, of_threads in enumerate(sums):
         y = of_threads.sum(0).astype(out_ref.dtype)
         if relu2:
