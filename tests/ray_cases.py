@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from jaxtrain.cluster import ray_cluster as on_ray
 from jaxtrain.data import DataConfig
 
@@ -71,6 +74,17 @@ def write_corpus(tmp_path):
     return path
 
 
+def write_parquet(tmp_path):
+    """Documents of `write_corpus` in row groups, two of them in an evaluation set; their filters,
+    which keep that set out."""
+    rows = [json.loads(line) for line in write_corpus(tmp_path).read_text().splitlines()]
+    path = tmp_path / "text.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=6)
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows[2:4]))
+    return path, [{"name": "decontaminate", "against": [str(asked)]}, *FILTERS]
+
+
 def small_blocks(monkeypatch):
     """Many blocks of little text, and everything that is done is written down."""
     monkeypatch.setattr("jaxtrain.data.files.reading.BLOCK", 3000)
@@ -79,8 +93,9 @@ def small_blocks(monkeypatch):
 
 
 def config(folder, corpus, filters=()):
+    name = corpus.suffix.removeprefix(".")
     return DataConfig(
-        train={"name": "jsonl", "path": str(corpus), "filters": filters},
+        train={"name": name, "path": str(corpus), "filters": filters},
         validation={"name": "documents", "fraction": 0.1},
         tokenizer={"name": "huggingface", "vocab_size": 300},
         cache_dir=str(folder),
@@ -95,9 +110,9 @@ def files_of(folder):
     }
 
 
-def yaml_of(folder, corpus):
+def yaml_of(folder, corpus, filters=FILTERS):
     """A file with `config`, whose cache is beside it."""
-    c = config(folder / "cache", corpus, FILTERS)
+    c = config(folder / "cache", corpus, filters)
     (folder / "c.yaml").write_text(json.dumps({"data": c.model_dump(mode="json")}))
     return folder / "c.yaml"
 

@@ -13,6 +13,7 @@ from ray_cases import (
     files_of,
     small_blocks,
     write_corpus,
+    write_parquet,
     yaml_of,
 )
 
@@ -20,11 +21,22 @@ from jaxtrain.data import prepare
 
 pytestmark = pytest.mark.slow
 
-# Of Python on the nodes: the folder of the command's host is not there.
+# Of Python on the nodes: the folder of the command's host is not there, also for Arrow, which opens
+# files by itself.
 AWAY = """
+import sys
 def audit(event, args):
     if event == "open" and str(args[0]).startswith({folder!r}):
         raise FileNotFoundError(2, "No such file or directory", args[0])
+    parquet = getattr(sys.modules.get("pyarrow.parquet.core"), "ParquetFile", None)
+    if parquet and parquet.__init__ is not init:
+        whole.append(parquet.__init__)
+        parquet.__init__ = init
+def init(self, source, *args, **options):
+    if str(source).startswith({folder!r}):
+        raise FileNotFoundError(2, "No such file or directory", source)
+    whole[0](self, source, *args, **options)
+whole = []
 sys.addaudithook(audit)
 """
 
@@ -48,16 +60,23 @@ def stored(url):
 
 def test_nodes_without_the_folder_make_the_bytes_of_one_host(hosts, s3, monkeypatch):
     (cluster, here), bucket = hosts, s3.bucket()
-    corpus = write_corpus(here)
+    corpus, filters = write_parquet(here)
     small_blocks(monkeypatch)
-    c = config(f"{bucket}/one", corpus, FILTERS)
+    c = config(f"{bucket}/one", corpus, filters)
     prepare(
         c.model_copy(
             update={"local_cache": c.local_cache.model_copy(update={"path": str(here / "one")})}
         )
     )
     fields = [f"data.cache_dir={bucket}/nodes", f"data.local_cache.path={here}/blocks"]
-    words = ["prepare", "--config", yaml_of(here, corpus), *fields, "--ray", cluster.address]
+    words = [
+        "prepare",
+        "--config",
+        yaml_of(here, corpus, filters),
+        *fields,
+        "--ray",
+        cluster.address,
+    ]
     said = drive(here, "", *words)
     assert said.returncode == 0, said.stderr
     one, nodes = stored(f"{bucket}/one"), stored(f"{bucket}/nodes")
