@@ -26,18 +26,18 @@ pytestmark = pytest.mark.slow
 AWAY = """
 import sys
 def audit(event, args):
-    if event == "open" and str(args[0]).startswith({folder!r}):
-        raise FileNotFoundError(2, "No such file or directory", args[0])
-    parquet = getattr(sys.modules.get("pyarrow.parquet.core"), "ParquetFile", None)
-    if parquet and parquet.__init__ is not init:
-        whole.append(parquet.__init__)
-        parquet.__init__ = init
+    if event == "open":
+        check(args[0])
+def check(path):
+    if str(path).startswith({folder!r}):
+        raise FileNotFoundError(2, "No such file or directory", path)
 def init(self, source, *args, **options):
-    if str(source).startswith({folder!r}):
-        raise FileNotFoundError(2, "No such file or directory", source)
-    whole[0](self, source, *args, **options)
-whole = []
-sys.addaudithook(audit)
+    check(source)
+    whole(self, source, *args, **options)
+if "default_worker.py" in str(sys.orig_argv):
+    sys.addaudithook(audit)
+    from pyarrow.parquet import ParquetFile
+    whole, ParquetFile.__init__ = ParquetFile.__init__, init
 """
 
 
