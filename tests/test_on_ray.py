@@ -13,6 +13,7 @@ from ray_cases import (
     FILTERS,
     Cluster,
     config,
+    documents,
     drive,
     files_of,
     small_blocks,
@@ -55,7 +56,7 @@ def small(monkeypatch):
 
 def test_a_store_has_the_same_bytes_after_a_node_was_killed(tmp_path, cluster, small):
     """Of a Parquet file, whose row groups are sent, without the text of an evaluation set."""
-    corpus, filters = write_parquet(tmp_path)
+    corpus, filters = write_parquet(tmp_path, documents())
     killed = []
 
     def progress(stage, done, total):

@@ -11,9 +11,9 @@ from ray_cases import (
     drive,
     driver,
     files_of,
+    mixture,
     small_blocks,
     write_corpus,
-    write_parquet,
     yaml_of,
 )
 
@@ -60,9 +60,9 @@ def stored(url):
 
 def test_nodes_without_the_folder_make_the_bytes_of_one_host(hosts, s3, monkeypatch):
     (cluster, here), bucket = hosts, s3.bucket()
-    corpus, filters = write_parquet(here)
+    train = mixture(here)
     small_blocks(monkeypatch)
-    c = config(f"{bucket}/one", corpus, filters)
+    c = config(f"{bucket}/one", train)
     prepare(
         c.model_copy(
             update={"local_cache": c.local_cache.model_copy(update={"path": str(here / "one")})}
@@ -72,7 +72,7 @@ def test_nodes_without_the_folder_make_the_bytes_of_one_host(hosts, s3, monkeypa
     words = [
         "prepare",
         "--config",
-        yaml_of(here, corpus, filters),
+        yaml_of(here, train),
         *fields,
         "--ray",
         cluster.address,
@@ -81,6 +81,8 @@ def test_nodes_without_the_folder_make_the_bytes_of_one_host(hosts, s3, monkeypa
     assert said.returncode == 0, said.stderr
     one, nodes = stored(f"{bucket}/one"), stored(f"{bucket}/nodes")
     assert one == nodes and any("/tokens/" in name for name in one)
+    reports = [path.read_text() for path in (here / "blocks").rglob("*.filters.json")]
+    assert any('"in lines"' in text for text in reports)  # what the two sources have in common
 
 
 def test_without_its_head_node_a_command_is_one_line_and_goes_on_elsewhere(
