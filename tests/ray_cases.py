@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from jaxtrain.cluster import ray_cluster as on_ray
 from jaxtrain.data import DataConfig
 
@@ -60,15 +63,37 @@ class Cluster:
         return int(self.process.stdout.readline())
 
 
-def write_corpus(tmp_path):
-    """Documents of 20 to 160 words, some twice."""
-    draw = random.Random(1)
+def documents(seed=1):
+    """Rows with a text of 20 to 160 words, some twice."""
+    draw = random.Random(seed)
     text = lambda: " ".join(draw.choices(WORDS.split(), k=draw.randrange(20, 160)))
     texts = [text() for _ in range(500)]
-    rows = [{"text": text, "id": i} for i, text in enumerate(texts + texts[5:300:7])]
-    path = tmp_path / "text.jsonl"
+    return [{"text": text, "id": i} for i, text in enumerate(texts + texts[5:300:7])]
+
+
+def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def write_corpus(tmp_path):
+    return write_rows(tmp_path / "text.jsonl", documents())
+
+
+def write_parquet(tmp_path, rows):
+    """Rows in small row groups, and the filters that keep two of them out as an evaluation set."""
+    path = tmp_path / "text.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=6)
+    asked = write_rows(tmp_path / "asked.jsonl", rows[2:4])
+    return path, [{"name": "decontaminate", "against": [str(asked)]}, *FILTERS]
+
+
+def mixture(tmp_path):
+    """A source of JSONL and one of Parquet that have 40 documents in common."""
+    parquet, filters = write_parquet(tmp_path, documents(2)[:40] + documents()[:40])
+    source = lambda path, some: {"source": source_of(path, some)}
+    sources = {"lines": source(write_corpus(tmp_path), ()), "rows": source(parquet, filters)}
+    return {"name": "mixture", "sources": sources, "filters": FILTERS[1:]}
 
 
 def small_blocks(monkeypatch):
@@ -78,9 +103,14 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr("jaxtrain.data.store.store.SHARD_TOKENS", 50_000)
 
 
+def source_of(path, filters=()):
+    return {"name": path.suffix.removeprefix("."), "path": str(path), "filters": filters}
+
+
 def config(folder, corpus, filters=()):
+    """corpus: a file, or all of `data.train`."""
     return DataConfig(
-        train={"name": "jsonl", "path": str(corpus), "filters": filters},
+        train=corpus if isinstance(corpus, dict) else source_of(corpus, filters),
         validation={"name": "documents", "fraction": 0.1},
         tokenizer={"name": "huggingface", "vocab_size": 300},
         cache_dir=str(folder),

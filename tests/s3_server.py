@@ -17,7 +17,7 @@ ENVIRONMENT = {
     "AWS_MAX_ATTEMPTS": "1",  # the tries are ours
 }  # fmt: skip
 SLOW_DOWN, EXPIRED, INTERNAL = (503, "SlowDown"), (400, "ExpiredToken"), (500, "InternalError")
-DENIED = (403, "AccessDenied")
+DENIED, SKEWED = (403, "AccessDenied"), (403, "RequestTimeTooSkewed")
 CUT, SHORT, LOST = "cut", "short", "lost"  # half a body; and a length that hides it; no answer
 OVERWRITE = "overwrite"  # as a server that knows no conditional put
 

@@ -18,7 +18,7 @@ from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.runs.history import read_rows
 from jaxtrain.runs.mirror import Mirror, Store, stamps, take_newest
 from jaxtrain.settings import UserError
-from jaxtrain.storage import objects
+from jaxtrain.storage import checksums, objects
 
 
 class Killed(BaseException):
@@ -86,9 +86,11 @@ def mirror_of(run_dir, c, say):
 def save(run_dir, step, content=""):
     """A folder as a checkpoint has it, and what a run has beside it."""
     folder = run_dir / "checkpoints" / str(step)
-    for name in ("params/d/0", "rest/d/0", "position/metadata", "position/sums.json"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(f"{name} of {step} {content}" * 100)
+    for item, name in (("params", "d/0"), ("rest", "d/0"), ("position", "metadata")):
+        path = folder / item / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{item}/{name} of {step} {content}" * 100)
+        checksums.write_list(folder / item / checksums.LIST, {name: path}, {})
     (run_dir / "tokenizer").mkdir(exist_ok=True)
     (run_dir / "tokenizer" / "tokenizer.json").write_text("{}")
     (run_dir / "config.yaml").write_text("run: {name: a}\n")
@@ -302,6 +304,24 @@ def test_a_newer_local_checkpoint_wins_and_an_older_does_not(tmp_path, url):
     save(tmp_path / "older", 4)
     assert taken(tmp_path / "newer", c) == 6 and steps_of(tmp_path / "newer") == [6]
     assert taken(tmp_path / "older", c) == 5 and steps_of(tmp_path / "older") == [4, 5]
+
+
+@pytest.mark.parametrize(("copied", "damaged", "expected"), [(5, (6,), 5), (4, (6, 7), 5)])
+def test_of_local_checkpoints_and_copies_the_newest_whole_one_is_taken(
+    tmp_path, url, copied, damaged, expected
+):
+    c, said, run = config(url), [], tmp_path / "two"
+    save(tmp_path / "one", copied)
+    mirror_of(tmp_path / "one", c, print).look()
+    for step in {4, 9 - copied, *damaged}:
+        save(run, step)
+    broken = [run / "checkpoints" / str(step) / "rest" / "d" / "0" for step in damaged]
+    for path in broken:
+        path.write_text("x")
+    assert taken(run, c, said) == expected
+    for line, step in zip(said, sorted(damaged, reverse=True)):
+        assert f"local checkpoint {step} is damaged (rest/d/0 has 1 bytes, not " in line
+        assert (run / "damaged" / str(step) / "rest" / "d" / "0").read_text() == "x"
 
 
 @pytest.mark.parametrize("local", [None, 4, 6])

@@ -57,7 +57,7 @@ def test_files_are_copied_several_at_a_time_and_the_commit_after_all(tmp_path, s
 
     s3.fault = fault
     mirror_of(tmp_path / "one", c, pytest.fail).look()
-    assert max(most) > 2 and order[-1].endswith("/a/1.json") and len(order) == 8
+    assert max(most) > 2 and order[-1].endswith("/a/1.json") and len(order) == 10
 
 
 def test_credentials_that_expire_are_one_line_and_the_next_checkpoint_is_tried(tmp_path, s3):

@@ -9,7 +9,18 @@ import time
 
 import numpy as np
 import pytest
-from ray_cases import FILTERS, Cluster, config, drive, files_of, small_blocks, write_corpus, yaml_of
+from ray_cases import (
+    FILTERS,
+    Cluster,
+    config,
+    documents,
+    drive,
+    files_of,
+    small_blocks,
+    write_corpus,
+    write_parquet,
+    yaml_of,
+)
 from tiny import byte_model, random_run, rows_of, run_overrides
 
 from jaxtrain.cli import main
@@ -43,16 +54,18 @@ def small(monkeypatch):
     small_blocks(monkeypatch)
 
 
-def test_a_store_has_the_same_bytes_after_a_node_was_killed(tmp_path, cluster, corpus, small):
+def test_a_store_has_the_same_bytes_after_a_node_was_killed(tmp_path, cluster, small):
+    """Of a Parquet file, whose row groups are sent, without the text of an evaluation set."""
+    corpus, filters = write_parquet(tmp_path, documents())
     killed = []
 
     def progress(stage, done, total):
         if stage == "tokens" and done > total / 3 and not killed:
             killed.append(cluster.ask("kill"))
 
-    prepare(config(tmp_path / "host", corpus, FILTERS))
+    prepare(config(tmp_path / "host", corpus, filters))
     with on_ray.ray_cluster(cluster.address):
-        c = config(tmp_path / "nodes", corpus, FILTERS)
+        c = config(tmp_path / "nodes", corpus, filters)
         prepare(c.model_copy(update={"dedup_memory": 1e-4}), progress=progress)  # six partitions
     assert killed == [3] and cluster.ask("add") == 4
     here, there = files_of(tmp_path / "host"), files_of(tmp_path / "nodes")

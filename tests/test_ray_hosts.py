@@ -11,6 +11,7 @@ from ray_cases import (
     drive,
     driver,
     files_of,
+    mixture,
     small_blocks,
     write_corpus,
     yaml_of,
@@ -20,12 +21,23 @@ from jaxtrain.data import prepare
 
 pytestmark = pytest.mark.slow
 
-# Of Python on the nodes: the folder of the command's host is not there.
+# Of Python on the nodes: the folder of the command's host is not there, also for Arrow, which opens
+# files by itself.
 AWAY = """
+import sys
 def audit(event, args):
-    if event == "open" and str(args[0]).startswith({folder!r}):
-        raise FileNotFoundError(2, "No such file or directory", args[0])
-sys.addaudithook(audit)
+    if event == "open":
+        check(args[0])
+def check(path):
+    if str(path).startswith({folder!r}):
+        raise FileNotFoundError(2, "No such file or directory", path)
+def init(self, source, *args, **options):
+    check(source)
+    whole(self, source, *args, **options)
+if "default_worker.py" in str(sys.orig_argv):
+    sys.addaudithook(audit)
+    from pyarrow.parquet import ParquetFile
+    whole, ParquetFile.__init__ = ParquetFile.__init__, init
 """
 
 
@@ -48,20 +60,29 @@ def stored(url):
 
 def test_nodes_without_the_folder_make_the_bytes_of_one_host(hosts, s3, monkeypatch):
     (cluster, here), bucket = hosts, s3.bucket()
-    corpus = write_corpus(here)
+    train = mixture(here)
     small_blocks(monkeypatch)
-    c = config(f"{bucket}/one", corpus, FILTERS)
+    c = config(f"{bucket}/one", train)
     prepare(
         c.model_copy(
             update={"local_cache": c.local_cache.model_copy(update={"path": str(here / "one")})}
         )
     )
     fields = [f"data.cache_dir={bucket}/nodes", f"data.local_cache.path={here}/blocks"]
-    words = ["prepare", "--config", yaml_of(here, corpus), *fields, "--ray", cluster.address]
+    words = [
+        "prepare",
+        "--config",
+        yaml_of(here, train),
+        *fields,
+        "--ray",
+        cluster.address,
+    ]
     said = drive(here, "", *words)
     assert said.returncode == 0, said.stderr
     one, nodes = stored(f"{bucket}/one"), stored(f"{bucket}/nodes")
     assert one == nodes and any("/tokens/" in name for name in one)
+    reports = [path.read_text() for path in (here / "blocks").rglob("*.filters.json")]
+    assert any('"in lines"' in text for text in reports)  # what the two sources have in common
 
 
 def test_without_its_head_node_a_command_is_one_line_and_goes_on_elsewhere(

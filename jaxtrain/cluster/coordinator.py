@@ -216,11 +216,10 @@ class Coordinator:
         if self.client is None:
             return
         self.rounds += 1
-        self._set(
-            f"facts/{self.rounds}/{self.index}", json.dumps({k: str(v) for k, v in facts.items()})
-        )
+        said = json.dumps({k: str(v) for k, v in facts.items()})
+        self._set(f"facts/{self.rounds}/{self.index}", said)
         if self.index == 0:
-            told = [json.loads(self._get(f"facts/{self.rounds}/{i}")) for i in range(self.count)]
+            told = [json.loads(facts) for facts in self._get_all(f"facts/{self.rounds}/")]
             found = [
                 f"process {i} ({self.hosts[i]}) has {'; '.join(lines)}"
                 for i in range(1, self.count)
@@ -402,6 +401,16 @@ class Coordinator:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
         raise jax.errors.JaxRuntimeError(f"the job is over, and {key} was never set")
+
+    def _get_all(self, folder: str) -> list[str]:
+        """The values of all processes in order, once there are all: by listings, not key by key."""
+        while not self.over and (client := self.client) is not None:
+            found = client.key_value_dir_get(folder)
+            if len(found) == self.count:
+                values = {int(key.removeprefix(folder)): value for key, value in found}
+                return [values[i] for i in range(self.count)]
+            time.sleep(0.05 * max(1.0, self.count / MANY))
+        raise jax.errors.JaxRuntimeError(f"the job is over, and {folder} was never whole")
 
     def _publish(self, message: str, code: int, hung: bool = False) -> None:
         """Why the job ends, unless another process has published that already."""

@@ -25,6 +25,7 @@ from jaxtrain.storage.objects import Damaged, RemoteFolder, reason_of
 COMPANIONS = ("config.yaml", "env.json", "data.json", "reference.npz", "tokenizer")
 POLL = 1.0  # seconds between two looks at the run directory
 STAGE = ".mirror"  # in the run directory: what goes out, what comes in
+DAMAGED = "damaged"  # in the run directory: checkpoints that are not as they were written
 
 
 class Store:
@@ -205,8 +206,9 @@ def take_newest(
 ) -> None:
     """Take the newest whole copy that is newer than every local checkpoint, if there is one.
 
-    check: raises UserError for the config.yaml of another run, whichever is newer. A damaged copy
-    is said and passed over. UserError where the copies cannot be read.
+    Local checkpoints that are damaged are moved to DAMAGED first. check: raises UserError for the
+    config.yaml of another run, whichever is newer. A damaged copy is said and passed over.
+    UserError where the copies cannot be read.
     """
     stage = run_dir / STAGE
     shutil.rmtree(stage, ignore_errors=True)
@@ -217,6 +219,7 @@ def take_newest(
                 store.read(step, stage, only="run/config.yaml")
                 check(stage / "run" / "config.yaml")
         shutil.rmtree(stage, ignore_errors=True)
+        _set_damaged_aside(run_dir, say)
         newer = [s for s in steps if s > max(saved_steps(run_dir), default=-1)]
         for step in reversed(newer):
             try:
@@ -238,6 +241,21 @@ def take_newest(
         ) from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+
+
+def _set_damaged_aside(run_dir: Path, say: Callable[[str], None]) -> None:
+    """Until the newest local checkpoint is as it was written."""
+    for step in reversed(saved_steps(run_dir)):
+        folder, aside = run_dir / "checkpoints" / str(step), run_dir / DAMAGED / str(step)
+        try:
+            for listed in folder.glob(f"*/{sums.LIST}"):
+                sums.check_files(listed.parent)
+            return
+        except UserError as error:
+            say(f"mirror   local checkpoint {step} is damaged ({error}); it is now {aside}")
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.parent.mkdir(exist_ok=True)
+            folder.replace(aside)
 
 
 def _move_in(run_dir: Path, stage: Path, step: int) -> None:

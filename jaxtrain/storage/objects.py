@@ -28,6 +28,7 @@ THREADS = 8  # transfers at once
 FINAL = (NotADirectoryError, IsADirectoryError, ImportError, TypeError, AttributeError)
 FINAL += (NotImplementedError, UserError)
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
+SKEWED = "RequestTimeTooSkewed"  # what S3 answers where clocks differ by a quarter of an hour
 CHAIN = re.compile(r"::(/|[^:/]+://)")  # of file systems, as zip://*.jsonl::s3://bucket/a.zip
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 PACKAGES |= {"az": "adlfs", "abfs": "adlfs", "ssh": "paramiko", "sftp": "paramiko"}
@@ -122,7 +123,8 @@ def retried[T](
             raise
         if refuses(error):
             refused = "may not be read" if access == "read" else "may not be written"
-            line = f"{url} {refused}, check the credentials: {said_by(error)}"
+            what = "clock of this host" if SKEWED in repr(error.__cause__) else "credentials"
+            line = f"{url} {refused}, check the {what}: {said_by(error)}"
         else:
             line = f"cannot {access} {url}: {DATA_TRIES} tries failed, last {reason_of(error)}"
         raise UserError(line) from error

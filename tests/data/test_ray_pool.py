@@ -1,5 +1,6 @@
 """`--ray` without a cluster: what is asked of Ray, and what is said where there is none."""
 
+import json
 import pickle
 import re
 import shutil
@@ -8,18 +9,19 @@ import sys
 import time
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from ray_cases import config, files_of, small_blocks, write_corpus, yaml_of
+from ray_cases import WORDS, config, files_of, small_blocks, write_corpus, yaml_of
 
 from jaxtrain.cli import main
 from jaxtrain.cluster import ray_cluster as on_ray
 from jaxtrain.cluster import ray_worker
 from jaxtrain.data import prepare
 from jaxtrain.data.files import reading
-from jaxtrain.data.files.local import File
 from jaxtrain.data.files.sources import ParquetSource, find_files
 from jaxtrain.data.filters.batch import TextBatch
-from jaxtrain.data.filters.decontaminate import Decontaminate, filter_contaminated
+from jaxtrain.data.filters.decontaminate import Decontaminate, filter_contaminated, write_ngrams
 from jaxtrain.data.store import encode
 from jaxtrain.settings import UserError
 
@@ -119,16 +121,40 @@ def test_a_node_gets_the_tokenizer_and_needs_no_folder(tmp_path, corpus):
     assert encode.encode_blocks(pickle.loads(sent), group).train.ids == here.train.ids
 
 
-def test_a_file_that_a_node_lacks_is_one_line_with_what_would_be_right(tmp_path):
-    source, file = (
-        ParquetSource(path=str(tmp_path / "a.parquet")),
-        File(f"{tmp_path}/a.parquet", 9, ""),
-    )
-    block = reading.TextBlock(file, 1, 0, 9, None, reading.START)
-    with pytest.raises(
-        UserError, match=r"--ray: node \S+ has no file \S+/a.parquet; nodes read Par"
-    ):
-        list(reading.texts_of(source, block))
-    batch, filter = TextBatch(["a text"], [{}]), Decontaminate(against=(str(tmp_path / "a.npz"),))
-    with pytest.raises(UserError, match=r"has no file \S+/a.npz; data.cache_dir must be on a disk"):
-        filter_contaminated(filter, batch)
+@pytest.fixture
+def on_nodes(monkeypatch):
+    """What is made inside goes to nodes that share no disk with this host."""
+    mark = on_ray.CURRENT.set(on_ray.RayCluster("auto"))
+    yield
+    on_ray.CURRENT.reset(mark)
+
+
+def records(source, sent):
+    found = [reading.records_of(source, one, reading.other_columns(source, one)) for one in sent]
+    return [pair for some in found for pair in some]
+
+
+def test_nodes_get_the_row_groups_of_a_parquet_file_that_they_lack(tmp_path, on_nodes):
+    texts = [f"{i} text of some words " * (i % 9) or None for i in range(100)]
+    others = {"by": [f"a{i % 3}" for i in range(100)], "tags": [[i] for i in range(100)]}
+    path, kinds = tmp_path / "a.parquet", ({"compression": "zstd"}, {"use_dictionary": False})
+    for options in kinds:
+        pq.write_table(pa.table({"text": texts} | others), path, row_group_size=30, **options)
+        source = ParquetSource(path=str(path))
+        here = [one._replace(row_group=None) for one in reading.blocks(source, find_files(source))]
+        expected = records(source, here)
+        sent = pickle.dumps([*reading.blocks(source, find_files(source))])
+        path.unlink()
+        reading._parquet_file.cache_clear()
+        assert records(source, pickle.loads(sent)) == expected
+        assert len(here) == 4 and expected[0][1] == {"by": "a1", "tags": [1]}
+
+
+def test_nodes_get_the_hashes_of_evaluation_sets(tmp_path, on_nodes):
+    asked = " ".join(WORDS.split())
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"text": asked}) + "\n")
+    filter = Decontaminate(against=(str(tmp_path / "asked.jsonl"),))
+    sent = pickle.dumps(write_ngrams(filter, tmp_path / "cache"))
+    shutil.rmtree(tmp_path / "cache")
+    batch = TextBatch(["a text", f"In it: {asked}."], [{}] * 2)
+    assert filter_contaminated(pickle.loads(sent), batch).reasons.tolist() == [0, 1]

@@ -5,7 +5,7 @@ from itertools import cycle
 import fsspec
 import numpy as np
 import pytest
-from s3_server import CUT, DENIED, EXPIRED, INTERNAL, SECRET, SHORT, SLOW_DOWN
+from s3_server import CUT, DENIED, EXPIRED, INTERNAL, SECRET, SHORT, SKEWED, SLOW_DOWN
 from test_remote_store import batches_of, config
 from tiny import rows_of, run_overrides, weights_of
 
@@ -49,9 +49,12 @@ def test_a_bucket_gives_the_batches_of_a_disk_through_faults(s3, text, tmp_path)
     assert last.count("/") == 3 and last.endswith(".json")  # what names an entry comes after it
 
 
-@pytest.mark.parametrize("fault", [DENIED, EXPIRED])
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [(DENIED, "credentials"), (EXPIRED, "credentials"), (SKEWED, "clock of this host")],
+)
 def test_rights_that_end_in_the_middle_are_one_line_and_nothing_is_lost(
-    s3, text, tmp_path, capsys, fault
+    s3, text, tmp_path, capsys, fault, check
 ):
     url, done = f"{s3.bucket()}/prepared", []
     s3.fault = lambda r: fault if r.method == "PUT" and (done.append(r) or len(done) > 3) else None
@@ -60,7 +63,7 @@ def test_rights_that_end_in_the_middle_are_one_line_and_nothing_is_lost(
     fields += [f"data.train.{key}={value}" for key, value in text.items()]
     assert main(["prepare", *fields]) == 2
     out, err = capsys.readouterr()
-    assert err.count("\n") == 1 and "may not be written, check the credentials: " in err
+    assert err.count("\n") == 1 and f"may not be written, check the {check}: " in err
     assert SECRET not in out + err and len(done) == 4
     s3.reset()
     assert main(["prepare", *fields]) == 0

@@ -87,15 +87,24 @@ def test_who_leaves_waits_for_no_question_that_another_never_asks():
     assert ends.empty() and found == [[False, False]] * 2 and max(taken) < LONG / 2
 
 
-def test_a_difference_is_named_everywhere():
+def test_a_difference_is_named_everywhere(monkeypatch):
+    """Process 0 asks for no process's facts alone: a key takes its turn among all requests."""
+    get, asked = service.RetryingClient.blocking_key_value_get, set()
+
+    def counted(client, key, timeout_in_ms):
+        asked.add(key)
+        return get(client, key, timeout_in_ms)
+
+    monkeypatch.setattr(service.RetryingClient, "blocking_key_value_get", counted)
+
     def work(coordinator):
         facts = {"jax": "0.11.2", "optim.matrix_lr": "0.01" if coordinator.index == 2 else "0.02"}
         coordinator.compare(facts, "make them equal")
 
-    found, _ = together(3, work)
+    found, _ = together(11, work)
     host = socket.gethostname()
     line = f"process 2 ({host}) has optim.matrix_lr 0.01, not 0.02 in process 0 ({host}); make them"
-    assert found == [f"{line} equal"] * 3
+    assert found == [f"{line} equal"] * 11 and asked == {"job/failed", "answer/1"}
 
 
 def test_who_is_missing_is_named_everywhere(clock):

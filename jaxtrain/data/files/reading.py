@@ -14,10 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxtrain.cluster.ray_worker import missing_on_node
+from jaxtrain.cluster.ray_cluster import current_cluster
 from jaxtrain.data.chat.messages import conversations
-from jaxtrain.data.files.local import File, local_path
+from jaxtrain.data.files.local import File
 from jaxtrain.data.files.remote import open_file
+from jaxtrain.data.files.row_groups import RowGroup, read_footer, read_row_group
 from jaxtrain.data.files.sources import (
     ChatSource,
     CodeSource,
@@ -57,6 +58,7 @@ class TextBlock(NamedTuple):
     size: int  # bytes of text
     data: bytes | None  # None: who needs it reads row group `start`
     after: Position
+    row_group: RowGroup | None = None  # for nodes of a cluster, which need not have the file
 
 
 def read_documents(source: Source) -> Iterator[str]:
@@ -274,18 +276,22 @@ def _code(source: CodeSource, block: TextBlock) -> Iterator[str]:
 
 
 def _parquet_blocks(source: Any, file: File, at: Position) -> Iterator[TextBlock]:
-    table = _parquet_file(source, file)
-    groups = table.metadata.num_row_groups
+    metadata = _parquet_file(source, file).metadata
+    sent = current_cluster() is not None and is_local(file.url)
+    footer = read_footer(file) if sent else b""
+    groups = metadata.num_row_groups
     for group in range(at.at, groups):
         stored = at.stored + (file.size or 0) * (group + 1) // groups
-        size = table.metadata.row_group(group).total_byte_size
-        yield TextBlock(file, 1, group, size, None, Position(at.file, group + 1, 1, stored))
+        rows = metadata.row_group(group)
+        after = Position(at.file, group + 1, 1, stored)
+        data = read_row_group(file, rows, footer) if sent else None
+        yield TextBlock(file, 1, group, rows.total_byte_size, None, after, data)
 
 
 def _parquet_records(
     source: Any, block: TextBlock, fields: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    table = _parquet_file(source, block.file)
+    table = _parquet_of(source, block)
     there = [field for field in fields if field in table.schema_arrow.names]
     batches = table.iter_batches(row_groups=[block.start], columns=[source.column, *there])
     while records := _whole(block.file, lambda: next(batches, None)):
@@ -293,13 +299,19 @@ def _parquet_records(
             yield record[source.column], {field: record[field] for field in there}
 
 
-def other_columns(source: Source, file: File) -> tuple[str, ...]:
+def other_columns(source: Source, block: TextBlock) -> tuple[str, ...]:
     """The columns of a Parquet file beside the text; of JSONL none, a record has all it says."""
     if source.name != "parquet":
         return ()
-    hashable: Any = source  # frozen, which its type does not say
-    names = _parquet_file(hashable, file).schema_arrow.names
+    names = _parquet_of(source, block).schema_arrow.names
     return tuple(name for name in names if name != source.column)
+
+
+def _parquet_of(source: Any, block: TextBlock) -> Any:
+    """The file of a block, or the part that came with it."""
+    if block.row_group is not None:
+        return _whole(block.file, block.row_group.open)
+    return _parquet_file(source, block.file)
 
 
 TEXT_TYPES = ("string", "large_string", "string_view", "null")  # of Arrow
@@ -311,9 +323,6 @@ def _parquet_file(source: Any, file: File) -> Any:
     import pyarrow.parquet as pq
 
     place = file.url if is_local(file.url) else open_file(file)
-    if is_local(file.url) and not Path(local_path(file.url)).exists():
-        shared = "nodes read Parquet themselves: put it on a disk that all share, or at a URL"
-        raise missing_on_node("file", file.url, shared)
     table = _whole(file, lambda: pq.ParquetFile(place))
     schema = _whole(file, lambda: table.schema_arrow)
     if source.column not in schema.names:

@@ -1,9 +1,10 @@
 """Evaluation sets kept out of the training text, by the word sequences that they share with it."""
 
 import hashlib
+import io
 import json
-import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from jaxtrain.cluster.ray_worker import missing_on_node
+from jaxtrain.cluster.ray_cluster import current_cluster
 from jaxtrain.data.evaluation.prompts import prompt_of
 from jaxtrain.data.evaluation.tasks import Bundle, Task, open_bundle
 from jaxtrain.data.filters.arrays import BASE, Spans, ngrams, rolling_hashes, rolling_hashes_at
@@ -78,8 +79,20 @@ def evaluation_hash(config: Decontaminate) -> str:
     return total.hexdigest()
 
 
-def write_ngrams(config: Decontaminate, folder: Path) -> Decontaminate:
-    """Writes the hashes of all n-grams; `filter_contaminated` reads them instead of the texts."""
+@dataclass(frozen=True)
+class PreparedDecontaminate:
+    """The filter with the hashes of all n-grams, which it reads instead of the texts."""
+
+    ngram: int
+    min_hits: int
+    path: str  # of a file that is named by what it was made of
+    # What is in the file, for nodes of a cluster, which need not share the folder.
+    data: bytes | None = field(default=None, compare=False, repr=False)
+    name: Literal["decontaminate"] = "decontaminate"
+
+
+def write_ngrams(config: Decontaminate, folder: Path) -> PreparedDecontaminate:
+    """Writes the hashes of all n-grams."""
     path = folder / f"ngrams-{evaluation_hash(config)[:16]}-{config.ngram}.npz"
     if not path.is_file():
         found: dict[str, list[np.ndarray]] = {"long": [np.empty(0, np.uint64)]}
@@ -91,7 +104,8 @@ def write_ngrams(config: Decontaminate, folder: Path) -> Decontaminate:
         with path.with_suffix(".tmp").open("wb") as file:
             np.savez(file, allow_pickle=False, **known)
         path.with_suffix(".tmp").rename(path)
-    return config.model_copy(update={"against": (str(path),)})
+    data = None if current_cluster() is None else path.read_bytes()
+    return PreparedDecontaminate(config.ngram, config.min_hits, str(path), data)
 
 
 def _together(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -119,8 +133,8 @@ def _hashes(texts: list[str], ngram: int) -> Iterator[tuple[str, np.ndarray]]:
         yield f"start{start}", rolling_hashes_at(here, start, first)
 
 
-def filter_contaminated(config: Decontaminate, batch: TextBatch) -> FilterVerdict:
-    known = _known(config.against[0])
+def filter_contaminated(config: PreparedDecontaminate, batch: TextBatch) -> FilterVerdict:
+    known = _known(config)
     words = batch.folded.folded_words
     hashes, first = ngrams(words, config.ngram)
     hits = first[known["long"].places(hashes)]
@@ -162,11 +176,8 @@ class Known(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def _known(path: str) -> dict[str, Known]:
-    if not os.path.isfile(path):
-        shared = "data.cache_dir must be on a disk that all nodes share for this filter"
-        raise missing_on_node("file", path, shared)
-    with np.load(path) as arrays:
+def _known(prepared: PreparedDecontaminate) -> dict[str, Known]:
+    with np.load(prepared.path if prepared.data is None else io.BytesIO(prepared.data)) as arrays:
         return {name: _table(arrays[name]) for name in arrays}
 
 

@@ -62,7 +62,7 @@ def frames(
 
 def _frame(source: Source, task: tuple[Sequence[TextBlock], Mapping[str, np.ndarray]]) -> Any:
     group, columns = task
-    records = (records_of(source, b, other_columns(source, b.file)) for b in group)
+    records = (records_of(source, b, other_columns(source, b)) for b in group)
     pairs = [pair for some in records for pair in some]
     rows = zip(*(round_scores(column) for column in columns.values()), strict=True)
     lines = [

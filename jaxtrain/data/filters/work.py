@@ -138,7 +138,7 @@ def lowest(samples: list[Sample]) -> list[Sample]:
 
 def read_batch(job: FilterJob, group: Sequence[TextBlock], whole: bool = False) -> TextBatch:
     """The documents of a group with the fields that the filters look at, or with all."""
-    fields = lambda block: other_columns(job.source, block.file) if whole else job.fields
+    fields = lambda block: other_columns(job.source, block) if whole else job.fields
     pairs = [pair for block in group for pair in records_of(job.source, block, fields(block))]
     return TextBatch([text for text, _ in pairs], [record for _, record in pairs])
 

@@ -1,0 +1,89 @@
+"""Row groups of a Parquet file as they are stored, for nodes of a cluster that lack the file."""
+
+import io
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from jaxtrain.data.files.local import File, local_path
+
+MAGIC_BYTES = 8  # behind the footer: its length and the magic word
+# Old writers counted too few bytes of a column chunk (PARQUET-816), and readers take so many more.
+PADDING = 100
+
+
+class RowGroup(NamedTuple):
+    """One row group, compressed as it is stored, with what is needed to read it."""
+
+    footer: bytes  # the metadata of the file
+    file_bytes: int
+    start: int  # the byte of the file that `data` begins at
+    data: bytes
+
+    def open(self) -> Any:
+        """A `pyarrow.parquet.ParquetFile` of which this row group can be read."""
+        import pyarrow.parquet as pq
+
+        return pq.ParquetFile(_Stored(self), metadata=_metadata(self.footer))
+
+
+def read_footer(file: File) -> bytes:
+    """The end of a local Parquet file."""
+    with open(local_path(file.url), "rb") as opened:
+        end = opened.seek(-MAGIC_BYTES, io.SEEK_END)
+        size = int.from_bytes(opened.read(4), "little")
+        opened.seek(end - size)
+        return opened.read()
+
+
+def read_row_group(file: File, group: Any, footer: bytes) -> RowGroup:
+    """The bytes of a row group of a local file. group: `pyarrow.parquet.RowGroupMetaData`."""
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    starts = [_start(chunk) for chunk in chunks]
+    start = min(starts, default=0)
+    ends = [at + chunk.total_compressed_size for at, chunk in zip(starts, chunks)]
+    with open(local_path(file.url), "rb") as opened:
+        opened.seek(start)
+        data = opened.read(max(ends, default=0) + PADDING - start)
+        return RowGroup(footer, opened.seek(0, io.SEEK_END), start, data)
+
+
+def _start(chunk: Any) -> int:
+    """The first byte of a column chunk: of its dictionary, if it has one."""
+    dictionary = chunk.dictionary_page_offset or chunk.data_page_offset
+    return min(dictionary, chunk.data_page_offset)
+
+
+@lru_cache(maxsize=4)
+def _metadata(footer: bytes) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    return pq.read_metadata(pa.BufferReader(footer))
+
+
+class _Stored(io.RawIOBase):
+    """The file as far as one row group goes."""
+
+    def __init__(self, group: RowGroup):
+        self._group, self._at = group, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._group.file_bytes}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        begin = self._at - self._group.start
+        data = self._group.data[begin : begin + len(buffer)]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
