@@ -25,6 +25,7 @@ from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.compiler import Compiler
 from jaxtrain.inference.engine.device import Sampled
 from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
+from jaxtrain.inference.engine.pace import Pace
 from jaxtrain.inference.engine.pages import PagePool, affordable_pages
 from jaxtrain.inference.engine.programs import (
     Drafter,
@@ -102,7 +103,7 @@ class Engine:
         in_place = all(reads_in_place(x, one, pages) for x, one in zip(both, page))
         sizes = table_sizes(options, self.width, in_place)
         self.programs = Programs(self.models, options, self.virtual, sizes, config.width)
-        self.compiler = Compiler(self.on_mesh)
+        self.compiler, self.pace = Compiler(self.on_mesh), Pace(options.decode_steps)
         self.table_SW = np.zeros((options.slots, self.virtual + self.width), np.int32)
         self.table_SW[:, : self.virtual] = self.pool.total + np.arange(self.virtual)
         self.fresh = True  # no request has joined yet
@@ -219,18 +220,14 @@ class Engine:
             self.constrain(sequence)
             new.append((slot, sequence.tokens))
         if new:
-            self.put_texts(new)
+            self.compiler.pick(ProgramKey("put_texts"))
+            self.state = self.programs.put_texts(self.state, new)
         self.more_prompts = free() and len(new) == room
 
     def constrain(self, sequence: Sequence) -> None:
         """Allow the tokens that a running request's grammar lets come next."""
         if sequence.matcher is not None and sequence.slot is not None:
             self.rows.allow(sequence.slot, allowed_bits(sequence.matcher))
-
-    def put_texts(self, new: list[tuple[int, list[int]]]) -> None:
-        """Texts to their slots on the device."""
-        self.compiler.pick(ProgramKey("put_texts"))
-        self.state = self.programs.put_texts(self.state, new)
 
     def take_pages(self, sequence: Sequence) -> bool:
         """Whether a waiting request now has pages for its text, known ones and new ones.
@@ -311,6 +308,7 @@ class Engine:
         todo = [one for one in self.running if not one.decoding][: o.prefill_rows]
         if not todo:
             return
+        self.pace.reset()
         longest = max(one.computed + min(one.left, o.chunk) for one in todo)
         key = self.compiler.pick(self.programs.prefilling(len(todo), longest))
         parts = [(one.place, one.computed, min(one.left, o.chunk)) for one in todo]
@@ -350,6 +348,7 @@ class Engine:
         self.state, sampled = self.programs.decode(
             key, self.state, self.rows.on_device(), self.table_SW, slots
         )
+        self.pace.called(key.steps)
         for one in todo:
             one.ahead += most
         self.started(sampled, rows, most)
@@ -363,7 +362,8 @@ class Engine:
     def steps_at_once(self) -> int:
         """How many steps the device runs next: several, unless a prompt is to be computed between
         them, a grammar has to be asked between them, or pages are short."""
-        steps, running = self.options.decode_steps, self.running
+        o, running = self.options, self.running
+        steps = self.pace.steps if o.adapt_steps else o.decode_steps
         todo = [one for one in running if one.can_go_on]
         waits = lambda one: one.matcher is not None or not one.decoding
         if self.more_prompts or any(map(waits, running)):
@@ -403,9 +403,8 @@ class Engine:
         """Compile all programs that requests may need, some at a time, before the first one comes.
         Returns how many.
 
-        Without it a program is compiled when a request is the first to need it. asked: requests
-        that come at once, and no others. beside: wait for the few alone that together serve any
-        request. The others come while the engine works, and a step takes a dearer one until then.
+        Without it a program is compiled when a request first needs it. asked: requests that come at
+        once, and no others. beside: wait for those alone that together serve any request.
         """
         keys = self.programs.needed(asked, self.context)
         first = fewest(keys)
@@ -431,7 +430,8 @@ class Engine:
 
     def read(self, step: Pending) -> None:
         """The tokens of a step, to whom they belong."""
-        tokens_KBT = np.asarray(step.sampled.tokens_KBT)
+        with self.pace.waiting():
+            tokens_KBT = np.asarray(step.sampled.tokens_KBT)
         guessed_B = (tokens_KBT[:, :, 1:] >= 0).sum((0, 2))
         tokens_Bk = tokens_KBT.swapaxes(0, 1).reshape(len(guessed_B), -1).tolist()
         new = accepted = 0
