@@ -82,6 +82,7 @@ def test_requests_run_by_what_is_compiled_and_a_second_start_compiles_nothing(tm
     jax.monitoring.register_event_listener(count)
     try:
         use(cache)
+        jax.clear_caches()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Programs, "lower", lower_gated)
             assert engine.warm_up(beside=True) == 11

@@ -1,5 +1,6 @@
 """Programs are compiled in threads, beside each other and beside the engine's work."""
 
+import contextvars
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -23,10 +24,7 @@ def compile_all(lowered: Iterable[jax.stages.Lowered]) -> int:
 
 
 class Compiler:
-    """What was begun to be compiled; jit keeps the programs themselves.
-
-    One thread lowers, which holds Python. Others compile what is lowered, which does not.
-    """
+    """What was begun to be compiled; jit keeps the programs themselves."""
 
     def __init__(self, mesh: Callable[[], AbstractContextManager[object]]):
         """mesh: in which programs are lowered."""
@@ -34,17 +32,22 @@ class Compiler:
         self.coming: dict[ProgramKey, Future[object]] = {}
         self.pools: list[ThreadPoolExecutor] = []
 
-    def start(self, keys: Collection[ProgramKey], lower: Lower) -> None:
-        """Begin with these, in their order."""
-        lowering, compiling = self.pools = [ThreadPoolExecutor(n) for n in (1, COMPILERS)]
+    def start(
+        self, now: Collection[ProgramKey], later: Collection[ProgramKey], lower: Lower
+    ) -> None:
+        """Begin with these, in their order. Lowering holds Python: the first ones are lowered here,
+        the others in a thread. Compiling does not, and is done in threads."""
 
         def on_mesh(key: ProgramKey) -> jax.stages.Lowered:
             with self.mesh():
                 return lower(key)
 
-        lowered = {key: lowering.submit(on_mesh, key) for key in keys}
+        lowering, compiling = self.pools = [ThreadPoolExecutor(n) for n in (1, COMPILERS)]
+        self.coming = {key: compiling.submit(on_mesh(key).compile) for key in now}
+        context = contextvars.copy_context()  # of preferred backends
+        lowered = {key: lowering.submit(context.run, on_mesh, key) for key in later}
         finish = lambda one: one.result().compile()
-        self.coming = {key: compiling.submit(finish, one) for key, one in lowered.items()}
+        self.coming |= {key: compiling.submit(finish, one) for key, one in lowered.items()}
         for pool in self.pools:
             pool.shutdown(wait=False)
 

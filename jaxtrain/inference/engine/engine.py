@@ -407,11 +407,11 @@ class Engine:
         once, and no others. beside: wait for those alone that together serve any request.
         """
         keys = self.programs.needed(asked, self.context)
-        first = fewest(keys)
+        now = fewest(keys) if beside else keys
         programs, state, rows = self.programs, self.state, self.rows.on_device()
         lower = lambda key: programs.lower(key, state, rows)
-        self.compiler.start([*first, *(key for key in keys if key not in first)], lower)
-        self.compiler.wait(first if beside else keys)
+        self.compiler.start(now, [key for key in keys if key not in now], lower)
+        self.compiler.wait(now)
         return len(keys)
 
     def lower(self, asked: Collection[Request] = ()) -> Iterator[jax.stages.Lowered]:
