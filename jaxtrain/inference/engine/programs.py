@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jaxtrain_kernels.attention.paged import triton
 from jaxtrain_kernels.dispatch import target
 from jaxtyping import Array, PyTree
@@ -181,7 +182,12 @@ class Programs(NamedTuple):
             texts = i32(B), i32(B, state.texts_SC.shape[1]), i32(B)
             return device.put_texts.lower(state, *texts)
         if key.name == "sample_first":
-            states_BD = jax.ShapeDtypeStruct((B, self.state_dim), params[0]["embed"].dtype)
+            place = state.known_S.sharding  # whole on each device of a mesh, as the states are
+            states_BD = jax.ShapeDtypeStruct(
+                (B, self.state_dim),
+                params[0]["embed"].dtype,
+                sharding=place if isinstance(place, NamedSharding) else None,
+            )
             where = i32(B), states_BD, i32(B)
             return device.sample_first.lower(
                 graphdefs, params[0], state, rows, *where, sampler=key.sampler
