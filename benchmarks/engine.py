@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,9 @@ BENCH = "engine"
 CONCURRENT = 32  # requests of the time to first token
 PAGE = 32  # tokens
 REPEATS = 3
+LONE = 8  # requests alone, and that join others, each time
+SETTLE = 16  # calls of decoding before others join
+FEW, LONG = 8, 512  # new tokens of a request whose first one is waited for; of those it joins
 
 
 class Served(NamedTuple):
@@ -57,7 +61,7 @@ class Served(NamedTuple):
         """Of the computation."""
         return self.params["embed"].dtype
 
-    def engine(self, slots: int, cache_dtype: str | None) -> Engine:
+    def engine(self, slots: int, cache_dtype: str | None, adapt_steps: bool = False) -> Engine:
         """With room for a whole context in every slot, as far as the memory goes."""
         pieces = (b"a",) * self.vocab_size
         decode = lambda ids: text_of(pieces, ids)
@@ -69,6 +73,7 @@ class Served(NamedTuple):
             drafts=self.drafts,
             decode_steps=self.decode_steps,
             prefill_rows=8,
+            adapt_steps=adapt_steps,
         )
         return Engine(self.config, self.graphdef, self.params, tokenizer, options=options)
 
@@ -282,19 +287,75 @@ def attention_rows(
         yield row | {"backend": kind} | bandwidth(attend, sets, size, limits.copy_gbps)
 
 
+class FirstTokens(NamedTuple):
+    """Of some requests: milliseconds from their arrival to the first token, and calls of
+    `Engine.step` until then."""
+
+    ms: list[float]
+    steps: list[int]
+
+    def columns(self, prefix: str, *shares: int) -> dict[str, float]:
+        """Of a record: the median, and such percentiles."""
+        found = {f"{prefix}_ms": statistics.median(self.ms)}
+        found |= {f"{prefix}_p{p}_ms": float(np.percentile(self.ms, p)) for p in shares}
+        return found | {f"{prefix}_steps": statistics.median(self.steps)}
+
+
+def wait_first(engine: Engine, requests: Sequence[Request]) -> FirstTokens:
+    """Requests that come at once; the engine may have others. It stops with the last one's first
+    token."""
+    begin, open_ids, found = time.perf_counter(), set[str](), FirstTokens([], [])
+    for request in requests:
+        engine.add(request)
+        open_ids.add(request.id)
+    for step in itertools.count(1):
+        updates = engine.step()
+        for update in updates:
+            if update.tokens and update.id in open_ids:
+                open_ids.discard(update.id)
+                found.ms.append(1e3 * (time.perf_counter() - begin))
+                found.steps.append(step)
+        if not open_ids:
+            return found
+    raise AssertionError("unreachable")
+
+
+def finish(engine: Engine) -> None:
+    """To the end of all requests."""
+    while engine.busy:
+        engine.step()
+
+
 def first_tokens(one: Served, cache_dtype: str | None, prompt: int) -> dict[str, Any]:
-    """A row: milliseconds to the first token of a lone request, and of many at once (their median
-    and the last)."""
-    engine, lone, many = one.engine(CONCURRENT, cache_dtype), [], []
-    for i in range(REPEATS + 1):
-        lone += [*serve(engine, requests_of(one, 1, prompt, 8, 2 * i)).first.values()]
-        many.append(
-            [*serve(engine, requests_of(one, CONCURRENT, prompt, 8, 2 * i + 1)).first.values()]
-        )
-    ms = lambda values: 1e3 * statistics.median(values)
-    alone = ms(lone[1:])
-    return {
-        "alone_ms": alone,
-        "median_ms": ms([statistics.median(x) for x in many[1:]]),
-        "last_ms": ms([max(x) for x in many[1:]]),
-    }
+    """A row: milliseconds to the first token of a lone request, of many at once (the last one's
+    too), and of one that joins as many less one that decode."""
+    engine = one.engine(CONCURRENT, cache_dtype, adapt_steps=True)  # as a server's
+    seeds = itertools.count()
+    ask = lambda count, new: requests_of(one, count, prompt, new, next(seeds))
+    alone, many, last, joining = (FirstTokens([], []) for _ in range(4))
+
+    def measure(into: FirstTokens, requests: Sequence[Request]) -> FirstTokens:
+        found = wait_first(engine, requests)
+        into.ms.extend(found.ms)
+        into.steps.extend(found.steps)
+        return found
+
+    for into in (FirstTokens([], []), alone):  # the first time to compile
+        for _ in range(LONE * REPEATS):
+            measure(into, ask(1, FEW))
+            finish(engine)
+    for into, ends in ((FirstTokens([], []), []), *[(many, last.ms)] * REPEATS):
+        ends.append(max(measure(into, ask(CONCURRENT, FEW)).ms))
+        finish(engine)
+    for into in (FirstTokens([], []), *[joining] * REPEATS):
+        wait_first(engine, ask(CONCURRENT - 1, LONG))  # they go on longer than what joins them
+        for _ in range(SETTLE):
+            engine.step()
+        for _ in range(LONE):
+            measure(into, ask(1, 1))
+            engine.step()
+        for id in list(engine.by_id):
+            engine.cancel(id)
+        finish(engine)
+    found = alone.columns("alone", 99) | many.columns("median", 99)
+    return found | {"last_ms": statistics.median(last.ms)} | joining.columns("joining", 99)

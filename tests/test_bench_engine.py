@@ -20,6 +20,7 @@ def test_rates_and_first_tokens(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(engine, "REPEATS", 1)
     monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.001)
     monkeypatch.setattr(engine, "CONCURRENT", 2)
+    monkeypatch.setattr(engine, "LONE", 2)
     argv = ["engine", "--config", "gpt_d12", *SMALL, "--batch", "3", "--prompts", "40"]
     assert main([*argv, "--new", "6", "--record", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "engine-gpt_d12-fp32-cpu.json").read_text())
@@ -32,11 +33,14 @@ def test_rates_and_first_tokens(tmp_path, monkeypatch, capsys):
     assert all(0 < row["of_copy"] for row in attention)
     assert rate["of_floor"] == pytest.approx(rate["floor_ms"] / rate["ms"])
     assert 0 < rate["tokens_per_s"] and rate["preemptions"] == 0
-    assert rate["programs"] == 3  # eight steps, a prompt, and texts to the device
+    assert rate["programs"] == 4  # eight steps, a prompt, a first token, and texts to the device
     # A token has keys and values of 2 layers of 128 channels, 4 bytes each.
     read = rate["floor_ms"] * result["floor"]["copy_gbps"] * 1e6 - rate["weight_bytes"]
     assert read == pytest.approx(3 * 43 * 2 * 2 * 128 * 4)
-    assert 0 < first["alone_ms"] and first["median_ms"] <= first["last_ms"]
+    assert 0 < first["alone_ms"] <= first["alone_p99_ms"]
+    assert first["median_ms"] <= first["last_ms"]
+    assert 0 < first["joining_ms"] <= first["joining_p99_ms"]
+    assert (first["alone_steps"], first["joining_steps"]) == (1, 1)
     assert "engine gpt_d12" in capsys.readouterr().out
 
 
@@ -44,7 +48,7 @@ def test_rates_and_first_tokens(tmp_path, monkeypatch, capsys):
 def test_a_profile_of_decoding(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(engine, "REPEATS", 1)
     monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.001)
-    monkeypatch.setattr(engine, "CONCURRENT", 1)
+    monkeypatch.setattr(engine, "first_tokens", lambda *_: {})
     monkeypatch.setattr(engine, "attention_rows", lambda *_: [])
     argv = ["engine", "--config", "gpt_d12", *SMALL, "--batch", "2", "--prompts", "40"]
     assert main([*argv, "--new", "90", "--profile", "--out", str(tmp_path)]) == 0

@@ -108,7 +108,7 @@ def test_peers_stand_behind_ours_with_a_ratio():
         ("bf16", "-", "-"), ("int8", "-", "-"), ("peer", "1.50", "2.00"),
     ]  # fmt: skip
     header, _ = tables.tabulate("engine", [record | {"rows": ours}], [])
-    assert header[-2:] == ["of the last, ms", "figures"]
+    assert header[-2:] == ["p99 joining, ms", "figures"]
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, as it is imported

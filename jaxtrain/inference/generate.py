@@ -27,9 +27,9 @@ from jaxtrain.data import Chat, Tokenizer, make_chat
 from jaxtrain.inference.arguments import TOKENS, generate_parser
 from jaxtrain.inference.chat import chat_loop
 from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
+from jaxtrain.inference.engine.compiler import compile_all
 from jaxtrain.inference.engine.device import usable_page_size
 from jaxtrain.inference.engine.load import engine_of, params_of
-from jaxtrain.inference.engine.programs import compile_all
 from jaxtrain.interop.companions import Prompting
 from jaxtrain.model import ResolvedModel
 from jaxtrain.model.config import check_decoder, round_up

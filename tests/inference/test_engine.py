@@ -113,11 +113,12 @@ def test_other_parameters_compile_nothing():
 
 
 def test_requests_that_are_known_need_few_programs():
-    """Eight steps and one, of as many pages as they come by; a part of two prompts; their texts."""
-    options = OPTIONS._replace(slots=2, least_tokens=4, chunk=16)  # pages: 1, 2, 4, 8 or 12
+    """Eight steps and one, of as many pages as they come by; a part of two prompts, and the token
+    behind them; their texts."""
+    options = OPTIONS._replace(slots=2, least_tokens=4, chunk=16)  # pages: 1, 4 or 12
     requests = [Request(f"r{i}", text, GREEDY) for i, text in enumerate(prompts(9, 11))]
     engine = make_engine("plain", options)
-    assert engine.warm_up(requests) == 1 + 2 + 1 + 1
+    assert engine.warm_up(requests) == 1 + 2 + 2 + 1
     compiled = []
     listen = lambda event, duration_secs, **_: compiled.append(event)
     jax.monitoring.register_event_duration_secs_listener(listen)

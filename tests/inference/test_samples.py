@@ -62,7 +62,7 @@ def test_nothing_is_compiled_when_samples_are_written(prompts):
     requests = generate.make_requests(one, prompts, HOW)
     engine = lambda m: generate.make_engine(m, requests, all_pages=True)
     with jax.set_mesh(mesh):
-        assert len(compiled_by(lambda: engine(ahead).warm_up(requests))) <= 7
+        assert len(compiled_by(lambda: engine(ahead).warm_up(requests))) <= 9
         later = engine(one._replace(params=whole))
         assert compiled_by(lambda: generate.run_requests(later, requests)) == []
 

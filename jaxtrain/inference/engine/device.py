@@ -1,7 +1,8 @@
-"""What an engine keeps on the device, and the two programs that change it.
+"""What an engine keeps on the device, and the programs that change it.
 
-`prefill_slots` computes a part of some prompts, `decode_slots` the next token of all rows, or with
-drafts the next few, in one step or several. The texts themselves are on the device: a step needs no
+`prefill_slots` computes a part of some prompts, `sample_first` the token behind those that are
+whole, `decode_slots` the next token of all rows, or with drafts the next few, in one step or
+several. The texts themselves are on the device: a step needs no
 token of the step before from the host, which reads tokens while the next steps already run.
 """
 
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxtrain.cluster.xla_flags import jit
 from jaxtrain.inference.engine.drafts import look_up, model_guesses, run_model
@@ -113,46 +114,63 @@ def put_texts(
     return pinned(DeviceState(state.kv, texts_SC, known_S))
 
 
-@jit("cublas", static_argnames=("graphdefs", "chunk", "sampler"), donate_argnames="state")
+@jit("cublas", static_argnames=("graphdefs", "chunk", "most"), donate_argnames="state")
 def prefill_slots(
     graphdefs: GraphDefs,
     params: tuple[Params, ...],
     state: DeviceState,
-    rows: SlotRows,
+    adapter_S: Int[Array, "S"],
     slots_R: Int[Array, "R"],
     table_RW: Int[Array, "R W"],
     starts_R: Int[Array, "R"],
     counts_R: Int[Array, "R"],
     *,
     chunk: int,
-    sampler: Sampler,
-) -> tuple[DeviceState, Sampled]:
-    """Compute counts_R tokens of the texts of some slots, from starts_R on, and sample the next.
+    most: int,
+) -> tuple[DeviceState, Float[Array, "B D"]]:
+    """Compute counts_R tokens of the texts of some slots, from starts_R on; the state of the last.
 
-    rows: of all slots. The new token counts, and joins the text, where the whole text is computed.
-    An idle row has the slot number of none, and counts_R 0.
+    An idle row has the slot number of none, and counts_R 0. most: rows of the states that are
+    returned, those behind R are zeros: one program samples from any number of them.
     """
     texts_RC = state.texts_SC.at[slots_R].get(mode="fill", fill_value=0)
-    known_R = state.known_S.at[slots_R].get(mode="fill", fill_value=-1)
     places_RT = starts_R[:, None] + jnp.arange(chunk)[None]
     tokens_RT = jnp.take_along_axis(texts_RC, places_RT, axis=1, mode="clip")
     before_R1 = jnp.take_along_axis(texts_RC, starts_R[:, None] - 1, axis=1, mode="clip")
     where = table_RW, starts_R, counts_R, before_R1[:, 0]
-    rows = jax.tree.map(lambda x_S: x_S.at[slots_R].get(mode="clip"), rows)
-    adapted = choose_adapters(params[0], rows.sampling.adapter_B), *params[1:]
+    adapter_R = adapter_S.at[slots_R].get(mode="clip")
+    adapted = choose_adapters(params[0], adapter_R), *params[1:]
     models = [nnx.merge(*pair) for pair in zip(graphdefs, adapted)]
     caches = [PagedCache(kv, *where) for kv in state.kv]
     ran = [run_model(model, tokens_RT, cache) for model, cache in zip(models, caches)]
     states_RTD, kv = ran[0][0], tuple(kv for _, kv in ran)
     last_RD = states_RTD[jnp.arange(len(slots_R)), jnp.maximum(counts_R - 1, 0)]
-    ends_R = starts_R + counts_R
-    one = sample_rows(models[0].logits(last_RD), rows, texts_RC, ends_R, sampler)
-    whole_R = (ends_R == known_R) & (counts_R > 0)
-    slot_R = jnp.where(whole_R, slots_R, len(state.known_S))
-    texts_SC = state.texts_SC.at[slot_R, ends_R].set(one.token_B, mode="drop")
-    known_S = state.known_S.at[slot_R].set(ends_R + 1, mode="drop")
+    last_BD = jnp.pad(last_RD, ((0, most - len(slots_R)), (0, 0)))
+    return pinned(state._replace(kv=kv)), constrain(last_BD, None, None)
+
+
+@jit("cublas", static_argnames=("graphdefs", "sampler"), donate_argnames="state")
+def sample_first(
+    graphdefs: GraphDefs,
+    params: Params,
+    state: DeviceState,
+    rows: SlotRows,
+    slots_B: Int[Array, "B"],
+    states_BD: Float[Array, "B D"],
+    lengths_B: Int[Array, "B"],
+    *,
+    sampler: Sampler,
+) -> tuple[DeviceState, Sampled]:
+    """Sample the token behind some whole texts, which it joins. rows: of all slots. lengths_B:
+    tokens of the texts. A row without one has the slot number of none."""
+    texts_BC = state.texts_SC.at[slots_B].get(mode="fill", fill_value=0)
+    rows = jax.tree.map(lambda x_S: x_S.at[slots_B].get(mode="clip"), rows)
+    model = nnx.merge(graphdefs[0], choose_adapters(params, rows.sampling.adapter_B))
+    one = sample_rows(model.logits(states_BD), rows, texts_BC, lengths_B, sampler)
+    texts_SC = state.texts_SC.at[slots_B, lengths_B].set(one.token_B, mode="drop")
+    known_S = state.known_S.at[slots_B].set(lengths_B + 1, mode="drop")
     sampled = Sampled(*jax.tree.map(lambda x: x[None, :, None], one))
-    return pinned(DeviceState(kv, texts_SC, known_S)), replicated(sampled)
+    return pinned(DeviceState(state.kv, texts_SC, known_S)), replicated(sampled)
 
 
 @jit("cublas", static_argnames=("graphdefs", "steps", "drafts", "sampler"), donate_argnames="state")

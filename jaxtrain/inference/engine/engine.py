@@ -22,10 +22,19 @@ from jax.sharding import Mesh
 
 from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine import device
+from jaxtrain.inference.engine.compiler import Compiler
 from jaxtrain.inference.engine.device import Sampled
 from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
+from jaxtrain.inference.engine.pace import Pace
 from jaxtrain.inference.engine.pages import PagePool, affordable_pages
-from jaxtrain.inference.engine.programs import Drafter, Programs, compile_all, row_lengths
+from jaxtrain.inference.engine.programs import (
+    Drafter,
+    ProgramKey,
+    Programs,
+    fewest,
+    reads_in_place,
+    table_sizes,
+)
 from jaxtrain.inference.engine.requests import (
     DEFAULT,
     EngineOptions,
@@ -33,9 +42,13 @@ from jaxtrain.inference.engine.requests import (
     Request,
     Update,
 )
-from jaxtrain.inference.engine.rows import SlotTable, sampler_of
-from jaxtrain.inference.engine.sampling import Sampler
-from jaxtrain.inference.engine.sequence import Pending, Sequence, check_request, read_logprobs
+from jaxtrain.inference.engine.rows import SlotTable
+from jaxtrain.inference.engine.sequence import (
+    Pending,
+    Sequence,
+    check_request,
+    read_logprobs,
+)
 from jaxtrain.model import ResolvedModel
 from jaxtrain.model.kv_cache import page_shapes
 from jaxtrain.settings import UserError
@@ -87,7 +100,10 @@ class Engine:
         pages, places = self.pool.total + self.virtual, self.context + options.drafts + 1
         with self.on_mesh():
             self.state = device.init_device_state(page, pages, options.slots, places)
-        self.programs = Programs(self.models, options, self.virtual, self.width)
+        in_place = all(reads_in_place(x, one, pages) for x, one in zip(both, page))
+        sizes = table_sizes(options, self.width, in_place)
+        self.programs = Programs(self.models, options, self.virtual, sizes, config.width)
+        self.compiler, self.pace = Compiler(self.on_mesh), Pace(options.decode_steps)
         self.table_SW = np.zeros((options.slots, self.virtual + self.width), np.int32)
         self.table_SW[:, : self.virtual] = self.pool.total + np.arange(self.virtual)
         self.fresh = True  # no request has joined yet
@@ -110,18 +126,11 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it can never be served, or the queue is full."""
         room = self.pool.total * self.options.page_size
-        check_request(request, self.context, room, self.tokenizer.vocab_size)
-        if request.adapter is not None and request.adapter not in self.adapters:
-            there = ", ".join(self.adapters) or "none"
-            raise UserError(
-                f"request {request.id}: no adapter is called {request.adapter!r}; there are {there}"
-            )
+        check_request(request, self.context, room, self.tokenizer.vocab_size, self.adapters)
         if request.id in self.by_id:
             raise UserError(f"request {request.id}: there is one of this id already")
-        if len(self.waiting) >= self.options.max_queue:
-            raise UserError(
-                f"the queue is full: {len(self.waiting)} requests wait; try again later"
-            )
+        if (waiting := len(self.waiting)) >= self.options.max_queue:
+            raise UserError(f"the queue is full: {waiting} requests wait; try again later")
         stops = {*self.stops, *request.sampling.stop_tokens}
         sequence = Sequence(request, self.arrivals, self.tokenizer, stops)
         if (grammar := request.sampling.grammar) is not None:
@@ -211,25 +220,14 @@ class Engine:
             self.constrain(sequence)
             new.append((slot, sequence.tokens))
         if new:
-            self.put_texts(new)
+            self.compiler.pick(ProgramKey("put_texts"))
+            self.state = self.programs.put_texts(self.state, new)
         self.more_prompts = free() and len(new) == room
 
     def constrain(self, sequence: Sequence) -> None:
         """Allow the tokens that a running request's grammar lets come next."""
         if sequence.matcher is not None and sequence.slot is not None:
             self.rows.allow(sequence.slot, allowed_bits(sequence.matcher))
-
-    def put_texts(self, new: list[tuple[int, list[int]]]) -> None:
-        """Texts to their slots on the device: one of them, or all at once."""
-        S, C = self.state.texts_SC.shape
-        N = 1 if len(new) == 1 else S
-        slots_N, texts_NC, lengths_N = np.full(N, S), np.zeros((N, C)), np.zeros(N)
-        for i, (slot, tokens) in enumerate(new):
-            slots_N[i], lengths_N[i] = slot, len(tokens)
-            texts_NC[i, : len(tokens)] = tokens
-        arrays = (x.astype(np.int32) for x in (slots_N, texts_NC, lengths_N))
-        slots, texts, lengths = jax.device_put(tuple(arrays))
-        self.state = device.put_texts(self.state, slots, texts, lengths)
 
     def take_pages(self, sequence: Sequence) -> bool:
         """Whether a waiting request now has pages for its text, known ones and new ones.
@@ -310,74 +308,76 @@ class Engine:
         todo = [one for one in self.running if not one.decoding][: o.prefill_rows]
         if not todo:
             return
-        R = 1 if len(todo) == 1 else min(o.prefill_rows, o.slots)
-        slots_R, starts_R, counts_R = (np.full(R, x, np.int32) for x in (o.slots, 0, 0))
-        for i, one in enumerate(todo):
-            slots_R[i], starts_R[i] = self.slots.index(one), one.computed
-            counts_R[i] = min(one.left, o.chunk)
-        W = self.programs.pages_for(int((starts_R + counts_R).max()), 4)
-        table_RW = self.table_SW[np.minimum(slots_R, o.slots - 1), : self.virtual + W]
-        slots, table, starts, counts = jax.device_put((slots_R, table_RW, starts_R, counts_R))
-        self.state, sampled = device.prefill_slots(
-            *self.models, self.state, self.rows.on_device(), slots, table, starts,
-            counts, chunk=o.chunk, sampler=max(one.sampler for one in todo),
-        )  # fmt: skip
-        rows: list[tuple[int, Sequence]] = []
-        for i, one in enumerate(todo):
-            one.computed += int(counts_R[i])
+        self.pace.reset()
+        longest = max(one.computed + min(one.left, o.chunk) for one in todo)
+        key = self.compiler.pick(self.programs.prefilling(len(todo), longest))
+        parts = [(one.place, one.computed, min(one.left, o.chunk)) for one in todo]
+        self.state, states_BD = self.programs.prefill(
+            key, self.state, self.rows.on_device(), self.table_SW, parts
+        )
+        for one, (_, _, count) in zip(todo, parts):
+            one.computed += count
             self.remember(one)
             self.drop_pages(one)
-            if not one.left:
+        if rows := [(i, one) for i, one in enumerate(todo) if not one.left]:
+            sampler = max(one.sampler for _, one in rows)
+            key = self.compiler.pick(ProgramKey("sample_first", sampler=sampler))
+            whole = [(i, one.place, len(one.tokens)) for i, one in rows]
+            self.state, sampled = self.programs.sample_first(
+                key, self.state, self.rows.on_device(), states_BD, whole
+            )
+            for _, one in rows:
                 one.decoding, one.ahead = True, 1
-                rows.append((i, one))
-        self.started(sampled, rows, 1, first=True)
+            self.started(sampled, rows, 1, first=True)
 
     def decode(self) -> None:
         """The next tokens of all requests whose text is computed."""
         for one in self.running:
             self.drop_pages(one)
-        steps = self.steps_at_once()
-        most = self.options.most(steps)
+        if not any(one.can_go_on for one in self.running):
+            return
+        key = self.compiler.pick(self.decode_key())
+        most = self.options.most(key.steps)
         for one in self.running:
             self.make_room(one, most)
         todo = [one for one in self.running if one.can_go_on]
         if not todo:
             return
-        rows = [(one.slot, one) for one in todo if one.slot is not None]
-        active_S = np.zeros(self.options.slots, bool)
-        active_S[[slot for slot, _ in rows]] = True
-        W = self.programs.pages_for(max(one.length for one in todo) + most - 1, 2)
-        active, table = jax.device_put((active_S, self.table_SW[:, : self.virtual + W].copy()))
-        self.state, sampled = device.decode_slots(
-            *self.models, self.state, self.rows.on_device(), active, table, steps=steps,
-            drafts=self.options.drafts, sampler=max(one.sampler for one in todo),
-        )  # fmt: skip
+        rows = [(one.place, one) for one in todo]
+        slots = [slot for slot, _ in rows]
+        self.state, sampled = self.programs.decode(
+            key, self.state, self.rows.on_device(), self.table_SW, slots
+        )
+        self.pace.called(key.steps)
         for one in todo:
             one.ahead += most
         self.started(sampled, rows, most)
 
+    def decode_key(self) -> ProgramKey:
+        """The program that fits the running requests best."""
+        todo = [one for one in self.running if one.can_go_on]
+        longest, sampler = max(one.length for one in todo), max(one.sampler for one in todo)
+        return self.programs.decoding(self.steps_at_once(), longest, sampler)
+
     def steps_at_once(self) -> int:
         """How many steps the device runs next: several, unless a prompt is to be computed between
         them, a grammar has to be asked between them, or pages are short."""
-        steps, running = self.options.decode_steps, self.running
+        o, running = self.options, self.running
+        steps = self.pace.steps if o.adapt_steps else o.decode_steps
         todo = [one for one in running if one.can_go_on]
         waits = lambda one: one.matcher is not None or not one.decoding
         if self.more_prompts or any(map(waits, running)):
             return 1
         if all(one.limit - one.length < 2 for one in todo):
             return 1
-        need = sum(max(0, self.pages_missing(one, self.options.most(steps))) for one in todo)
+        most = self.options.most(steps)
+        need = sum(max(0, one.pages_missing(most, self.options.page_size)) for one in todo)
         return steps if need <= self.pool.available else 1
-
-    def pages_missing(self, sequence: Sequence, most: int) -> int:
-        """Pages that a request needs for so many more tokens, and does not have."""
-        tokens = min(sequence.length + most - 1, sequence.limit)
-        return -(-tokens // self.options.page_size) - sequence.dropped - len(sequence.pages)
 
     def make_room(self, sequence: Sequence, most: int) -> None:
         """Pages for a request's next tokens; when there are none, the youngest gives up its own."""
         while sequence.can_go_on:
-            need = self.pages_missing(sequence, most)
+            need = sequence.pages_missing(most, self.options.page_size)
             if need <= 0:
                 return
             if (new := self.pool.take(need)) is not None:
@@ -399,39 +399,39 @@ class Engine:
                 x.copy_to_host_async()
             self.pending.append(Pending(sampled, tuple(rows), most, self.counts.steps, first))
 
-    def warm_up(self, asked: Collection[Request] = ()) -> int:
+    def warm_up(self, asked: Collection[Request] = (), beside: bool = False) -> int:
         """Compile all programs that requests may need, some at a time, before the first one comes.
         Returns how many.
 
-        Without it a program is compiled when a request is the first to need it. asked: requests
-        that come at once, and no others.
+        Without it a program is compiled when a request first needs it. asked: requests that come at
+        once, and no others. beside: wait for those alone that together serve any request.
         """
-        return compile_all(self.lower(asked))
+        keys = self.programs.needed(asked, self.context)
+        now = fewest(keys) if beside else keys
+        programs, state, rows = self.programs, self.state, self.rows.on_device()
+        lower = lambda key: programs.lower(key, state, rows)
+        self.compiler.start(now, [key for key in keys if key not in now], lower)
+        self.compiler.wait(now)
+        return len(keys)
 
     def lower(self, asked: Collection[Request] = ()) -> Iterator[jax.stages.Lowered]:
         """The programs that `warm_up` compiles, one after the other."""
-        lengths = row_lengths(asked, self.options.chunk, self.context)
-        samplers = {sampler_of(one.sampling) for one in asked} or set(Sampler)
-        slots = self.options.slots
-        at_once = {min(len(asked), slots) > 1} if asked else {False, True}  # or one alone
         with self.on_mesh():
             rows = self.rows.on_device()
-            asked_for = samplers, at_once, self.programs.steps_of(asked)
-            yield from self.programs.all(self.state, rows, lengths, *asked_for)
+            for key in self.programs.needed(asked, self.context):
+                yield self.programs.lower(key, self.state, rows)
 
     def decode_program(self) -> jax.stages.Lowered:
         """The program that the requests at work would decode with next."""
-        todo, steps = self.running, self.steps_at_once()
-        most, sampler = self.options.most(steps), max(one.sampler for one in todo)
-        W = self.programs.pages_for(max(one.length for one in todo) + most - 1, 2)
         with self.on_mesh():
-            return self.programs.decoding(self.state, self.rows.on_device(), steps, W, sampler)
+            return self.programs.lower(self.decode_key(), self.state, self.rows.on_device())
 
     # ---- tokens -------------------------------------------------------------------------------
 
     def read(self, step: Pending) -> None:
         """The tokens of a step, to whom they belong."""
-        tokens_KBT = np.asarray(step.sampled.tokens_KBT)
+        with self.pace.waiting():
+            tokens_KBT = np.asarray(step.sampled.tokens_KBT)
         guessed_B = (tokens_KBT[:, :, 1:] >= 0).sum((0, 2))
         tokens_Bk = tokens_KBT.swapaxes(0, 1).reshape(len(guessed_B), -1).tolist()
         new = accepted = 0

@@ -1,21 +1,46 @@
-"""The programs that an engine runs, lowered before the first request needs one."""
+"""The programs that an engine runs: which there are, and which of them serves a step.
 
-from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+What a program computes in vain decides how many sizes of it there are. Let a step read `weights`
+bytes of parameters, and of each row `kv` bytes of keys and values a token.
+
+- Pages of a row. Where the kernel reads pages in place (Triton), it reads those that a row has: a
+  table of the longest text costs its own 4 bytes a page, and one size is enough. Where XLA gathers
+  pages first, rows * kv * tokens of the table are read and written: at 32 rows of 36 KB a token
+  (gpt_d12 in bf16) 1,024 tokens are 1.2 GB beside 0.22 GB of weights. So there are sizes, each four
+  times the one below: a step gathers at most four times what its longest row needs.
+- Rows that decode: one size, all slots. A matmul of 1 to 64 rows reads the same weights, and the
+  kernel of attention reads nothing for an idle row. An engine of few slots has its own program with
+  products of few rows.
+- Prompts of a prefill: one, or `prefill_rows`. A row more is a chunk more to compute: one size
+  would cost a lone prompt as much as four.
+- Samplers: top-k and top-p sort rows * vocabulary numbers in each step, and `Sampler.ALL` has the
+  host wait for its branches. Several steps at once have a program each. A single step is beside a
+  prompt, or for a grammar: there `BEST` runs by `ALL`.
+- The first token behind a prompt: a program of its own without layers, so that those of prompts
+  need not be there for each sampler.
+"""
+
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
+from jaxtrain_kernels.attention.paged import triton
+from jaxtrain_kernels.dispatch import target
+from jaxtyping import Array, PyTree
 
 from jaxtrain.inference.engine import device
-from jaxtrain.inference.engine.device import DeviceState, GraphDefs
+from jaxtrain.inference.engine.device import DeviceState, GraphDefs, Sampled
 from jaxtrain.inference.engine.requests import EngineOptions, Request
+from jaxtrain.inference.engine.rows import sampler_of
 from jaxtrain.inference.engine.sampling import Sampler, SlotRows
 from jaxtrain.model import ResolvedModel
 from jaxtrain.weights.params import Params
 
-COMPILERS = 8  # programs at once
+GROWTH = 4  # of a size of the table of pages over the one below
 
 
 def i32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -28,6 +53,33 @@ class Drafter(NamedTuple):
     config: ResolvedModel
     graphdef: nnx.GraphDef
     params: Params
+
+
+class ProgramKey(NamedTuple):
+    """One program. name: the function of `device`. rows: of prompts. pages: of a row. steps: of
+    decoding."""
+
+    name: str
+    rows: int = 0
+    pages: int = 0
+    steps: int = 0
+    sampler: Sampler = Sampler.TEMPERATURE
+
+    def serves(self, other: "ProgramKey") -> bool:
+        """Whether it can run in the place of the other, which would do so at less cost."""
+        large = self.rows >= other.rows and self.pages >= other.pages
+        sampled = self.sampler >= other.sampler and self.steps <= other.steps
+        return self.name == other.name and large and sampled
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        """By which those that serve are compared."""
+        return (-self.steps, self.rows, self.pages, self.sampler)
+
+
+def fewest(keys: Collection[ProgramKey]) -> list[ProgramKey]:
+    """Those without which some of the others would have none in their place."""
+    return [a for a in keys if not any(b.serves(a) for b in keys if b != a)]
 
 
 class Lengths(NamedTuple):
@@ -47,76 +99,180 @@ def row_lengths(asked: Collection[Request], chunk: int, context: int) -> Lengths
     return Lengths(range(min(chunk, shortest), longest + 1), range(shortest + 1, last + 1))
 
 
+def reads_in_place(model: Drafter, page: PyTree, pages: int) -> bool:
+    """Whether a model's attention reads so many pages where they are. page: shapes of each layer's
+    (`page_shapes`)."""
+    one = jax.tree.leaves(page)[0]
+    keys, H = jax.ShapeDtypeStruct((pages, *one.shape[1:]), one.dtype), one.shape[-1]
+    q_11NH = jax.ShapeDtypeStruct((1, 1, model.config.heads, H), model.params["embed"].dtype)
+    return triton.supports(target(), q_11NH, keys) is None
+
+
+def table_sizes(options: EngineOptions, width: int, in_place: bool) -> tuple[int, ...]:
+    """Pages of a row that programs look at. width: pages of the longest text."""
+    least = max(1, -(-options.least_tokens // options.page_size))
+    sizes = []
+    while not in_place and least < width:
+        sizes.append(least)
+        least *= GROWTH
+    return (*sizes, width)
+
+
 class Programs(NamedTuple):
-    """What the programs of an engine are made of. virtual: pages that all rows begin with; width:
-    pages of the longest text."""
+    """What the programs of an engine are made of. virtual: pages that all rows begin with; sizes:
+    pages of a row, in ascending order; state_dim: of a token's last state."""
 
     models: tuple[GraphDefs, tuple[Params, ...]]
     options: EngineOptions
     virtual: int
-    width: int
+    sizes: tuple[int, ...]
+    state_dim: int
 
-    def pages_for(self, tokens: int, factor: int) -> int:
-        """Pages of a row that a step looks at. Of few sizes, each `factor` times the one below,
-        few programs are compiled."""
-        size = self.options.page_size
-        pages = max(1, -(-self.options.least_tokens // size))
-        while pages * size < tokens:
-            pages *= factor
-        return min(pages, self.width)
+    @property
+    def prefill_rows(self) -> int:
+        """Prompts that one step computes at most."""
+        return min(self.options.prefill_rows, self.options.slots)
 
-    def decoding(
-        self, state: DeviceState, rows: SlotRows, steps: int, pages: int, sampler: Sampler
-    ) -> jax.stages.Lowered:
-        """So many steps, which look at so many pages of a row."""
-        o = self.options
-        active = jax.ShapeDtypeStruct((o.slots,), bool)
-        return device.decode_slots.lower(
-            *self.models, state, rows, active, i32(o.slots, self.virtual + pages),
-            steps=steps, drafts=o.drafts, sampler=sampler,
-        )  # fmt: skip
+    def pages_for(self, tokens: int) -> int:
+        """Pages of a row that a step looks at."""
+        need = -(-tokens // self.options.page_size)
+        return next((size for size in self.sizes if size >= need), self.sizes[-1])
+
+    def decoding(self, steps: int, tokens: int, sampler: Sampler) -> ProgramKey:
+        """So many steps. tokens: of the longest text, the next one too."""
+        if sampler == Sampler.BEST and steps < self.options.decode_steps:
+            sampler = Sampler.ALL
+        pages = self.pages_for(tokens + self.options.most(steps) - 1)
+        return ProgramKey("decode_slots", pages=pages, steps=steps, sampler=sampler)
+
+    def prefilling(self, rows: int, tokens: int) -> ProgramKey:
+        """A part of so many texts. tokens: of the longest one, up to the end of its part."""
+        rows = 1 if rows == 1 else self.prefill_rows
+        return ProgramKey("prefill_slots", rows, self.pages_for(tokens))
 
     def steps_of(self, asked: Collection[Request]) -> set[int]:
         """Steps of the programs that decode these requests, which come at once; without any, of
         all. One step is for what waits beside another's prompt, and for a last token alone."""
         o = self.options
-        together = len(asked) <= min(o.slots, o.prefill_rows)
+        together = len(asked) <= self.prefill_rows
         short = all(len(one.prompt) <= o.chunk for one in asked)
         alone = any((one.sampling.max_tokens - 2) % o.decode_steps == 0 for one in asked)
         several = {o.decode_steps}
         return several if asked and together and short and not alone else several | {1}
 
-    def all(
+    def needed(self, asked: Collection[Request], context: int) -> list[ProgramKey]:
+        """All that requests may need, those first that most of them do. asked: requests that come
+        at once, and no others; without any, all that may come."""
+        o, lengths = self.options, row_lengths(asked, self.options.chunk, context)
+        samplers = sorted({sampler_of(one.sampling) for one in asked} or set(Sampler))
+        counts = {min(len(asked), o.slots)} if asked else {1, o.slots}
+        steps = sorted(self.steps_of(asked), reverse=True)
+        keys = [ProgramKey("put_texts")]
+        computed = {self.pages_for(n) * o.page_size for n in lengths.computed}
+        for sampler in samplers:
+            keys += [self.prefilling(n, t) for t in sorted(computed) for n in sorted(counts)]
+            keys.append(ProgramKey("sample_first", sampler=sampler))
+            keys += [self.decoding(k, n, sampler) for k in steps for n in lengths.decoded]
+        return list(dict.fromkeys(keys))
+
+    def lower(self, key: ProgramKey, state: DeviceState, rows: SlotRows) -> jax.stages.Lowered:
+        """state, rows: as the program is called with, of which shapes and places are read."""
+        o, (graphdefs, params), R, B = self.options, self.models, key.rows, self.prefill_rows
+        if key.name == "put_texts":
+            texts = i32(B), i32(B, state.texts_SC.shape[1]), i32(B)
+            return device.put_texts.lower(state, *texts)
+        if key.name == "sample_first":
+            place = state.known_S.sharding  # whole on each device of a mesh, as the states are
+            states_BD = jax.ShapeDtypeStruct(
+                (B, self.state_dim),
+                params[0]["embed"].dtype,
+                sharding=place if isinstance(place, NamedSharding) else None,
+            )
+            where = i32(B), states_BD, i32(B)
+            return device.sample_first.lower(
+                graphdefs, params[0], state, rows, *where, sampler=key.sampler
+            )
+        table = i32(R or o.slots, self.virtual + key.pages)
+        if key.name == "prefill_slots":
+            where = i32(R), table, i32(R), i32(R)
+            return device.prefill_slots.lower(
+                *self.models, state, rows.sampling.adapter_B, *where, chunk=o.chunk, most=B
+            )
+        active = jax.ShapeDtypeStruct((o.slots,), bool)
+        return device.decode_slots.lower(
+            *self.models, state, rows, active, table, steps=key.steps, drafts=o.drafts,
+            sampler=key.sampler,
+        )  # fmt: skip
+
+    # ---- calls ----------------------------------------------------------------------------------
+
+    def idle(self, rows: int) -> np.ndarray:
+        """The slot number of none, of so many rows."""
+        return np.full(rows, self.options.slots, np.int32)
+
+    def put_texts(self, state: DeviceState, new: Sequence[tuple[int, list[int]]]) -> DeviceState:
+        """new: slots, and the texts that they get."""
+        B, C = self.prefill_rows, state.texts_SC.shape[1]
+        slots_B, lengths_B = self.idle(B), np.zeros(B, np.int32)
+        texts_BC = np.zeros((B, C), np.int32)
+        for i, (slot, tokens) in enumerate(new):
+            slots_B[i], lengths_B[i] = slot, len(tokens)
+            texts_BC[i, : len(tokens)] = tokens
+        return device.put_texts(state, *jax.device_put((slots_B, texts_BC, lengths_B)))
+
+    def prefill(
         self,
+        key: ProgramKey,
         state: DeviceState,
         rows: SlotRows,
-        lengths: Lengths,
-        samplers: Collection[Sampler],
-        at_once: Collection[bool],
-        steps: Collection[int],
-    ) -> Iterator[jax.stages.Lowered]:
-        """Those of texts of such lengths. at_once: whether several requests come at once, one
-        alone, or both. steps: of decoding."""
-        o = self.options
-        for K in sorted(steps):
-            for W in sorted({self.pages_for(n + o.most(K) - 1, 2) for n in lengths.decoded}):
-                for sampler in samplers:
-                    yield self.decoding(state, rows, K, W, sampler)
-        given = *self.models, state, rows
-        for W in sorted({self.pages_for(n, 4) for n in lengths.computed}):
-            for R in {min(o.prefill_rows, o.slots) if many else 1 for many in at_once}:
-                where = i32(R), i32(R, self.virtual + W), i32(R), i32(R)
-                for sampler in samplers:
-                    yield device.prefill_slots.lower(*given, *where, chunk=o.chunk, sampler=sampler)
-        for N in {o.slots if many else 1 for many in at_once}:
-            texts = i32(N), i32(N, state.texts_SC.shape[1]), i32(N)
-            yield device.put_texts.lower(state, *texts)
+        table_SW: np.ndarray,
+        parts: Sequence[tuple[int, int, int]],
+    ) -> tuple[DeviceState, Array]:
+        """parts: slots, tokens that are computed there, and that are to be. Of each the last state
+        comes back."""
+        o, R = self.options, key.rows
+        slots_R, starts_R, counts_R = self.idle(R), np.zeros(R, np.int32), np.zeros(R, np.int32)
+        for i, part in enumerate(parts):
+            slots_R[i], starts_R[i], counts_R[i] = part
+        table_RW = table_SW[np.minimum(slots_R, o.slots - 1), : self.virtual + key.pages]
+        where = jax.device_put((slots_R, table_RW, starts_R, counts_R))
+        return device.prefill_slots(
+            *self.models, state, rows.sampling.adapter_B, *where, chunk=o.chunk,
+            most=self.prefill_rows,
+        )  # fmt: skip
 
+    def sample_first(
+        self,
+        key: ProgramKey,
+        state: DeviceState,
+        rows: SlotRows,
+        states_BD: Array,
+        whole: Sequence[tuple[int, int, int]],
+    ) -> tuple[DeviceState, Sampled]:
+        """whole: rows of the states, their slots, and the lengths of their texts."""
+        slots_B, lengths_B = self.idle(len(states_BD)), np.zeros(len(states_BD), np.int32)
+        for i, slot, length in whole:
+            slots_B[i], lengths_B[i] = slot, length
+        slots, lengths = jax.device_put((slots_B, lengths_B))
+        graphdefs, params = self.models
+        return device.sample_first(
+            graphdefs, params[0], state, rows, slots, states_BD, lengths, sampler=key.sampler
+        )
 
-def compile_all(lowered: Iterable[jax.stages.Lowered]) -> int:
-    """Some programs at a time, the first ones while the next are still lowered; how many."""
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        compiled = [pool.submit(one.compile) for one in lowered]
-    for one in compiled:
-        one.result()
-    return len(compiled)
+    def decode(
+        self,
+        key: ProgramKey,
+        state: DeviceState,
+        rows: SlotRows,
+        table_SW: np.ndarray,
+        slots: Sequence[int],
+    ) -> tuple[DeviceState, Sampled]:
+        """slots: of the texts that go on."""
+        active_S = np.zeros(self.options.slots, bool)
+        active_S[slots] = True
+        # A copy: an array on a CPU may be the host's own memory.
+        where = jax.device_put((active_S, table_SW[:, : self.virtual + key.pages].copy()))
+        return device.decode_slots(
+            *self.models, state, rows, *where, steps=key.steps, drafts=self.options.drafts,
+            sampler=key.sampler,
+        )  # fmt: skip

@@ -109,6 +109,8 @@ class EngineOptions(NamedTuple):
     what followed the last two or three tokens before (prompt lookup, Saxena 2023), 0: none.
     decode_steps: steps that the device runs before the host hears of their tokens, while no prompt
     waits to be computed and no running request has a grammar; then it is one at a time.
+    adapt_steps: one step at a time where the device takes longer for it than the host for a call,
+    so that a new request waits less; for one process, as it goes by the clock.
     draft_run: run directory of a small model that guesses them instead, of the same tokenizer.
     tensor: devices that split heads and hidden units. adapters: (name, folder) of each LoRA
     adapter that a request may name. A folder is a run with LoRA or an adapter from peft.
@@ -132,6 +134,7 @@ class EngineOptions(NamedTuple):
     tensor: int = 1
     adapters: tuple[tuple[str, Path], ...] = ()
     least_tokens: int = 256
+    adapt_steps: bool = False
 
     def most(self, steps: int) -> int:
         """New tokens of a row that so many steps bring at most."""

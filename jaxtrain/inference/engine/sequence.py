@@ -1,6 +1,7 @@
 """One request at work: its tokens so far, where it runs, and what it has been told."""
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,12 @@ class Sequence:
         self.matcher: Matcher | None = None  # of the grammar that its text has to match
 
     @property
+    def place(self) -> int:
+        """The slot of one that runs."""
+        assert self.slot is not None
+        return self.slot
+
+    @property
     def length(self) -> int:
         """Tokens that its text has at most, those of unread steps included."""
         return min(len(self.tokens) + self.ahead, self.limit)
@@ -60,6 +67,11 @@ class Sequence:
     def held(self) -> int:
         """Tokens from its beginning whose keys and values are computed, as far as is known here."""
         return len(self.tokens) - 1 if self.decoding else self.computed
+
+    def pages_missing(self, most: int, size: int) -> int:
+        """Pages that it needs for so many more tokens, and does not have."""
+        tokens = min(self.length + most - 1, self.limit)
+        return -(-tokens // size) - self.dropped - len(self.pages)
 
     def unseen(self, window: int, size: int) -> int:
         """How many of its pages are behind the window of each token that is still to come."""
@@ -118,10 +130,12 @@ class Pending(NamedTuple):
     first: bool  # the tokens are the first ones behind prompts
 
 
-def check_request(request: Request, context: int, room: int, vocab_size: int) -> None:
+def check_request(
+    request: Request, context: int, room: int, vocab_size: int, adapters: Collection[str]
+) -> None:
     """Raises UserError for a request that can never be served.
 
-    context: tokens of a text at most; room: tokens that all pages hold.
+    context: tokens of a text at most; room: tokens that all pages hold; adapters: their names.
     """
     s, size = request.sampling, len(request.prompt)
     where = f"request {request.id}"
@@ -139,6 +153,9 @@ def check_request(request: Request, context: int, room: int, vocab_size: int) ->
             f"{where}: {size} tokens of the prompt and max_tokens {s.max_tokens} exceed the "
             f"{room} tokens that the KV cache holds; give the engine more pages"
         )
+    if request.adapter is not None and request.adapter not in adapters:
+        there = ", ".join(adapters) or "none"
+        raise UserError(f"{where}: no adapter is called {request.adapter!r}; there are {there}")
     tokens = *request.prompt, *s.stop_tokens
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise UserError(f"{where}: a token is not one of the vocabulary's 0 .. {vocab_size - 1}")

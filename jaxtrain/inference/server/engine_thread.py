@@ -179,6 +179,8 @@ class EngineThread:
         except BaseException as error:
             log.exception("the engine failed")
             self._tell(self._fail, error)
+        finally:
+            engine.compiler.stop()
 
     def _work(self, engine: Engine) -> bool:
         """Do what waits, then a step; False in the end."""

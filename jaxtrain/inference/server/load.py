@@ -87,6 +87,7 @@ def load_service(a: argparse.Namespace) -> Service:
         slots=a.max_concurrency, max_queue=a.max_concurrency + a.max_queue, context=context,
         cache_dtype=a.cache_dtype, drafts=a.drafts, decode_steps=a.decode_steps,
         draft_run=a.draft_run, tensor=a.tensor, adapters=tuple(a.adapter),
+        adapt_steps=True,
     )  # fmt: skip
     # What ends an answer of one of them ends every text.
     chats = [one.chat.end for one in (served, *adapters) if one.chat]
@@ -96,7 +97,7 @@ def load_service(a: argparse.Namespace) -> Service:
     def load() -> Engine:
         engine = engine_of(saved, options)
         if not a.no_warm_up:
-            engine.warm_up()
+            engine.warm_up(beside=True)
         return engine
 
     thread = EngineThread(load)

@@ -1,0 +1,52 @@
+"""How many steps of decoding one call of the device is, while requests may come at any time.
+
+A new request waits for the calls that the device has already. Several steps a call spare the host
+time; where the device takes longer for one step than the host for a call, they spare nothing.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+SMOOTHING = 0.5  # weight of the last call in the mean share
+IDLE_ENOUGH, TOO_BUSY = 0.5, 0.8  # share of time that the host works: try one step; go back
+TRIED = 4  # calls that are judged at least
+PATIENCE = 64  # calls of several steps until one step is tried again
+
+
+class Pace:
+    """Decides by the share of time in which the host waits for the device. `reset`
+    says that something else was done between two calls of decoding."""
+
+    def __init__(self, several: int, clock: Callable[[], float] = time.perf_counter):
+        self.several, self.steps, self.clock = several, several, clock
+        self.waited = 0.0
+        self.last: float | None = None
+        self.busy, self.judged, self.pause = 1.0, 0, 0
+
+    def reset(self) -> None:
+        """The time until the next call says nothing."""
+        self.last = None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While the host waits for the device."""
+        begin = self.clock()
+        yield
+        self.waited += self.clock() - begin
+
+    def called(self, steps: int) -> None:
+        """A call of so many steps was begun."""
+        now, last, waited = self.clock(), self.last, self.waited
+        self.last, self.waited = now, 0.0
+        if last is None or now <= last or steps != self.steps:
+            return
+        busy = 1 - min(1.0, waited / (now - last))
+        self.busy += SMOOTHING * (busy - self.busy)
+        self.judged, self.pause = self.judged + 1, self.pause - 1
+        if self.judged < TRIED:
+            return
+        if self.steps == self.several and self.busy < IDLE_ENOUGH and self.pause <= 0:
+            self.steps, self.judged = 1, 0
+        elif self.steps == 1 and self.busy > TOO_BUSY:
+            self.steps, self.judged, self.pause = self.several, 0, PATIENCE

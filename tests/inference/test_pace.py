@@ -1,0 +1,55 @@
+"""How many steps a call has: one where the host waits for the device at any rate."""
+
+import numpy as np
+from engine_cases import OPTIONS, make_engine, prompts, tokens_of
+
+from jaxtrain.inference.engine.pace import PATIENCE, TRIED, Pace
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def work(pace, clock, calls, device, host):
+    """Calls of a device that takes so long for a step, and a host for a call."""
+    seen = []
+    for _ in range(calls):
+        steps = pace.steps
+        pace.called(steps)
+        seen.append(steps)
+        clock.now += host
+        with pace.waiting():
+            clock.now += max(0.0, steps * device - host)
+    return seen
+
+
+def test_a_slow_step_is_a_call_of_its_own():
+    clock = Clock()
+    seen = work(Pace(8, clock), clock, 12, device=10.0, host=2.0)
+    assert seen[: TRIED + 1] == [8] * (TRIED + 1) and seen[TRIED + 1 :] == [1] * (11 - TRIED)
+
+
+def test_a_host_that_one_step_keeps_busy_goes_back_to_several():
+    clock = Clock()
+    seen = work(Pace(8, clock), clock, 60, device=1.0, host=2.0)
+    assert seen[-40:] == [8] * 40 and 1 in seen
+    assert work(Pace(8, clock), clock, PATIENCE, device=1.0, host=7.0) == [8] * PATIENCE
+
+
+def test_what_is_not_decoding_is_not_judged():
+    clock, pace = Clock(), None
+    pace = Pace(8, clock)
+    for _ in range(20):
+        assert work(pace, clock, 1, device=10.0, host=1.0) == [8]
+        pace.reset()
+
+
+def test_texts_do_not_depend_on_the_pace(monkeypatch):
+    texts = prompts(3, 17, 9)
+    engine = make_engine(options=OPTIONS._replace(adapt_steps=True))
+    steps = iter(np.tile([1, 8, 8, 1], 100).tolist())
+    monkeypatch.setattr(Pace, "called", lambda self, _: setattr(self, "steps", next(steps)))
+    assert tokens_of(engine, texts) == tokens_of(make_engine(), texts)

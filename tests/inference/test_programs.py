@@ -1,0 +1,119 @@
+"""Which programs an engine has, when they are compiled, and what runs in their place until then."""
+
+import threading
+from collections import Counter
+
+import jax
+import pytest
+from engine_cases import GREEDY, OPTIONS, make_engine, prompts, run
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxtrain.inference.engine import EngineOptions, Request
+from jaxtrain.inference.engine.compiler import Compiler
+from jaxtrain.inference.engine.programs import ProgramKey, Programs, fewest, table_sizes
+from jaxtrain.inference.engine.sampling import Sampler
+
+CONTEXT = 2048
+
+
+def programs(in_place):
+    options = EngineOptions(context=CONTEXT)
+    return Programs((), options, 0, table_sizes(options, CONTEXT // options.page_size, in_place), 8)
+
+
+def test_a_kernel_that_reads_pages_in_place_needs_few_programs():
+    keys = programs(in_place=True).needed((), CONTEXT)
+    layers = {"decode_slots": 5, "prefill_slots": 2}
+    assert Counter(key.name for key in keys) == layers | {"sample_first": 3, "put_texts": 1}
+    first = fewest(keys)
+    assert len(first) == 4 and {key.name for key in first} == {key.name for key in keys}
+    assert all(any(a.serves(b) for a in first) for b in keys)
+
+
+def test_gathered_pages_have_sizes():
+    one = programs(in_place=False)
+    assert [size * 32 for size in one.sizes] == [256, 1024, 2048]
+    assert [one.pages_for(n) * 32 for n in (1, 256, 257, 1025, 2048, 2055)] == [
+        256, 256, 1024, 2048, 2048, 2048,
+    ]  # fmt: skip
+    keys = one.needed((), CONTEXT)
+    assert len(keys) == 3 * (5 + 2) + 3 + 1
+    assert fewest(keys) == fewest(programs(in_place=True).needed((), CONTEXT))
+
+
+def test_one_program_serves_in_the_place_of_a_cheaper_one():
+    key = lambda *how: ProgramKey("decode_slots", 0, *how)
+    wanted = key(8, 8, Sampler.TEMPERATURE)
+    assert key(8, 1, Sampler.ALL).serves(wanted) and not wanted.serves(key(8, 1, Sampler.ALL))
+    assert not key(4, 8, Sampler.ALL).serves(wanted)
+    assert not key(8, 16, Sampler.ALL).serves(wanted)
+    assert not ProgramKey("prefill_slots", 4, 8).serves(wanted)
+
+
+@pytest.mark.slow
+def test_requests_run_by_what_is_compiled_and_a_second_start_compiles_nothing(tmp_path):
+    """The first ones by the few programs that serve all; their tokens are the same."""
+    texts = prompts(3, 17, 9)
+    how = GREEDY, GREEDY._replace(temperature=0.8), GREEDY._replace(temperature=0.8, top_k=5)
+    requests = [Request(f"r{i}", text, how[i]) for i, text in enumerate(texts)]
+    engine, gate = make_engine("plain", OPTIONS._replace(slots=3)), threading.Event()
+    expected, events = run(make_engine("plain"), requests), Counter()
+    lower, count = Programs.lower, lambda event, **_: events.update([event])
+    again = make_engine("plain", OPTIONS._replace(slots=3))
+
+    def lower_gated(self, key, *where):
+        if key not in first:
+            gate.wait(60)
+        return lower(self, key, *where)
+
+    first = fewest(engine.programs.needed((), engine.context))
+    cache = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }
+    before = {name: getattr(jax.config, name) for name in cache}
+
+    def use(settings):
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+    jax.monitoring.register_event_listener(count)
+    try:
+        use(cache)
+        jax.clear_caches()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Programs, "lower", lower_gated)
+            assert engine.warm_up(beside=True) == 11
+            ready = [one.done() for one in engine.compiler.coming.values()]
+            assert ready.count(True) == len(first) == 4
+            assert run(engine, requests) == expected
+            gate.set()
+            engine.compiler.wait(list(engine.compiler.coming))
+        missed = events["/jax/compilation_cache/cache_misses"]
+        assert missed >= 11
+        jax.clear_caches()
+        again.warm_up()
+        assert events["/jax/compilation_cache/cache_hits"] >= 11
+        assert run(again, requests) == expected
+        assert events["/jax/compilation_cache/cache_misses"] == missed
+    finally:
+        jax.monitoring.unregister_event_listener(count)
+        use(before)
+
+
+def test_the_cheapest_program_that_is_ready_is_picked():
+    from concurrent.futures import Future
+
+    key = lambda steps, sampler: ProgramKey("decode_slots", 0, 8, steps, sampler)
+    dear, cheaper, wanted = key(1, Sampler.ALL), key(8, Sampler.ALL), key(8, Sampler.BEST)
+    one = Compiler(lambda: None)
+    assert one.pick(wanted) == wanted  # it is compiled when it is called
+    one.coming = {x: Future() for x in (dear, cheaper, wanted)}
+    one.coming[dear].set_result(None)
+    assert one.pick(wanted) == dear
+    one.coming[cheaper].set_result(None)
+    assert one.pick(wanted) == cheaper
+    one.coming[wanted].set_exception(RuntimeError("no memory"))
+    assert one.pick(wanted) == wanted and one.pick(key(1, Sampler.BEST)) == key(1, Sampler.BEST)
