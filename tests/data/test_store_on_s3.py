@@ -1,5 +1,6 @@
 """Prepared data in a bucket of S3, through s3fs: batches and a run as those of a disk."""
 
+import time
 from itertools import cycle
 
 import fsspec
@@ -35,7 +36,12 @@ def text(tmp_path):
 def test_a_bucket_gives_the_batches_of_a_disk_through_faults(s3, text, tmp_path):
     url = f"{s3.bucket()}/prepared"
     faults = cycle([None, SLOW_DOWN, None, None, CUT, None, INTERNAL, SHORT, None])
-    s3.fault = lambda request: next(faults) if request.method in ("PUT", "GET") else None
+
+    def far_away(request):
+        time.sleep(0.02)
+        return next(faults) if request.method in ("PUT", "GET") else None
+
+    s3.fault = far_away
     here = batches_of(config(tmp_path / "here", text, url=None))
     for name in ("there", "elsewhere"):  # the host that prepares, and one that reads alone
         found = batches_of(config(tmp_path / name, text, url=url))
