@@ -7,8 +7,9 @@ import math
 
 import jax
 import pytest
+from machine import HereExecutor
 
-from benchmarks import ladder, ladder_page
+from benchmarks import ladder, ladder_page, verdict_runs
 from benchmarks.ladder import (
     BASELINE,
     WITHOUT,
@@ -335,11 +336,14 @@ def test_the_page_is_made_of_the_records(tmp_path):
 
 @pytest.mark.slow
 def test_rungs_are_trained_and_recorded(tmp_path, monkeypatch):
-    """Of one layer, for a few steps: the baseline and the top."""
+    """Of one layer, for a few steps: the baseline and the top, one after the other here."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # of the processes that train
+    monkeypatch.setattr(verdict_runs, "ProcessPoolExecutor", HereExecutor)
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)  # of other tests' programs
     quick = LADDERS["quick"]
-    few = {"quick": quick._replace(scale=quick.scale._replace(timed_rounds=2))}
+    size = quick.scale.size._replace(seeds=(0, 1), horizons=(1, 0.5))
+    scale = quick.scale._replace(size=size, timed_rounds=2, timed_steps=8)
+    few = {"quick": quick._replace(scale=scale)}
     monkeypatch.setattr(ladder, "read_ladders", lambda: few)
     text = tmp_path / "text.jsonl"
     line = "to be, or not to be, that is the question: "
@@ -348,7 +352,7 @@ def test_rungs_are_trained_and_recorded(tmp_path, monkeypatch):
     overrides = (
         f"data.train.path={text}", f"data.cache_dir={tmp_path / 'cache'}", "model.depth=1",
         "model.width=32", "model.head_dim=16", "data.tokenizer={name: bytes}",
-        "train.sequence_length=128", "eval.tokens=512",
+        "train.sequence_length=128", "eval.tokens=512", "mesh.tensor=2",  # 4 rows at first
     )  # fmt: skip
     top = quick.names[-1]
     only = (BASELINE, top)

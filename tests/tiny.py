@@ -191,6 +191,9 @@ def run_overrides(directory, **changes):
     }  # fmt: skip
     if "train__init_from" in changes and not any(key.startswith("data__train") for key in changes):
         fields["data.train.path"] = "tinyshakespeare"  # a start from a model has to name its text
+    if not any(key.startswith(("data__train", "data__validation")) for key in changes):
+        # A run ends with a validation on all that is held out: a third of its time with a tenth.
+        fields["data.validation.fraction"] = 0.01
     for key, value in changes.items():  # to the end, as the command line has it
         fields.pop(key := key.replace("__", "."), None)
         fields[key] = value
