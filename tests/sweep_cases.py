@@ -12,6 +12,8 @@ from jaxtrain.sweep.results import results_of, row_of
 
 LR = {"optim.matrix_lr": {"name": "log_uniform", "low": 0.001, "high": 0.1}}
 TWO = LR | {"optim.weight_decay": {"name": "uniform", "low": 0.0, "high": 0.5}}
+RATE = {"optim.learning_rate": LR["optim.matrix_lr"]}  # of ADAMW
+ADAMW = "optim.name=adamw"
 OURS = ("run.directory=", "run.name=")
 
 

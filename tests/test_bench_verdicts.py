@@ -336,7 +336,8 @@ def test_runs_are_trained_and_recorded(tmp_path, monkeypatch, capsys):
     scale = SCALES["d4"]._replace(
         config="quickstart",
         overrides=("model.depth=1", "model.width=32", "model.head_dim=16", "train.batch_size=8",
-                   "train.sequence_length=32", "data.tokenizer={name: bytes}", "eval.batch_size=256",
+                   "train.sequence_length=32", "data.tokenizer={name: bytes}",
+                   "eval.batch_size=256",
                    f"data.cache_dir={tmp_path / 'cache'}", *assignments(**QUICK)),
         steps=20, depth=1, seeds=(0,), horizons=(0.5, 1.0),
     )  # fmt: skip

@@ -180,7 +180,7 @@ def events_of(run_dir, name):
 def test_what_is_not_finite_is_never_saved_whatever_is_logged(tmp_path, poison, capfd):
     """The checkpoint of step 4 would be the fourth, and `keep` 2 would take the last good ones."""
     poison.bad = {3: "nan"}
-    asked = {"metrics__every": 25, "checkpoint__every": 1, "train__steps": 12}
+    asked = {"metrics__every": 25, "checkpoint__every": 1, "train__steps": 12} | QUICK
     assert main(run_overrides(tmp_path, **asked)) == 2
     (line,) = [x for x in capfd.readouterr().err.splitlines() if x.startswith("error: ")]
     assert re.match(
@@ -231,6 +231,7 @@ def test_a_run_that_was_killed_behind_a_rollback_goes_the_same_way(tmp_path, poi
 def test_skip_leaves_out_an_update_and_gives_up_after_so_many(tmp_path, poison, capfd):
     asked = {"train__on_nonfinite": "skip", "train__steps": 8, "checkpoint__keep": 9}
     asked |= {"train__max_consecutive_skips": 2, "sample__prompts": "['']", "sample__tokens": 8}
+    asked |= QUICK
     poison.bad = {2: "nan", 4: "nan", 5: "nan"}
     assert main(run_overrides(tmp_path, **asked)) == 0
     run_dir = tmp_path / "tiny"

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 from machine import LONG, free_port
-from tiny import rows_of, run_overrides
+from tiny import QUICK, rows_of, run_overrides
 
 from jaxtrain import data
 from jaxtrain.cluster import launch
@@ -180,6 +180,7 @@ def test_stages_of_two_processes_work_on_the_same_rows(tmp_path):
     """Of one layer and of two, each in a process. Both write the samples together."""
     changes = {"model__depth": 3, "train__steps": 2, "checkpoint__every": "null"}
     changes |= {"sample__prompts": "[To be, I, '']", "sample__tokens": 8, "sample__temperature": 0}
+    changes |= QUICK
     assert main(run_overrides(tmp_path / "one", **changes)) == 0
     stages = {"mesh__data": 1, "mesh__pipeline": 2, "mesh__fsdp": 2, "train__device_batch_size": 2}
     arguments = run_overrides(tmp_path / "two", **changes, **stages)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from tiny import assert_same_run, run_overrides, steps_of
+from tiny import QUICK, assert_same_run, run_overrides, steps_of
 
 from jaxtrain.config import load_config
 from jaxtrain.main import main
@@ -373,7 +373,7 @@ def test_a_url_with_a_secret_is_refused_in_one_line_without_it(tmp_path, capsys,
 @pytest.mark.slow
 def test_a_killed_run_goes_on_bit_for_bit_from_the_mirror_alone(tmp_path, capsys):
     far = tmp_path / "far" / "tiny"
-    fields = {"eval__every": 2, "sample__prompts": "['']", "sample__tokens": 8}
+    fields = {"eval__every": 2, "sample__prompts": "['']", "sample__tokens": 8} | QUICK
     assert main(run_overrides(tmp_path / "whole", **fields)) == 0
     fields["checkpoint__mirror__url"] = far.parent
     killed = subprocess.Popen(

@@ -21,7 +21,7 @@ from ray_cases import (
     write_parquet,
     yaml_of,
 )
-from tiny import byte_model, random_run, rows_of, run_overrides
+from tiny import QUICK, byte_model, random_run, rows_of, run_overrides
 
 from jaxtrain.cli import main
 from jaxtrain.cluster import ray_cluster as on_ray
@@ -177,7 +177,7 @@ def test_a_process_on_a_node_ends_with_it(cluster, monkeypatch):
 def test_a_job_goes_on_with_the_same_batches_on_the_nodes_that_are_left(tmp_path, cluster):
     """Of four nodes two train; one of those is killed, and another takes its place."""
     fields = {"train__steps": 20, "train__batch_size": 16, "checkpoint__every": 5}
-    fields["processes__heartbeat_timeout"] = 3
+    fields |= {"processes__heartbeat_timeout": 3} | QUICK
     assert main(["train", *run_overrides(tmp_path / "host", **fields)]) == 0
     line = [sys.executable, "-m", "jaxtrain.cli", "launch", "--ray", cluster.address]
     line += ["--nodes", "1:2", "--gpus", "0", "--", *run_overrides(tmp_path / "nodes", **fields)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ray_cases import Cluster
-from tiny import rows_of, run_overrides
+from tiny import QUICK, rows_of, run_overrides
 
 from jaxtrain.cluster import ray_job
 from jaxtrain.main import main
@@ -15,7 +15,7 @@ from jaxtrain.main import main
 
 @pytest.mark.slow
 def test_a_job_moves_to_a_node_that_joins(tmp_path, monkeypatch, capfd):
-    fields = {"train__steps": 20, "train__batch_size": 16, "checkpoint__every": 5}
+    fields = {"train__steps": 20, "train__batch_size": 16, "checkpoint__every": 5} | QUICK
     assert main(run_overrides(tmp_path / "host", **fields)) == 0
     monkeypatch.setattr(ray_job, "GROW", 1.0)
     monkeypatch.chdir(Path(__file__).parent)  # where the nodes find the module

@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import SAMPLES, assert_same_run, rows_of, run_overrides, steps_of, whole_overrides
+from tiny import QUICK, SAMPLES, assert_same_run, rows_of, run_overrides, steps_of, whole_overrides
 
 from jaxtrain.main import main
 from jaxtrain.runs.metrics import MetricsWriter
 
 ROOT = Path(__file__).parents[1]
 
-THIRTY = {"train__steps": 30, "eval__every": "null", "sample__every": "null"} | SAMPLES
+THIRTY = {"train__steps": 30, "eval__every": "null", "sample__every": "null"} | SAMPLES | QUICK
 
 
 def started(directory, gate, step, **changes):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import assert_same_run, close, mesh_of, rows_of, run_overrides, weights_of
+from tiny import QUICK, assert_same_run, close, mesh_of, rows_of, run_overrides, weights_of
 
 from jaxtrain.config import load_config
 from jaxtrain.config.resolve import resolve
@@ -27,7 +27,7 @@ from jaxtrain.settings import UserError
 from jaxtrain.train import feed
 from jaxtrain.train.program import Program
 
-RAMP = {
+RAMP = QUICK | {
     "data__batch_ramp": "{start: 8, tokens: 2048}", "train__batch_size": 32,
     "sample__prompts": "['']",
 }  # fmt: skip
@@ -154,7 +154,7 @@ def test_a_ramp_is_the_same_accumulated_and_over_devices(tmp_path):
         "parts": {},
         "fsdp": {"mesh__data": 4, "mesh__fsdp": 2, "train__device_batch_size": 2},
     }.items():
-        assert main(run_overrides(tmp_path / name, **RAMP, **more, optim__name="sgd")) == 0
+        assert main(run_overrides(tmp_path / name, **RAMP | more | {"optim__name": "sgd"})) == 0
     weights = [weights_of(tmp_path / name / "tiny") for name in ("whole", "parts", "fsdp")]
     close(weights[1], weights[0], 1e-4, 1e-5)
     close(weights[2], weights[0], 1e-4, 1e-5)

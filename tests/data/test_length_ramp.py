@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from tiny import assert_same_run, run_overrides
+from tiny import QUICK, assert_same_run, run_overrides
 
 from jaxtrain.data.batches.ramps import LengthRamp, length_stages
 from jaxtrain.main import main
@@ -32,7 +32,7 @@ def test_a_ramp_and_stages_are_one_too_many(tmp_path, capfd):
 @pytest.mark.slow
 def test_a_run_through_the_phases_is_the_same_when_it_is_resumed(tmp_path):
     """Steps of 256 tokens: two of rows of 16, and then of 32."""
-    ramp = {"data__length_ramp": "{start: 16, tokens: 512}", "sample__prompts": "['']"}
+    ramp = {"data__length_ramp": "{start: 16, tokens: 512}", "sample__prompts": "['']"} | QUICK
     assert main(run_overrides(tmp_path / "whole", **ramp)) == 0
     stopped = run_overrides(tmp_path / "parts", **ramp, checkpoint__every=1)
     take = feed.Feed.take

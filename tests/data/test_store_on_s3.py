@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from s3_server import CUT, DENIED, EXPIRED, INTERNAL, SECRET, SHORT, SKEWED, SLOW_DOWN
 from test_remote_store import batches_of, config
-from tiny import rows_of, run_overrides, weights_of
+from tiny import QUICK, rows_of, run_overrides, weights_of
 
 from jaxtrain.cli import main
 from jaxtrain.data.batches import concat, read_ahead
@@ -85,8 +85,9 @@ def test_a_run_reads_a_bucket_as_it_reads_a_disk(s3, text, tmp_path):
     """The commands, as one gives them: `prepare` once, then `train`."""
     places = {"here": str(tmp_path / "cache"), "there": f"{s3.bucket()}/prepared"}
     for name, place in places.items():
-        fields = run_overrides(tmp_path / name, data__tokenizer__name="bytes", eval__every=3,
-            data__cache_dir=place, data__local_cache__path=tmp_path / "blocks",
+        fields = run_overrides(tmp_path / name, **QUICK, eval__every=3,
+            data__tokenizer__name="bytes", data__cache_dir=place,
+            data__local_cache__path=tmp_path / "blocks",
             data__validation__name="documents", data__validation__fraction=0.1,
             **{f"data__train__{key}": value for key, value in text.items()})  # fmt: skip
         fields.remove("data.tokenizer.vocab_size=384")

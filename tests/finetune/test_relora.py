@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny import build, forget_end, rows_of, run_overrides, same, weights_of
+from tiny import FEW_PARTS, build, forget_end, rows_of, run_overrides, same, weights_of
 
 from jaxtrain.finetune import make_partition
 from jaxtrain.finetune.config import ReLoRAConfig
@@ -17,7 +17,7 @@ from jaxtrain.main import main
 from jaxtrain.optim import AdamWConfig, make_optimizer
 from jaxtrain.runs.saved import load_saved
 
-RELORA = {
+RELORA = FEW_PARTS | {
     "finetune__name": "relora", "finetune__rank": 4, "finetune__every": 2,
     "finetune__warm_start": 2, "finetune__rewarm_steps": 1, "train__steps": 6,
     "checkpoint__every": 1, "checkpoint__keep": 9, "data__workers": 0, "optim__name": "adamw",

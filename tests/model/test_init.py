@@ -149,7 +149,7 @@ def test_what_does_not_fit_together_is_refused(changes, message):
 # ---- training ------------------------------------------------------------------------------------
 
 
-def train(init, steps=30, lr=1e-3, **changes):
+def train(init, steps=12, lr=3e-3, **changes):
     """Losses without warm-up on four rows."""
     optim = AdamWConfig.model_validate(
         {"learning_rate": lr, "schedule": {"name": "constant"}, "clip_norm": 1.0}
@@ -168,7 +168,7 @@ def train(init, steps=30, lr=1e-3, **changes):
 def test_24_layers_train_without_warmup(init):
     losses = train(init, depth=24)
     assert losses.max() < losses[0] + 1
-    assert losses[-10:].mean() < losses[0] - 0.5
+    assert losses[-4:].mean() < losses[0] - 0.5
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_24_layers_without_norms_or_a_scheme_do_not(monkeypatch):
 
     monkeypatch.setitem(SCHEMES, "gpt2", unscaled)
     losses = train("gpt2", depth=24, block_norm=False)
-    assert not losses[-10:].mean() < losses[0] - 0.5
+    assert not losses[-4:].mean() < losses[0] - 0.5
 
 
 def moved_logits(init, width):

@@ -217,8 +217,11 @@ def test_a_sharded_step_in_microbatches_is_that_of_one_device(axis, top_k):
 
 @pytest.mark.slow
 def test_a_run_with_a_teacher_of_another_shape_and_its_resumption(tmp_path, capsys):
-    assert main(run_overrides(tmp_path, train__steps=4, run__name="teacher", model__width=40)) == 0
-    fields = {
+    assert (
+        main(run_overrides(tmp_path, **QUICK, train__steps=4, run__name="teacher", model__width=40))
+        == 0
+    )
+    fields = QUICK | {
         "train__steps": 4, "objective__name": "distill", "checkpoint__every": 2,
         "objective__teacher": tmp_path / "teacher", "train__batch_size": 16, "mesh__fsdp": 2,
         "mesh__data": 4, "model__depth": 2,

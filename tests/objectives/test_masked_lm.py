@@ -7,6 +7,7 @@ import pytest
 from data.test_augment import tokenizer
 from flax import nnx
 from tiny import (
+    QUICK,
     VOCAB,
     batch,
     begin_random,
@@ -108,7 +109,7 @@ def test_a_sharded_step_is_that_of_one_device(axis):
     close(found[0], found[1], rtol=1e-3, atol=1e-5)
 
 
-RUN = {
+RUN = QUICK | {
     "model__causal": "false", "model__window_pattern": "L", "objective__name": "masked_lm",
     "model__document_mask": "true", "data__tokenizer__special_tokens": "['<mask>']",
 }  # fmt: skip

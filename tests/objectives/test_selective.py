@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import (
+    QUICK,
     batch,
     build,
     forget_end,
@@ -84,8 +85,8 @@ def test_a_sharded_step_in_microbatches_is_that_of_one_device(axis):
 
 @pytest.mark.slow
 def test_a_run_with_a_reference_run_and_its_resumption(tmp_path, capsys):
-    assert main(run_overrides(tmp_path, train__steps=2, run__name="reference")) == 0
-    fields = {
+    assert main(run_overrides(tmp_path, **QUICK, train__steps=2, run__name="reference")) == 0
+    fields = QUICK | {
         "train__steps": 4, "objective__name": "selective", "checkpoint__every": 2,
         "objective__reference": tmp_path / "reference", "train__batch_size": 16,
     }  # fmt: skip

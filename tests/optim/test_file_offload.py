@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from test_offload import HOST, SPECS, config, small, to_host
 from tiny import (
+    QUICK,
     SAMPLES,
     assert_same_run,
     batch,
@@ -196,7 +197,7 @@ def test_no_array_holds_a_state_between_steps(tmp_path):
 
 
 def arguments(folder, name="files", *more, **changes):
-    fields = {"model__depth": 2, "eval__every": 2, "sample__every": 4} | SAMPLES | changes
+    fields = QUICK | {"model__depth": 2, "eval__every": 2, "sample__every": 4} | SAMPLES | changes
     return [*run_overrides(folder, run__name=name, **fields), *more]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from tiny import (
+    QUICK,
     batch,
     begin_random,
     close,
@@ -323,12 +324,12 @@ def test_a_step_of_the_model_sharded_and_resumed(name):
 @pytest.mark.slow
 def test_a_run_is_resumed_and_exports_exact_zeros(tmp_path, name):
     """Rows report the sparsity; the saved model has as many zeros as the masks say."""
-    wrappers = f"[{json.dumps(METHODS[name])}]"
+    given = QUICK | {"optim__wrappers": f"[{json.dumps(METHODS[name])}]"}
     whole, parts = tmp_path / "whole" / "tiny", tmp_path / "parts" / "tiny"
-    assert main(run_overrides(whole.parent, optim__wrappers=wrappers)) == 0
+    assert main(run_overrides(whole.parent, **given)) == 0
     shutil.copytree(whole, parts)
     forget_end(parts, 6)
-    assert main(run_overrides(parts.parent, optim__wrappers=wrappers)) == 0
+    assert main(run_overrides(parts.parent, **given)) == 0
     same(weights_of(parts), weights_of(whole))
     row = rows_of(whole)[-1]
     assert row["sparsity"] == rows_of(parts)[-1]["sparsity"] == pytest.approx(0.5, 0.02)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import ClassVar
 
 import pytest
-from sweep_cases import no_runs, write_sweep
+from sweep_cases import ADAMW, RATE, no_runs, write_sweep
 
 from jaxtrain.sweep import command
 from jaxtrain.sweep.load import load_sweep
@@ -99,10 +99,19 @@ def test_an_interrupt_ends_workers_that_wait_for_a_core(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_sweep_on_a_cluster_of_this_host_comes_to_its_end(tmp_path):
     """What it finds is what a sweep in one process finds."""
-    path = write_sweep(tmp_path, trials=3)
-    assert command.main([str(path), "name=host"]) == 0
-    line = [sys.executable, "-m", "jaxtrain.cli", "sweep", str(path), "name=nodes", "workers=2"]
-    line += ["--ray", "local"]
+    path = write_sweep(tmp_path, trials=3, parameters=RATE)
+    assert command.main([str(path), "name=host", ADAMW]) == 0
+    line = [
+        sys.executable,
+        "-m",
+        "jaxtrain.cli",
+        "sweep",
+        str(path),
+        "name=nodes",
+        "workers=2",
+        ADAMW,
+    ]
+    line += [ADAMW, "--ray", "local"]
     said = subprocess.run(line, capture_output=True, text=True, timeout=300)
     assert said.returncode == 0, said.stdout + said.stderr
     assert "best trials" in said.stdout and "a worker died" not in said.stderr

@@ -4,7 +4,7 @@ import json
 
 import jax
 import pytest
-from sweep_cases import LR, write_sweep
+from sweep_cases import ADAMW, RATE, write_sweep
 
 from jaxtrain.sweep.command import main
 
@@ -18,8 +18,8 @@ def one_device(monkeypatch):
 
 @pytest.mark.slow
 def test_trials_of_a_population_are_run_directories_of_their_own(tmp_path, capsys):
-    path = write_sweep(tmp_path, parameters=LR, trials=3, seeds=2, population=2)
-    assert main([str(path), "train.steps=3", "mesh.data=1"]) == 0
+    path = write_sweep(tmp_path, parameters=RATE, trials=3, seeds=2, population=2)
+    assert main([str(path), "train.steps=3", "mesh.data=1", ADAMW]) == 0
     folder = tmp_path / "runs" / "lr"
     found = json.loads((folder / "results.json").read_text())["trials"]
     assert [row["state"] for row in found] == ["finished"] * 3
@@ -28,7 +28,7 @@ def test_trials_of_a_population_are_run_directories_of_their_own(tmp_path, capsy
     assert logs == ["trial-0000-seed1", "trial-0002-seed1"]  # of two and one trials
     assert len([*folder.glob("trial-*-seed?/metrics.jsonl")]) == 6
     assert (
-        main([str(path), "train.steps=3", "mesh.data=1"]) == 0
+        main([str(path), "train.steps=3", "mesh.data=1", ADAMW]) == 0
         and "best trials" in capsys.readouterr().out
     )
 

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from sweep_cases import LR, open_sweep, rows_now, write_sweep
+from sweep_cases import ADAMW, RATE, open_sweep, rows_now, write_sweep
 
 from jaxtrain.runs.history import read_rows
 from jaxtrain.sweep import work
@@ -90,7 +90,7 @@ def test_a_fault_of_every_run_stops_the_sweep_and_spends_no_trial(tmp_path, caps
 @pytest.mark.slow
 def test_a_killed_worker_loses_nothing(tmp_path):
     """SIGKILL in the middle of a trial, and of the command: the same trials as without."""
-    steps, errors = ["train.steps=24", "checkpoint.every=4"], tmp_path / "errors"
+    steps, errors = ["train.steps=24", "checkpoint.every=4", ADAMW], tmp_path / "errors"
 
     def begin(name, *more):
         words = [str(path), f"name={name}", *steps, *more]
@@ -98,8 +98,8 @@ def test_a_killed_worker_loses_nothing(tmp_path):
         with errors.open("a") as file:
             return subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=file)
 
-    path = write_sweep(tmp_path, trials=3, parameters=LR)
-    assert begin("whole").wait(600) == 0
+    path = write_sweep(tmp_path, trials=3, parameters=RATE)
+    assert main([str(path), "name=whole", *steps]) == 0
     folder = tmp_path / "runs" / "killed"
     first = begin("killed")  # one process: killed, and then joined by others
     checkpoints = folder / "trial-0001-seed1" / "checkpoints"

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from sweep_cases import TWO, bowl, no_runs, open_sweep, write_sweep
+from sweep_cases import ADAMW, RATE, TWO, bowl, no_runs, open_sweep, write_sweep
 
 from jaxtrain.settings import UserError
 from jaxtrain.sweep import transfer, work
@@ -125,9 +125,9 @@ def test_a_run_knows_itself_by_its_notes():
 
 @pytest.mark.slow
 def test_real_runs_of_both_sizes(tmp_path):
-    path = write_sweep(tmp_path, trials=2,
+    path = write_sweep(tmp_path, trials=2, parameters=RATE,
                        transfer={"overrides": LARGER, "best": 1, "spread": 0})  # fmt: skip
-    assert main([str(path)]) == 0
+    assert main([str(path), ADAMW]) == 0
     folder = tmp_path / "runs" / "lr"
     found = json.loads((folder / "results.json").read_text())["transferred"]
     [row] = found["rows"]
