@@ -6,6 +6,7 @@ annotation: this takes a fourth of the time.
 
 import ast
 import dataclasses
+import functools
 import sys
 import warnings
 from importlib.machinery import PathFinder, SourceFileLoader
@@ -78,6 +79,19 @@ def check(x):
         if dataclasses.is_dataclass(x) and "__init__" in vars(x):
             type.__setattr__(x, "__init__", check(vars(x)["__init__"]))
         return x
+    checked = None
+
+    @functools.wraps(x)
+    def call(*args, **kwargs):
+        nonlocal checked
+        checked = checked or with_checks(x)
+        return checked(*args, **kwargs)
+
+    return call
+
+
+def with_checks(x):
+    """A function with its checks, which are made when it is first called: most never are."""
     hints = {name: tuple(parts(hint)) for name, hint in x.__annotations__.items()}
     known = {k: Any if any(map(unresolved, v)) else v[0] for k, v in hints.items()}
     x.__annotations__, written = known, x.__annotations__

@@ -72,9 +72,9 @@ def test_without_a_run_a_random_model_is_served(tmp_path):
 @pytest.mark.slow
 def test_a_short_soak_leaves_nothing_behind(tmp_path, capsys):
     run = random_run(tmp_path / "tiny", byte_model(320))
-    options = ["--clients", "6", "--minutes", "0.2", "--record", "--out", str(tmp_path)]
+    options = ["--clients", "6", "--minutes", "0.1", "--record", "--out", str(tmp_path)]
     assert main(["serve-soak", str(run), *options]) == 0, capsys.readouterr().err
     [file] = tmp_path.glob("serve_soak-tiny-*.json")
     [row] = json.loads(file.read_text())["rows"]
-    assert row["answers"] > 20 and row["left"] and row["garbage"]
+    assert row["answers"] > 10 and row["left"] and row["garbage"]
     assert row["request_p99_ms"] >= row["request_p50_ms"] >= row["first_token_p50_ms"] > 0
