@@ -311,7 +311,7 @@ def test_the_manuals_example_is_a_population(tmp_path, monkeypatch, capsys):
 
 # ---- a GPU -------------------------------------------------------------------------------------
 
-KERNELS = ("model.attention=mosaic", "train.sequence_length=2048", "train.device_batch_size=16")
+KERNELS = ("train.sequence_length=2048", "train.device_batch_size=16")  # those of the default
 XLA = (
     "model.head_dim=64", "model.attention=xla", "optim.symmetric=false",
     "model.kernels={norm: xla, rope: xla, ffn: xla, loss: xla}", "train.device_batch_size=32",
