@@ -20,7 +20,7 @@ class RowGroup(NamedTuple):
     data: bytes
 
     def open(self) -> Any:
-        """A `pyarrow.parquet.ParquetFile` of which this row group can be read."""
+        """A `pyarrow.parquet.ParquetFile` that can read this row group alone."""
         import pyarrow.parquet as pq
 
         return pq.ParquetFile(_Stored(self), metadata=_metadata(self.footer))

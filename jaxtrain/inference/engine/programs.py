@@ -176,7 +176,7 @@ class Programs(NamedTuple):
         return list(dict.fromkeys(keys))
 
     def lower(self, key: ProgramKey, state: DeviceState, rows: SlotRows) -> jax.stages.Lowered:
-        """state, rows: as the program is called with, of which shapes and places are read."""
+        """state, rows: arguments of the program; their shapes and shardings are read."""
         o, (graphdefs, params), R, B = self.options, self.models, key.rows, self.prefill_rows
         if key.name == "put_texts":
             texts = i32(B), i32(B, state.texts_SC.shape[1]), i32(B)
