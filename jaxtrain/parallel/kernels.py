@@ -99,13 +99,13 @@ def rope_attention(
             arrays = qkv, cos, sin, value
             return kernels.rope_attention(*arrays, segment_ids_BT=segments, **options)
         except NotImplementedError as error:
-            raise UserError(f"model.kernels.qkv: {error}; null leaves it out") from None
+            raise UserError(f"model.kernels.qkv: {error}; xla leaves it out") from None
 
     mesh, arrays = current_mesh(), (qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, segments_BT)
     if mesh is None:
         return local(*arrays)
     if mesh.shape["tensor"] > 1:
-        raise UserError("model.kernels.qkv splits no heads: leave it out, or set mesh.tensor=1")
+        raise UserError("model.kernels.qkv splits no heads: set it to xla, or mesh.tensor=1")
     rows = lambda x: None if x is None else P(*partition_spec(("batch",), x.shape[:1], mesh))
     return shard_map(local, tuple(map(rows, arrays)), rows(qkv_BTCH))(*arrays)
 

@@ -145,6 +145,20 @@ def test_a_grammar_is_asked_after_each_token(calls):
     assert found["b"] == run(make_engine(), [other])["b"]
 
 
+def test_a_grammar_holds_where_pages_run_out():
+    """Its last token is read in the search for pages, after the other's program was chosen."""
+    pytest.importorskip("llguidance")
+    how = GREEDY._replace(max_tokens=24, temperature=1.0)
+    asked = [
+        Request("a", prompts(5)[0], how._replace(grammar=Grammar("regex", "[0-9]{30}"))),
+        Request("b", prompts(5, 9)[1], how._replace(seed=3)),
+    ]
+    engine = make_engine(options=OPTIONS._replace(pages=11))
+    found = run(engine, asked)
+    assert engine.stats().preemptions and found["a"][1].isdigit()
+    assert found == run(make_engine(), asked)
+
+
 @pytest.mark.slow
 def test_several_steps_only_where_pages_are_left(calls):
     """The pages of both texts are 8 of the 9; each would need one more for 8 steps."""

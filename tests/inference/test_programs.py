@@ -1,17 +1,21 @@
 """Which programs an engine has, when they are compiled, and what runs in their place until then."""
 
+import contextlib
 import threading
+import time
 from collections import Counter
 
 import jax
 import pytest
-from engine_cases import GREEDY, OPTIONS, make_engine, prompts, run
+from engine_cases import GREEDY, OPTIONS, letters, make_engine, model, prompts, run
 from jax.experimental.compilation_cache import compilation_cache
+from tiny import mesh_of
 
-from jaxtrain.inference.engine import EngineOptions, Request
+from jaxtrain.inference.engine import Engine, EngineOptions, Request
 from jaxtrain.inference.engine.compiler import Compiler
 from jaxtrain.inference.engine.programs import ProgramKey, Programs, fewest, table_sizes
 from jaxtrain.inference.engine.sampling import Sampler
+from jaxtrain.parallel.axes import partition_spec
 
 CONTEXT = 2048
 
@@ -101,6 +105,61 @@ def test_requests_run_by_what_is_compiled_and_a_second_start_compiles_nothing(tm
     finally:
         jax.monitoring.unregister_event_listener(count)
         use(before)
+
+
+def test_a_mesh_of_its_own_runs_the_programs_that_were_compiled():
+    """What slots ask for is made anew when it changes, on the mesh as before."""
+    c, graphdef, specs, params = model("plain")
+    mesh, events = mesh_of(tensor=2), Counter()
+    place = lambda s: jax.sharding.NamedSharding(mesh, partition_spec(s.axes, s.shape, mesh))
+    params = jax.device_put(params, jax.tree.map(place, specs))
+    engine = Engine(c, graphdef, params, letters(), options=OPTIONS, mesh=mesh)
+    requests = [Request("a", prompts(3)[0], GREEDY._replace(logit_bias=((1, 2.0),)))]
+    engine.warm_up(requests)
+    listen = lambda event, _, fun_name="", **__: events.update([fun_name])
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run(engine, requests)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not [name for name in events if "decode" in name or "sample_first" in name]
+
+
+def test_long_contexts_are_listed_by_pages():
+    """Each size of the table is there, though few of the lengths are looked at."""
+    options = EngineOptions(context=1_000_001, page_size=32)
+    many = Programs((), options, 0, table_sizes(options, 31251, in_place=False), 8)
+    begin = time.perf_counter()
+    keys = many.needed((), options.context)
+    assert time.perf_counter() - begin < 5
+    for name in ("prefill_slots", "decode_slots"):
+        assert {key.pages for key in keys if key.name == name} == set(many.sizes)
+
+
+def test_where_one_program_fails_the_others_are_left():
+    """Those that were not begun; else the end of the process would wait for them."""
+    gate, key = threading.Event(), lambda steps: ProgramKey("decode_slots", steps=steps)
+
+    class Failing(jax.stages.Lowered):
+        def __init__(self):
+            pass
+
+        def compile(self, **_):
+            raise RuntimeError("no memory")
+
+    def lower(one):
+        if one != key(1):
+            gate.wait(60)
+        return Failing()
+
+    compiler = Compiler(contextlib.nullcontext)
+    compiler.start([key(1)], [key(n) for n in range(2, 30)], lower)
+    try:
+        with pytest.raises(RuntimeError, match="no memory"):
+            compiler.wait([key(1)])
+        assert compiler.coming[key(29)].cancelled()
+    finally:
+        gate.set()
 
 
 def test_the_cheapest_program_that_is_ready_is_picked():

@@ -52,9 +52,13 @@ class Compiler:
             pool.shutdown(wait=False)
 
     def wait(self, keys: Collection[ProgramKey]) -> None:
-        """Until these are ready; what failed of one is raised."""
-        for key in keys:
-            self.coming[key].result()
+        """Until these are ready; what failed of one is raised, and the others are left."""
+        try:
+            for key in keys:
+                self.coming[key].result()
+        except BaseException:
+            self.stop()
+            raise
 
     def pick(self, wanted: ProgramKey) -> ProgramKey:
         """The program to run in the place of one that is still being compiled, the cheapest that is

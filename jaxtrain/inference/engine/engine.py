@@ -334,19 +334,18 @@ class Engine:
         """The next tokens of all requests whose text is computed."""
         for one in self.running:
             self.drop_pages(one)
-        if not any(one.can_go_on for one in self.running):
+        if not (todo := [one for one in self.running if one.can_go_on]):
             return
         key = self.compiler.pick(self.decode_key())
         most = self.options.most(key.steps)
-        for one in self.running:
+        for one in todo:
             self.make_room(one, most)
-        todo = [one for one in self.running if one.can_go_on]
-        if not todo:
+        # Program and pages are not for those that can go on since `make_room` read their tokens.
+        if not (todo := [one for one in todo if one.can_go_on]):
             return
         rows = [(one.place, one) for one in todo]
-        slots = [slot for slot, _ in rows]
         self.state, sampled = self.programs.decode(
-            key, self.state, self.rows.on_device(), self.table_SW, slots
+            key, self.state, self.rows.on_device(), self.table_SW, [slot for slot, _ in rows]
         )
         self.pace.called(key.steps)
         for one in todo:
@@ -408,8 +407,9 @@ class Engine:
         """
         keys = self.programs.needed(asked, self.context)
         now = fewest(keys) if beside else keys
-        programs, state, rows = self.programs, self.state, self.rows.on_device()
-        lower = lambda key: programs.lower(key, state, rows)
+        with self.on_mesh():
+            state, rows = self.state, self.rows.on_device()
+        lower = lambda key: self.programs.lower(key, state, rows)
         self.compiler.start(now, [key for key in keys if key not in now], lower)
         self.compiler.wait(now)
         return len(keys)

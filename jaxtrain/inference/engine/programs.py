@@ -168,11 +168,13 @@ class Programs(NamedTuple):
         counts = {min(len(asked), o.slots)} if asked else {1, o.slots}
         steps = sorted(self.steps_of(asked), reverse=True)
         keys = [ProgramKey("put_texts")]
-        computed = {self.pages_for(n) * o.page_size for n in lengths.computed}
+        # One of each page: those between have its pages.
+        computed, decoded = ((*x[:: o.page_size], x[-1]) for x in lengths)
+        computed = {self.pages_for(n) * o.page_size for n in computed}
         for sampler in samplers:
             keys += [self.prefilling(n, t) for t in sorted(computed) for n in sorted(counts)]
             keys.append(ProgramKey("sample_first", sampler=sampler))
-            keys += [self.decoding(k, n, sampler) for k in steps for n in lengths.decoded]
+            keys += [self.decoding(k, n, sampler) for k in steps for n in decoded]
         return list(dict.fromkeys(keys))
 
     def lower(self, key: ProgramKey, state: DeviceState, rows: SlotRows) -> jax.stages.Lowered:
