@@ -95,6 +95,24 @@ def test_packed_documents_equal_the_reference():
         assert np.abs(x - y).max() < 0.012 * np.abs(y).max() + 0.005
 
 
+@pytest.mark.slow
+def test_members_are_those_of_one_at_a_time():
+    given = arrays(2, 128, 2, 1, 64, True, BF16, b=2)
+    more = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), given)
+    options = {"interpret": INTERPRET, "tilings": (None, BackwardTiling(block_q=128, blocks=2))}
+    call = lambda x, cos, sin, value: hopper.rope_attention(
+        x, cos, sin, value, 2, EPS, Call(scale=0.1), **options
+    )
+
+    def run(x, cos, sin, value, dy):
+        y, pull = jax.vjp(lambda x, value: call(x, cos, sin, value), x, value)
+        return y, pull(dy)
+
+    alone = [jax.jit(run)(*(x[i] for x in more)) for i in range(2)]
+    alone = jax.tree.map(lambda *x: jnp.stack(x), *alone)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(jax.vmap(run))(*more), alone)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("H", [64, 128])
 @pytest.mark.parametrize(("value", "window"), [(False, None), (True, 256)])
@@ -127,6 +145,21 @@ def test_lowers_for_hopper_in_place(value):
     written = [line for line in calls if "x18x128xbf16>" in line.rpartition("->")[2]]
     assert len(written) == 3  # turn, attention's backward, turn back: all in place
     assert all("output_operand_alias" in line for line in written)
+
+
+@pytest.mark.parametrize("b", [1, 2])
+def test_a_mapped_axis_becomes_rows(b):
+    """Members of a population: a batch of kernels would share the counter of tiles."""
+    spec = lambda *shape, dtype=BF16: jax.ShapeDtypeStruct(shape, dtype)
+    f = functools.partial(rope_attention, heads=2, eps=EPS, scale=0.1, implementation="mosaic")
+    gradients = jax.grad(lambda *x: f(*x).astype(jnp.float32).sum(), (0, 3))
+    mapped = jax.jit(jax.vmap(gradients, in_axes=(0, None, None, 0)))
+    angle = spec(b, 256, 64, dtype=jnp.float32)
+    with on_target(*HOPPER):
+        traced = mapped.trace(spec(3, 2, 256, 6, 64), angle, angle, spec(3, 2, 256, 2, 64))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert [x.shape for x in traced.out_info] == [(3, 2, 256, 6, 64), (3, 2, 256, 2, 64)]
+    assert "tensor<6x256x6x64xbf16>" in text and text.count("@mosaic_gpu") == 5
 
 
 @pytest.mark.parametrize(

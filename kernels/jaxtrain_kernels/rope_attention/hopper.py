@@ -72,10 +72,20 @@ def _attend(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids
 
 
 def _forward(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT):
-    from jaxtrain_kernels.attention.hopper.forward import forward  # takes a second to import
+    from jaxtrain_kernels.attention.hopper.flash import folding  # takes a second to import
+
+    run = folding(functools.partial(_forward_rows, o), last_out=3)
+    *out, qkv_BTCH, r_NR, v_BTKH = run(qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT)
+    out_BTNH, lse_BNT = kept(*out)
+    return out_BTNH, (qkv_BTCH, r_NR, v_BTKH, cos_BTH, sin_BTH, ids_BT, out_BTNH, lse_BNT)
+
+
+def _forward_rows(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT):
+    from jaxtrain_kernels.attention.hopper.forward import forward
     from jaxtrain_kernels.rows.hopper import rope_in_place
 
     options = rope_in_place.TurnOptions((o.N, o.K), o.eps, o.interpret)
+    cos_BTH, sin_BTH = (of_rows(x, len(qkv_BTCH)) for x in (cos_BTH, sin_BTH))
     (qkv_BTCH,), r_NR = rope_in_place.turn(options, (qkv_BTCH,), cos_BTH, sin_BTH)
     v_BTKH = None
     if value_BTKH is not None:
@@ -84,28 +94,43 @@ def _forward(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, id
     arrays = qkv_BTCH, qkv_BTCH, qkv_BTCH if v_BTKH is None else v_BTKH
     heads = o.heads(v_BTKH is not None)
     out = forward(*arrays, ids_BT, heads=heads, tiling=o.tilings[0], **o.attention)
-    out_BTNH, lse_BNT = kept(*out)
-    return out_BTNH, (qkv_BTCH, r_NR, v_BTKH, cos_BTH, sin_BTH, ids_BT, out_BTNH, lse_BNT)
+    return *out, qkv_BTCH, r_NR, v_BTKH
+
+
+def of_rows(x_bTH: jax.Array, rows: int) -> jax.Array:
+    """Angles of rows: one for all, or, where a mapped axis has become rows, of each of its parts as
+    many."""
+    parts = len(x_bTH)
+    return x_bTH if parts in (1, rows) else jax.numpy.repeat(x_bTH, rows // parts, axis=0)
 
 
 def _backward(o: RopeAttentionOptions, saved, dout_BTNH):
+    from jaxtrain_kernels.attention.hopper.flash import folding
+
+    run = folding(functools.partial(_backward_rows, o), last_in=1)
+    d_BTCH, dvalue = run(*saved, dout_BTNH)
+    # The angles follow from positions: nothing is to be learned of them.
+    return d_BTCH, *map(jax.numpy.zeros_like, saved[3:5]), dvalue, None
+
+
+def _backward_rows(
+    o: RopeAttentionOptions, qkv_BTCH, r_NR, v_BTKH, cos_BTH, sin_BTH, ids_BT, out_BTNH, lse_BNT,
+    dout_BTNH,
+):  # fmt: skip
     from jaxtrain_kernels.attention.hopper.backward import backward_sums
     from jaxtrain_kernels.rows.hopper import rope_in_place
 
-    qkv_BTCH, r_NR, v_BTKH, cos_BTH, sin_BTH, ids_BT, out_BTNH, lse_BNT = saved
     arrays = qkv_BTCH, qkv_BTCH, qkv_BTCH if v_BTKH is None else v_BTKH
-    heads, of_rows = o.heads(v_BTKH is not None), (out_BTNH, lse_BNT, dout_BTNH, None)
+    heads, results = o.heads(v_BTKH is not None), (out_BTNH, lse_BNT, dout_BTNH, None)
     dq_BTNH, d_BTCH = backward_sums(
-        *arrays, ids_BT, *of_rows, heads=heads, tiling=o.tilings[1], **o.attention
+        *arrays, ids_BT, *results, heads=heads, tiling=o.tilings[1], **o.attention
     )
     options = rope_in_place.TurnOptions((o.N, o.K), o.eps, o.interpret)
+    cos_BTH, sin_BTH = (of_rows(x, len(qkv_BTCH)) for x in (cos_BTH, sin_BTH))
     (d_BTCH,) = rope_in_place.turn_back(
         options, o.scale, (qkv_BTCH,), r_NR, dq_BTNH, (d_BTCH,), cos_BTH, sin_BTH
     )
-    dvalue = None if v_BTKH is None else d_BTCH[:, :, o.N + o.K :]
-    # The angles follow from positions: nothing is to be learned of them.
-    zeros = jax.numpy.zeros_like(cos_BTH), jax.numpy.zeros_like(sin_BTH)
-    return d_BTCH, *zeros, dvalue, None
+    return d_BTCH, None if v_BTKH is None else d_BTCH[:, :, o.N + o.K :]
 
 
 _attend.defvjp(_forward, _backward)

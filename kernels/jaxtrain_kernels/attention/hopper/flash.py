@@ -80,21 +80,36 @@ def gradients(o: FlashOptions, q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT
     return sign * dq_BTNH, dk_BSKH, dv_BSKH
 
 
-def folding(function: Callable[..., Any]) -> Callable[..., Any]:
+def folding(
+    function: Callable[..., tuple[Any, ...]],
+    last_in: int | None = None,
+    last_out: int | None = None,
+) -> Callable[..., Any]:
     """Under vmap, `function` of arrays [B, ...] takes the mapped axis as more rows of B.
 
-    The kernels hand out their tiles by a counter, which a batch of kernels would share.
+    The kernels hand out their tiles by a counter, which a batch of kernels would share. last_in,
+    last_out: the argument and the result that are [n, B * T].
     """
     folded = custom_vmap(function)
 
     @folded.def_vmap
     def rule(axis_size, in_batched, *arrays):
-        def rows(x, batched):
+        def rows(x, batched, last):
             x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
+            x = jnp.moveaxis(x, 0, 1) if last else x
+            return x.reshape(len(x), -1) if last else x.reshape(-1, *x.shape[2:])
 
-        results = folded(*jax.tree.map(rows, arrays, tuple(in_batched)))
-        split = lambda x: x.reshape(axis_size, -1, *x.shape[1:])
-        return jax.tree.map(split, results), jax.tree.map(lambda _: True, results)
+        def split(x, last):
+            if last:
+                return jnp.moveaxis(x.reshape(len(x), axis_size, -1), 1, 0)
+            return x.reshape(axis_size, -1, *x.shape[1:])
+
+        def each(convert, last, *trees):
+            one = lambda i, *x: jax.tree.map(functools.partial(convert, last=i == last), *x)
+            return tuple(map(one, range(len(trees[0])), *trees))
+
+        results = folded(*each(rows, last_in, arrays, in_batched))
+        results = each(split, last_out, results)
+        return results, jax.tree.map(lambda _: True, results)
 
     return folded
