@@ -105,7 +105,7 @@ def rope_attention(
     if mesh is None:
         return local(*arrays)
     if mesh.shape["tensor"] > 1:
-        raise UserError("model.kernels.qkv splits no heads: set it to xla, or mesh.tensor=1")
+        raise UserError("model.kernels.qkv splits no heads: set it to xla, or set mesh.tensor=1")
     rows = lambda x: None if x is None else P(*partition_spec(("batch",), x.shape[:1], mesh))
     return shard_map(local, tuple(map(rows, arrays)), rows(qkv_BTCH))(*arrays)
 
