@@ -1,8 +1,5 @@
 """The passes over activations between the matmuls: which are kernels, and how they are called."""
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,19 +17,6 @@ from jaxtrain.parallel import constrain
 from jaxtrain.parallel.axes import current_mesh
 
 PLAIN = FusedOps.model_validate("xla")
-
-_of_members: contextvars.ContextVar[bool] = contextvars.ContextVar("of_members", default=False)
-
-
-@contextlib.contextmanager
-def tracing_members() -> Iterator[None]:
-    """Traces made inside are of several models at once (vmap): kernels without a rule for a batch
-    of arrays are not chosen."""
-    token = _of_members.set(True)
-    try:
-        yield
-    finally:
-        _of_members.reset(token)
 
 
 def fastest(fused: FusedOps, c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStruct) -> FusedOps:
@@ -59,7 +43,7 @@ def gains_by_joining(
     """
     chosen = c.attention or fused.rope or c.fp8 or c.weight_form or c.deterministic_attention
     remat = {c.remat, c.remat_short or c.remat} != {"none"}
-    if chosen or remat or _of_members.get() or not c.fits_joined_heads:
+    if chosen or remat or not c.fits_joined_heads:
         return False
     mesh = current_mesh()
     if mesh and any(size > 1 for axis, size in mesh.shape.items() if axis != "data"):

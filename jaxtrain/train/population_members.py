@@ -22,7 +22,6 @@ from jaxtrain import data
 from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.evaluation.evaluate import figures_of, held_out_batches, validation_sums
-from jaxtrain.model.fused_ops import tracing_members
 from jaxtrain.objectives import StepBatch
 from jaxtrain.objectives.next_token import EvaluationSums, zero_sums
 from jaxtrain.optim.types import Hyperparams
@@ -113,12 +112,7 @@ def over_members(
 ) -> Callable[..., Any]:
     """`function` of one member as that of all: arguments of axis 0 are [N, ...]."""
     if batched:
-
-        def of_one(*given: PyTree) -> PyTree:
-            with tracing_members():
-                return function(*given)
-
-        return jax.vmap(of_one, in_axes=tuple(axes))
+        return jax.vmap(function, in_axes=tuple(axes))
 
     def one_after_another(*given: PyTree) -> PyTree:
         def one(own: list[PyTree]) -> PyTree:
