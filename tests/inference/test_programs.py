@@ -162,7 +162,7 @@ def test_where_one_program_fails_the_others_are_left():
         gate.set()
 
 
-def test_the_cheapest_program_that_is_ready_is_picked():
+def test_the_cheapest_program_that_is_ready_is_picked(caplog):
     from concurrent.futures import Future
 
     key = lambda steps, sampler: ProgramKey("decode_slots", 0, 8, steps, sampler)
@@ -175,4 +175,8 @@ def test_the_cheapest_program_that_is_ready_is_picked():
     one.coming[cheaper].set_result(None)
     assert one.pick(wanted) == cheaper
     one.coming[wanted].set_exception(RuntimeError("no memory"))
-    assert one.pick(wanted) == wanted and one.pick(key(1, Sampler.BEST)) == key(1, Sampler.BEST)
+    assert one.pick(wanted) == one.pick(wanted) == cheaper  # one that failed has a stand-in
+    assert caplog.text.count("was not compiled: no memory") == 1
+    assert one.pick(key(1, Sampler.BEST)) == key(1, Sampler.BEST)
+    one.coming = {wanted: one.coming[wanted]}
+    assert one.pick(wanted) == wanted  # and is tried again, and raises, where it has none

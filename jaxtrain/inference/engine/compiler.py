@@ -1,13 +1,16 @@
 """Programs are compiled in threads, beside each other and beside the engine's work."""
 
 import contextvars
+import logging
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 
 import jax
 
 from jaxtrain.inference.engine.programs import ProgramKey
+
+log = logging.getLogger(__name__)
 
 COMPILERS = 8  # programs at once
 
@@ -23,6 +26,11 @@ def compile_all(lowered: Iterable[jax.stages.Lowered]) -> int:
     return len(compiled)
 
 
+def is_ready(one: Future[object]) -> bool:
+    """Whether it was compiled."""
+    return one.done() and not one.cancelled() and one.exception() is None
+
+
 class Compiler:
     """What was begun to be compiled; jit keeps the programs themselves."""
 
@@ -30,6 +38,7 @@ class Compiler:
         """mesh: in which programs are lowered."""
         self.mesh = mesh
         self.coming: dict[ProgramKey, Future[object]] = {}
+        self.failed: set[ProgramKey] = set()  # of which the log says so
         self.pools: list[ThreadPoolExecutor] = []
 
     def start(
@@ -61,19 +70,22 @@ class Compiler:
             raise
 
     def pick(self, wanted: ProgramKey) -> ProgramKey:
-        """The program to run in the place of one that is still being compiled, the cheapest that is
-        ready; where none is, the one itself, once it is ready.
+        """The program to run: the one itself where it is ready; in its place the cheapest that is
+        ready and serves; where none does, the one itself, once it is ready.
 
-        A program that was never begun is compiled when it is called.
+        A program that was never begun, and one that failed where no other serves, is compiled when
+        it is called.
         """
         one = self.coming.get(wanted)
-        if one is None or one.done():
+        if one is None or is_ready(one):
             return wanted
-        ready = lambda x: x.done() and not x.cancelled() and x.exception() is None
-        serving = [key for key, x in self.coming.items() if key.serves(wanted) and ready(x)]
+        if one.done() and not one.cancelled() and wanted not in self.failed:
+            self.failed.add(wanted)
+            log.warning("%s was not compiled: %s", wanted, one.exception())
+        serving = [key for key, x in self.coming.items() if key.serves(wanted) and is_ready(x)]
         if serving:
             return min(serving, key=lambda key: key.cost)
-        one.result()
+        wait([one])
         return wanted
 
     def stop(self) -> None:
