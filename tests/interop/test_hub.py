@@ -45,7 +45,7 @@ def test_a_run_keeps_the_commits_that_it_began_from(hub, tmp_path, capsys):
     tune = {"train.init_from": "owner/small", "finetune.name": "lora", "train.steps": 1}
     tune |= {"data.train.name": "jsonl", "data.validation.name": "none"}
     tune |= {"data.train.path": "hf://datasets/owner/plays/*.jsonl"}
-    drop = ("model.", "data.tokenizer")
+    drop = ("model.", "data.tokenizer", "data.validation.fraction")
     arguments = [a for a in run_overrides(tmp_path, **tune) if not a.startswith(drop)]
     assert main(arguments) == 0
     run = tmp_path / "tiny"

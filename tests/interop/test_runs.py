@@ -115,7 +115,8 @@ def test_a_run_starts_from_it_and_hands_its_files_on(imported, tmp_path, capsys)
     """After a step of rate nothing the parameters are those that it started from."""
     _, run = imported
     keep = run_overrides(tmp_path, train__steps=1, sample__tokens=2)
-    keep = [x for x in keep if not x.startswith(("model.", "data.tokenizer"))]
+    drop = "model.", "data.tokenizer", "data.validation.fraction"
+    keep = [x for x in keep if not x.startswith(drop)]
     keep += ["optim.name=adamw", "optim.learning_rate=1e-9", "data.validation.name=none"]
     assert main([*keep, f"train.init_from={run}"]) == 2
     assert "data.train.path: a start from" in capsys.readouterr().err
@@ -215,7 +216,8 @@ def test_a_tokenizer_that_would_be_trained_gives_way_to_that_of_the_weights(impo
 def test_another_tokenizer_than_that_of_the_weights_is_refused(imported, tmp_path, capsys):
     write_tokenizer(tmp_path, ["<other>"])
     keep = run_overrides(tmp_path, train__init_from=imported[1])
-    keep = [x for x in keep if not x.startswith(("model.", "data.tokenizer"))]
+    drop = "model.", "data.tokenizer", "data.validation.fraction"
+    keep = [x for x in keep if not x.startswith(drop)]
     tokenizer = f"data.tokenizer={{name: huggingface, path: {tmp_path / 'tokenizer.json'}}}"
     assert main([*keep, tokenizer]) == 2
     assert "was trained with another tokenizer than data.tokenizer" in capsys.readouterr().err
