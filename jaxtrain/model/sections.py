@@ -46,11 +46,8 @@ class FusedOps(Settings):
     @model_validator(mode="before")
     @classmethod
     def _all(cls, given: Any) -> Any:
-        return (
-            dict.fromkeys(("norm", "rope", "qkv", "ffn", "loss"), given)
-            if type(given) is str
-            else given
-        )
+        every = ("norm", "rope", "ffn", "loss")
+        return dict.fromkeys(every, given) if type(given) is str else given
 
     @field_validator("norm", "rope", "qkv", "relu2", "ffn")
     @classmethod
