@@ -74,7 +74,7 @@ class Members:
 
 
 def coordinate(count: int) -> dict[str, Any]:
-    """Seconds to meet; to compare facts; from a request to stop until all agree on the last step.
+    """Seconds of three things: meeting, comparing facts, agreeing on a last step after a request.
 
     Also the CPU seconds of a second of heartbeats, and those in all.
     """

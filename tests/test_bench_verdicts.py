@@ -7,7 +7,6 @@ import os
 import queue
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -431,23 +430,3 @@ def test_tuning_passes_over_losses_that_are_not_finite(text, tmp_path, monkeypat
     verdicts.train_verdicts(["d4", "adamw", "lion", text], 1, record=True, out=tmp_path, tune=True)
     assert saved == ["optim.learning_rate=0.004"]
     assert "lion: left out" in capsys.readouterr().out
-
-
-def test_the_first_run_that_is_timed_is_trained_again(tmp_path, monkeypatch):
-    """Its seconds are those of the second time; what shares the machine is trained once."""
-    calls = []
-
-    def train_job(job, folder, alone):
-        calls.append((job.name, alone))
-        return Outcome(1.0, float(len(calls)))
-
-    monkeypatch.setattr(verdict_runs, "train_job", train_job)
-    monkeypatch.setattr(verdict_runs, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
-    one, other = (Job(name, "tiny", (), 0, 1) for name in ("one", "other"))
-    done = tmp_path / "done.jsonl"
-    found = list(verdict_runs.train_all([one], [other, one._replace(seed=1)], 1, done))
-    assert calls[0] == ("one", False) and len(calls) == 4
-    again = next(name for name, alone in calls[1:] if [x for x, _ in calls[1:]].count(name) == 2)
-    seconds = {job.name: outcome.seconds for job, outcome in found[1:]}
-    assert len(found) == 3 and (seconds[again] or 0) > 2
-    assert len(done.read_text().splitlines()) == 3

@@ -207,8 +207,8 @@ def take_newest(
     """Take the newest whole copy that is newer than every local checkpoint, if there is one.
 
     Local checkpoints that are damaged are moved to DAMAGED first. check: raises UserError for the
-    config.yaml of another run, whichever is newer. A damaged copy is said and passed over.
-    UserError where the copies cannot be read.
+    config.yaml of another run, whichever is newer. say: gets a line for each damaged
+    copy, which is passed over. UserError where the copies cannot be read.
     """
     stage = run_dir / STAGE
     shutil.rmtree(stage, ignore_errors=True)

@@ -308,7 +308,7 @@ def other_columns(source: Source, block: TextBlock) -> tuple[str, ...]:
 
 
 def _parquet_of(source: Any, block: TextBlock) -> Any:
-    """The file of a block, or the part that came with it."""
+    """The `pyarrow.parquet.ParquetFile` of a block, or of the part that came with it."""
     if block.row_group is not None:
         return _whole(block.file, block.row_group.open)
     return _parquet_file(source, block.file)

@@ -8,11 +8,12 @@ import io
 import urllib.error
 import urllib.request
 from http.client import HTTPResponse
-from typing import Any
+from typing import Any, override
 
 from fsspec.spec import AbstractFileSystem
 
 from jaxtrain.data.files.local import File, local_path
+from jaxtrain.data.files.positioned import PositionedReader
 from jaxtrain.settings import UserError
 from jaxtrain.storage.objects import is_local, open_filesystem, retried
 
@@ -67,34 +68,34 @@ class NothingThere(Exception):
     """The range that was asked for begins at the end of the file."""
 
 
-class _Resumed(io.RawIOBase):
+class _Resumed(PositionedReader):
     """A remote file that is opened again at the byte that was reached, when reading fails."""
 
     def __init__(self, filesystem: Any, path: str, file: File):
+        super().__init__()
         self._filesystem, self._path, self._file = filesystem, path, file
         self._stream: Any = None
-        self._at = 0
 
     def readinto(self, buffer: Any) -> int:
-        lost = f"connection lost at byte {self._at}"
+        lost = f"connection lost at byte {self.at}"
         data = retried(self._file.url, lambda: self._read(len(buffer)), lost)
         buffer[: len(data)] = data
-        self._at += len(data)
+        self.at += len(data)
         return len(data)
 
     def _read(self, size: int) -> bytes:
         try:
-            if self._at >= (self._file.size or self._at + 1):
+            if self.at >= (self._file.size or self.at + 1):
                 return b""  # a request for nothing is refused
             if self._stream is None:
                 self._stream = self._open()
             data = self._stream.read(size)
-            if not data and self._at < (self._file.size or 0):
-                raise ConnectionError(f"the file ends at byte {self._at} of {self._file.size}")
+            if not data and self.at < (self._file.size or 0):
+                raise ConnectionError(f"the file ends at byte {self.at} of {self._file.size}")
             if not data and self._file.size is None:
                 if not self._ended():
                     raise ConnectionError("the server had more to send")
-                self._file = self._file._replace(size=self._at)
+                self._file = self._file._replace(size=self.at)
             return data
         except NothingThere as error:
             if self._file.size is None:
@@ -106,38 +107,33 @@ class _Resumed(io.RawIOBase):
 
     def _open(self) -> Any:
         if isinstance(self._filesystem, HttpFileSystem):
-            return self._filesystem.stream(self._path, self._at, self._file.version)
+            return self._filesystem.stream(self._path, self.at, self._file.version)
         options = {"block_size": AHEAD, "cache_type": "readahead"}
         stream = self._filesystem.open(self._path, "rb", **options)
-        stream.seek(self._at)
+        stream.seek(self.at)
         return stream
 
     def _ended(self) -> bool:
         """Whether a stream of unknown length that says no more was whole."""
         if not isinstance(self._filesystem, HttpFileSystem):
             return True
-        return self._filesystem.ended(self._stream, self._path, self._at, self._file.version)
+        return self._filesystem.ended(self._stream, self._path, self.at, self._file.version)
 
     def _drop(self) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
-    def readable(self) -> bool:
-        return True
+    @override
+    def end(self) -> int:
+        return self._file.size or 0
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
+    @override
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size or 0}[whence]
-        if base + offset != self._at:
+        before = self.at
+        if super().seek(offset, whence) != before:
             self._drop()
-            self._at = base + offset
-        return self._at
+        return self.at
 
     def close(self) -> None:
         self._drop()

@@ -1,14 +1,37 @@
 """Row groups of a Parquet file as they are stored, for nodes of a cluster that lack the file."""
 
 import io
+from collections.abc import Buffer
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, override, runtime_checkable
 
 from jaxtrain.data.files.local import File, local_path
+from jaxtrain.data.files.positioned import PositionedReader
 
 MAGIC_BYTES = 8  # behind the footer: its length and the magic word
 # Old writers counted too few bytes of a column chunk (PARQUET-816), and readers take so many more.
 PADDING = 100
+
+
+@runtime_checkable
+class ColumnChunk(Protocol):
+    """What is read of a `pyarrow.parquet.ColumnChunkMetaData`."""
+
+    @property
+    def dictionary_page_offset(self) -> int | None: ...
+    @property
+    def data_page_offset(self) -> int: ...
+    @property
+    def total_compressed_size(self) -> int: ...
+
+
+@runtime_checkable
+class RowGroupMetadata(Protocol):
+    """What is read of a `pyarrow.parquet.RowGroupMetaData`."""
+
+    @property
+    def num_columns(self) -> int: ...
+    def column(self, i: int, /) -> ColumnChunk: ...
 
 
 class RowGroup(NamedTuple):
@@ -35,8 +58,8 @@ def read_footer(file: File) -> bytes:
         return opened.read()
 
 
-def read_row_group(file: File, group: Any, footer: bytes) -> RowGroup:
-    """The bytes of a row group of a local file. group: `pyarrow.parquet.RowGroupMetaData`."""
+def read_row_group(file: File, group: RowGroupMetadata, footer: bytes) -> RowGroup:
+    """The bytes of a row group of a local file."""
     chunks = [group.column(number) for number in range(group.num_columns)]
     starts = [_start(chunk) for chunk in chunks]
     start = min(starts, default=0)
@@ -47,7 +70,7 @@ def read_row_group(file: File, group: Any, footer: bytes) -> RowGroup:
         return RowGroup(footer, opened.seek(0, io.SEEK_END), start, data)
 
 
-def _start(chunk: Any) -> int:
+def _start(chunk: ColumnChunk) -> int:
     """The first byte of a column chunk: of its dictionary, if it has one."""
     dictionary = chunk.dictionary_page_offset or chunk.data_page_offset
     return min(dictionary, chunk.data_page_offset)
@@ -61,29 +84,22 @@ def _metadata(footer: bytes) -> Any:
     return pq.read_metadata(pa.BufferReader(footer))
 
 
-class _Stored(io.RawIOBase):
+class _Stored(PositionedReader):
     """The file as far as one row group goes."""
 
     def __init__(self, group: RowGroup):
-        self._group, self._at = group, 0
+        super().__init__()
+        self._group = group
 
-    def readable(self) -> bool:
-        return True
+    @override
+    def end(self) -> int:
+        return self._group.file_bytes
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._group.file_bytes}[whence]
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        begin = self._at - self._group.start
-        data = self._group.data[begin : begin + len(buffer)]
-        buffer[: len(data)] = data
-        self._at += len(data)
+    @override
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer).cast("B")
+        begin = self.at - self._group.start
+        data = self._group.data[begin : begin + len(view)]
+        view[: len(data)] = data
+        self.at += len(data)
         return len(data)

@@ -38,7 +38,7 @@ class Compiler:
         """mesh: in which programs are lowered."""
         self.mesh = mesh
         self.coming: dict[ProgramKey, Future[object]] = {}
-        self.failed: set[ProgramKey] = set()  # of which the log says so
+        self.failed: set[ProgramKey] = set()  # those that the log has named
         self.pools: list[ThreadPoolExecutor] = []
 
     def start(

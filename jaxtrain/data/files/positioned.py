@@ -1,0 +1,34 @@
+"""A readable file whose position is a number: what reads by ranges is built on it."""
+
+import io
+from typing import override
+
+
+class PositionedReader(io.RawIOBase):
+    """`readinto` of a subclass reads at `at`, and moves it on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = 0
+
+    def end(self) -> int:
+        """Where the file ends, in bytes."""
+        raise NotImplementedError
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def tell(self) -> int:
+        return self.at
+
+    @override
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.at}
+        self.at = (self.end() if whence == io.SEEK_END else base[whence]) + offset
+        return self.at
