@@ -225,8 +225,9 @@ def tiny_data(folder: Path) -> Path:
         "corpus": [{"text": scene} for scene in scenes[:250]],
         "held": [{"text": scene} for scene in scenes[250:]],
         "chat": [{"messages": messages} for messages in talk],
-        "pairs": [{"prompt": one["content"], "chosen": two["content"], "rejected": "No."}
-                  for one, two in talk],
+        "pairs": [{"prompt": "Equal?", "chosen": "No.", "rejected": "No."}, *(
+                  {"prompt": one["content"], "chosen": two["content"], "rejected": "No."}
+                  for one, two in talk)],
     }  # fmt: skip
     for kind, rows in kinds.items():
         (folder / kind).mkdir(parents=True, exist_ok=True)
