@@ -37,7 +37,7 @@ def decode_text(slots, backend, **fields):
     how = {"steps": 1, "drafts": 0, "sampler": Sampler.TEMPERATURE}
     with on_target("cuda", (9, 0)), preferring(backend), jax.sharding.use_abstract_mesh(H200):
         traced = jax.jit(functools.partial(step, **how)).trace(
-            engine.models[1], engine.state, asked, jnp.ones(slots, bool), table
+            engine.models[1], engine.state, asked, jnp.arange(slots), table
         )
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -60,7 +60,7 @@ def test_a_fused_layer_is_nine_kernels():
     calls = ("mixed_norm", "residual_norm", "rope_norm", "_append")
     assert [len(re.findall(rf"call @{name}(?:_\d+)?\(", text)) for name in calls] == [2, 2, 2, 2]
     assert text.count("call @call") == 2 * 4
-    assert text.count('"stablehlo.scatter"') == 1  # the text
+    assert text.count('"stablehlo.scatter"') == 1 + 2  # the text; text and length of the slot
     # Left to XLA: the embeddings of the token and of the one before, and the last state.
     counts = [one.count("stablehlo.rsqrt") for one in (text, decode_text(1, "triton"))]
     assert counts == [3, 3 + 2 * 4]

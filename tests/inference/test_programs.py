@@ -27,7 +27,7 @@ def programs(in_place):
 
 def test_a_kernel_that_reads_pages_in_place_needs_few_programs():
     keys = programs(in_place=True).needed((), CONTEXT)
-    layers = {"decode_slots": 5, "prefill_slots": 2}
+    layers = {"decode_slots": 2 * 5, "prefill_slots": 2}
     assert Counter(key.name for key in keys) == layers | {"sample_first": 3, "put_texts": 1}
     first = fewest(keys)
     assert len(first) == 4 and {key.name for key in first} == {key.name for key in keys}
@@ -41,7 +41,7 @@ def test_gathered_pages_have_sizes():
         256, 256, 1024, 2048, 2048, 2048,
     ]  # fmt: skip
     keys = one.needed((), CONTEXT)
-    assert len(keys) == 3 * (5 + 2) + 3 + 1
+    assert len(keys) == 3 * (2 * 5 + 2) + 3 + 1
     assert fewest(keys) == fewest(programs(in_place=True).needed((), CONTEXT))
 
 
@@ -180,3 +180,21 @@ def test_the_cheapest_program_that_is_ready_is_picked(caplog):
     assert one.pick(key(1, Sampler.BEST)) == key(1, Sampler.BEST)
     one.coming = {wanted: one.coming[wanted]}
     assert one.pick(wanted) == wanted  # and is tried again, and raises, where it has none
+
+
+def test_one_text_of_many_slots_decodes_alone():
+    """By a program of one row, also from another slot than the first, and its tokens stay."""
+    lengths = {"a": 4, "b": 12, "c": 20}
+    requests = [
+        Request(name, text, GREEDY._replace(max_tokens=n))
+        for (name, n), text in zip(lengths.items(), prompts(5, 9, 3))
+    ]
+    engine = make_engine(options=OPTIONS._replace(decode_steps=2))
+    seen, pick = [], engine.compiler.pick
+    engine.compiler.pick = lambda key: seen.append(key) or pick(key)
+    together = run(engine, requests)
+    rows = [key.rows for key in seen if key.name == "decode_slots"]
+    assert set(rows) == {1, 4} and rows[-1] == 1
+    for one in requests:
+        alone = run(make_engine(options=OPTIONS._replace(slots=1)), [one])
+        assert alone[one.id] == together[one.id]

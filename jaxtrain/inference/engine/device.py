@@ -179,24 +179,32 @@ def decode_slots(
     params: tuple[Params, ...],
     state: DeviceState,
     rows: SlotRows,
-    active_S: Bool[Array, "S"],
-    table_SW: Int[Array, "S W"],
+    slots_B: Int[Array, "B"],
+    table_BW: Int[Array, "B W"],
     *,
     steps: int,
     drafts: int,
     sampler: Sampler,
 ) -> tuple[DeviceState, Sampled]:
-    """The next tokens of every active slot, of so many steps; a text that is full gets none."""
+    """The next tokens of some slots, of so many steps; a text that is full gets none. rows: of all
+    slots. A row without a text has the slot number of none."""
+    active_B = slots_B < len(state.known_S)
+    rows = jax.tree.map(lambda x_S: x_S.at[slots_B].get(mode="clip"), rows)
     adapted = choose_adapters(params[0], rows.sampling.adapter_B), *params[1:]
     models = [nnx.merge(*pair) for pair in zip(graphdefs, adapted)]
+    texts_BC = state.texts_SC.at[slots_B].get(mode="fill", fill_value=0)
+    known_B = state.known_S.at[slots_B].get(mode="fill", fill_value=0)
 
-    def step(state: DeviceState, _: None) -> tuple[DeviceState, Sampled]:
-        state, one, new_S = decode_step(models, state, rows, active_S, table_SW, drafts, sampler)
-        counts_ST = jnp.arange(drafts + 1)[None] < new_S[:, None]
-        return state, Sampled(jnp.where(counts_ST, one.token_B, -1), *one[1:])
+    def step(some: DeviceState, _: None) -> tuple[DeviceState, Sampled]:
+        some, one, new_B = decode_step(models, some, rows, active_B, table_BW, drafts, sampler)
+        counts_BT = jnp.arange(drafts + 1)[None] < new_B[:, None]
+        return some, Sampled(jnp.where(counts_BT, one.token_B, -1), *one[1:])
 
-    state, sampled = jax.lax.scan(step, state, length=steps)
-    return state, replicated(sampled)
+    some = pinned(DeviceState(state.kv, texts_BC, known_B))
+    some, sampled = jax.lax.scan(step, some, length=steps)
+    texts_SC = state.texts_SC.at[slots_B].set(some.texts_SC, mode="drop")
+    known_S = state.known_S.at[slots_B].set(some.known_S, mode="drop")
+    return pinned(DeviceState(some.kv, texts_SC, known_S)), replicated(sampled)
 
 
 def decode_step(

@@ -343,20 +343,19 @@ class Engine:
         # Program and pages are not for those that can go on since `make_room` read their tokens.
         if not (todo := [one for one in todo if one.can_go_on]):
             return
-        rows = [(one.place, one) for one in todo]
         self.state, sampled = self.programs.decode(
-            key, self.state, self.rows.on_device(), self.table_SW, [slot for slot, _ in rows]
+            key, self.state, self.rows.on_device(), self.table_SW, [one.place for one in todo]
         )
         self.pace.called(key.steps)
         for one in todo:
             one.ahead += most
-        self.started(sampled, rows, most)
+        self.started(sampled, list(enumerate(todo)), most)
 
     def decode_key(self) -> ProgramKey:
         """The program that fits the running requests best."""
         todo = [one for one in self.running if one.can_go_on]
         longest, sampler = max(one.length for one in todo), max(one.sampler for one in todo)
-        return self.programs.decoding(self.steps_at_once(), longest, sampler)
+        return self.programs.decoding(len(todo), self.steps_at_once(), longest, sampler)
 
     def steps_at_once(self) -> int:
         """How many steps the device runs next: several, unless a prompt is to be computed between
