@@ -84,9 +84,9 @@ def test_a_row_without_an_adapter_has_the_plain_product():
     params = with_adapters({"w": w}, {"w": [None, factors]})
     chosen = choose_adapters(params, jnp.array([0, 2, 1]))["w"]
     y = jax.tree.map(lambda leaf: leaf[0], chosen).matmul(x)
-    np.testing.assert_allclose(y[0], x[0] @ w[0], rtol=1e-6)
-    np.testing.assert_allclose(y[2], x[2] @ w[0], rtol=1e-6)
-    np.testing.assert_allclose(y[1], 2 * (x[1] @ (w[0] + 2)), rtol=1e-6)
+    np.testing.assert_allclose(y[0], x[0] @ w[0], rtol=1e-5)
+    np.testing.assert_allclose(y[2], x[2] @ w[0], rtol=1e-5)
+    np.testing.assert_allclose(y[1], 2 * (x[1] @ (w[0] + 2)), rtol=1e-5)
     with pytest.raises(NotImplementedError):
         chosen.dequantize()
 
