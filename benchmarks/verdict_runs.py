@@ -169,8 +169,9 @@ def train_all(
             }
             yield from had.items()
             count = len(gpus) if alone and gpus else workers
+            together = math.ceil(count / max(1, len(set(gpus))))  # processes of a GPU
             # Who waits for its turn holds its state alone; a process ends with its turn.
-            share = 0.4 if alone else 0.9 / math.ceil(workers / max(1, len(gpus)))
+            share = 0.4 if alone and not gpus else 0.9 / together
             os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{share:.3f}"
             turns: SimpleQueue[str] = SimpleQueue(ctx=spawn)
             for gpu in itertools.islice(itertools.cycle(gpus), count):
