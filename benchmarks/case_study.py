@@ -49,7 +49,7 @@ STUDIES = {
         ("train.steps=1200", "train.batch_size=64", "train.device_batch_size=32",
          "eval.every=400", "checkpoint.every=400"),
         ("train.sequence_length=1024", "train.batch_size=32", "train.device_batch_size=32",
-         "train.steps=1200", "optim.learning_rate=3e-4", "eval.every=300"),
+         "train.steps=600", "optim.learning_rate=3e-4", "eval.every=150"),
         ("train.sequence_length=1024", "train.batch_size=16", "train.device_batch_size=8",
          "train.steps=200", "optim.learning_rate=5e-6"),
         ("--method", "gptq", "--sequences", "128"),
