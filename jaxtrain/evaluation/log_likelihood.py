@@ -65,7 +65,7 @@ class Scorer:
     """A model on its devices, ready to score batches of any `RowShape`."""
 
     def __init__(self, model: ShardedModel, program: jax.stages.Wrapped):
-        """program: (params, rows, chunks) -> nll and greedy [B, M] of the batch of all processes."""
+        """program: (params, rows, chunks) -> nll and greedy [B, M], of all processes."""
         self.model, self.program, self.shape = model, program, model.shape
         self.context = model.shape.trunk  # tokens that the model was trained on at a time
         self.compiler = Compiler[RowShape](lambda: jax.set_mesh(model.mesh))

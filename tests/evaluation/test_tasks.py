@@ -130,8 +130,9 @@ def test_some_examples_tell_the_shapes_of_all(model, bundle):
     asked, tokenizer, shape = Bundle(bundle), byte_tokenizer(), RowShape(2, T, T // 4)
     examples = [{"context": "a" * 9, "continuation": "b"} for _ in range(200)]
     examples[77]["context"] = "\u00e4" * (T // 2 + 9)  # few letters, many bytes
-    (bundle / "eval_data" / "words.jsonl").write_text("".join(json.dumps(x) + "\n" for x in examples))
-    for label, (_, _, shots, _, _) in TASKS.items():
+    lines = "".join(json.dumps(x) + "\n" for x in examples)
+    (bundle / "eval_data" / "words.jsonl").write_text(lines)
+    for label in TASKS:
         loaded = asked.load(*asked.find([label])[0])
         some = examples_of_all_lengths(loaded)
         assert len(some) <= 32 and max(some) < loaded.asked

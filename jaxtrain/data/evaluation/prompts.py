@@ -51,8 +51,8 @@ def questions(
 ) -> Iterator[list[Scored]]:
     """The sequences to score for each example: one an answer (a language-modeling task: one).
 
-    context: tokens. examples: those alone, by their indices. Raises UserError for a sequence of more than REACH times as many; with
-    `rules.crop` they have at most `context`.
+    context: tokens. examples: those alone, by their indices. Raises UserError
+    for a sequence of more than REACH times as many; with `rules.crop` they have at most `context`.
     """
     most = context if loaded.rules.crop else None
     encoder = Encoder(tokenizer)

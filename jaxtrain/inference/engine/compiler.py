@@ -1,4 +1,4 @@
-"""Programs are compiled in threads, beside each other and beside the work of those that are ready."""
+"""Programs are compiled in threads, beside each other and beside those that run."""
 
 import contextvars
 import logging
@@ -13,6 +13,7 @@ from jaxtrain.inference.engine.programs import ProgramKey
 log = logging.getLogger(__name__)
 
 COMPILERS = 8  # programs at once
+
 
 def compile_all(lowered: Iterable[jax.stages.Lowered]) -> int:
     """Some programs at a time, the first ones while the next are still lowered; how many."""
