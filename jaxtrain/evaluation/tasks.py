@@ -24,7 +24,7 @@ from rich.table import Table
 from jaxtrain import data
 from jaxtrain.cluster.ray_models import NodeModels
 from jaxtrain.config.resolve import Resolved
-from jaxtrain.data.evaluation.branches import RowShape, batch_shapes
+from jaxtrain.data.evaluation.branches import RowShape, expected_shapes
 from jaxtrain.data.evaluation.prompts import examples_of_all_lengths
 from jaxtrain.data.evaluation.tasks import NANOCHAT, Bundle, Loaded, Rules
 from jaxtrain.evaluation.log_likelihood import Scorer, Scores, make_scorer, scores
@@ -127,7 +127,7 @@ def compile_ahead(
     shapes: dict[RowShape, None] = {}  # in the order of their use
     for loaded in tasks:
         some = data.questions(loaded, tokenizer, scorer.context, examples_of_all_lengths(loaded))
-        shapes |= dict.fromkeys(batch_shapes(some, scorer.shape))
+        shapes |= dict.fromkeys(expected_shapes(some, scorer.shape))
     new = [shape for shape in shapes if shape not in scorer.compiler.coming]
     if new and not bar.disable:
         lengths = ", ".join(f"{shape.trunk + shape.branch:,}" for shape in new)

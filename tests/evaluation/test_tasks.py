@@ -11,7 +11,7 @@ from task_cases import FIELDS, MC, TASKS, T, judged
 from tiny import mesh_of, random_run
 
 from jaxtrain.data import Scored
-from jaxtrain.data.evaluation.branches import RowShape, batch_shapes, pack_branches
+from jaxtrain.data.evaluation.branches import RowShape, expected_shapes, pack_branches
 from jaxtrain.data.evaluation.prompts import examples_of_all_lengths, questions
 from jaxtrain.data.evaluation.tasks import Bundle, Rules
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
@@ -137,8 +137,8 @@ def test_some_examples_tell_the_shapes_of_all(model, bundle):
         some = examples_of_all_lengths(loaded)
         assert len(some) <= 32 and max(some) < loaded.asked
         every = list(questions(loaded, tokenizer, T))
-        expected = batch_shapes(every, shape)
-        assert set(batch_shapes([every[i] for i in some], shape)) == set(expected)
+        expected = expected_shapes(every, shape)
+        assert set(expected_shapes([every[i] for i in some], shape)) == set(expected)
         if label == "words":
             assert {one.trunk for one in expected} == {T, 2 * T}
         made = {

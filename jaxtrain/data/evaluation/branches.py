@@ -93,7 +93,7 @@ def pack_branches(
             yield layout(rows[begin : begin + fit.rows], fit)
 
 
-def batch_shapes(questions: Iterable[Sequence[Scored]], shape: RowShape) -> list[RowShape]:
+def expected_shapes(questions: Iterable[Sequence[Scored]], shape: RowShape) -> list[RowShape]:
     """The shapes of the batches that such questions come in, by `trunk_texts`: branch is 0 where
     none of those of a length has branches. In the order in which they are asked for first."""
     branched: dict[RowShape, bool] = {}
