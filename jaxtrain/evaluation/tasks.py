@@ -24,6 +24,8 @@ from rich.table import Table
 from jaxtrain import data
 from jaxtrain.cluster.ray_models import NodeModels
 from jaxtrain.config.resolve import Resolved
+from jaxtrain.data.evaluation.branches import RowShape, expected_shapes
+from jaxtrain.data.evaluation.prompts import examples_of_all_lengths
 from jaxtrain.data.evaluation.tasks import NANOCHAT, Bundle, Loaded, Rules
 from jaxtrain.evaluation.log_likelihood import Scorer, Scores, make_scorer, scores
 from jaxtrain.evaluation.remote import RemoteModel
@@ -101,6 +103,7 @@ def answer_all(
     scorer: Scorer, tokenizer: data.Tokenizer, tasks: Sequence[Loaded], bar: Progress
 ) -> Iterator[tuple[Loaded, Result]]:
     """Each task with its figures, as soon as they are known."""
+    compile_ahead(scorer, tokenizer, tasks, bar)
     number = bar.add_task("examples", total=sum(loaded.asked for loaded in tasks))
     jobs = (data.questions(loaded, tokenizer, scorer.context) for loaded in tasks)
     begin = time.perf_counter()
@@ -112,6 +115,26 @@ def answer_all(
             figures(loaded, is_correct(loaded, found)) | {"seconds": round(now - begin, 3)},
         )
         begin = now
+
+
+def compile_ahead(
+    scorer: Scorer, tokenizer: data.Tokenizer, tasks: Sequence[Loaded], bar: Progress
+) -> None:
+    """Begin to compile what the tasks will need, as far as some of their examples tell: tokenizing
+    all of CORE takes as long as scoring it. What they do not tell is compiled when it is needed."""
+    if jax.process_count() > 1:  # as `Scorer.compile`
+        return
+    shapes: dict[RowShape, None] = {}  # in the order of their use
+    for loaded in tasks:
+        some = data.questions(loaded, tokenizer, scorer.context, examples_of_all_lengths(loaded))
+        shapes |= dict.fromkeys(expected_shapes(some, scorer.shape))
+    new = [shape for shape in shapes if shape not in scorer.compiler.coming]
+    if new and not bar.disable:
+        lengths = ", ".join(f"{shape.trunk + shape.branch:,}" for shape in new)
+        bar.console.print(f"compiling for rows of {lengths} tokens", highlight=False)
+    number = bar.add_task("programs compiled", total=len(new))
+    for one in scorer.compile(new):
+        one.add_done_callback(lambda _: bar.advance(number))
 
 
 def is_correct(loaded: Loaded, found: Scores) -> np.ndarray:
@@ -185,7 +208,8 @@ def save(path: Path, result: Result) -> None:
 
 
 def progress_bar() -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("examples"), TimeRemainingColumn())
+    text = TextColumn("{task.description}")
+    columns = (BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
     quiet = jax.process_index() > 0
     console = Console(stderr=True, quiet=quiet)
     return Progress(*columns, console=console, transient=True, disable=quiet)

@@ -1,18 +1,21 @@
 """In-context tasks: what is asked, and that packing changes no number."""
 
+import json
 import random
+import threading
 
+import jax
 import numpy as np
 import pytest
 from task_cases import FIELDS, MC, TASKS, T, judged
-from tiny import random_run
+from tiny import mesh_of, random_run
 
 from jaxtrain.data import Scored
-from jaxtrain.data.evaluation.branches import pack_branches
-from jaxtrain.data.evaluation.prompts import questions
+from jaxtrain.data.evaluation.branches import RowShape, expected_shapes, pack_branches
+from jaxtrain.data.evaluation.prompts import examples_of_all_lengths, questions
 from jaxtrain.data.evaluation.tasks import Bundle, Rules
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
-from jaxtrain.evaluation import tasks
+from jaxtrain.evaluation import log_likelihood, tasks
 from jaxtrain.evaluation.log_likelihood import make_scorer, scores
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
@@ -65,6 +68,83 @@ def test_packed_scores_are_those_of_each_sequence_alone(model, alone):
     np.testing.assert_array_equal(found.greedy, greedy)
     np.testing.assert_array_equal(found.tokens, tokens)
     assert greedy.sum() >= 2
+
+
+def test_programs_compile_in_threads_and_what_is_ready_is_scored_first(model, monkeypatch):
+    """The first job's program comes last; its numbers still come first, and they are those of
+    programs that are compiled one by one, when they are called."""
+    monkeypatch.setattr(log_likelihood, "make_mesh", lambda config: mesh_of())
+    generator = np.random.default_rng(3)
+    start = sequence(generator, 80)
+    ends = [Scored(np.append(start, sequence(generator, 2 + n)), 80) for n in range(3)]
+    jobs = [[[Scored(sequence(generator, 3 * T), 9)]], [ends], [[Scored(start, 7)]]]
+
+    one_by_one = make_scorer(model, model.config)
+    monkeypatch.setattr(one_by_one, "compile", lambda shapes: [])
+    expected = list(scores(one_by_one, jobs))
+
+    scorer, gate, events = make_scorer(model, model.config), threading.Event(), []
+    lower, score = scorer.lower, scorer.score
+
+    class Gated(jax.stages.Lowered):
+        def __init__(self, shape):
+            self.shape, self.lowered = shape, lower(shape)
+
+        def compile(self, **_):
+            assert self.shape.trunk == T or gate.wait(60), "the others were not scored meanwhile"
+            self.lowered.compile()
+            events.append(("compiled", self.shape))
+
+    def noted(rows):
+        shape = scorer.shape_of(rows)
+        events.append(("scored", shape))
+        if sum(kind == "scored" for kind, _ in events) == 2:
+            gate.set()
+        return score(rows)
+
+    monkeypatch.setattr(scorer, "lower", Gated)
+    monkeypatch.setattr(scorer, "score", noted)
+    here, compiling = threading.current_thread(), []
+
+    def listen(event, seconds, **_):
+        if "backend_compile" in event:
+            compiling.append(threading.current_thread() is here)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        found = list(scores(scorer, jobs))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    shapes = [shape for kind, shape in events if kind == "scored"]
+    assert [shape.trunk for shape in shapes] == [T, T, 4 * T] and len(set(shapes)) == 3
+    for shape in shapes:
+        assert events.index(("compiled", shape)) < events.index(("scored", shape))
+    assert compiling and not any(compiling), "none is compiled when it is called"
+    for one, other in zip(found, expected, strict=True):
+        for x, y in zip(one, other):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_some_examples_tell_the_shapes_of_all(model, bundle):
+    """In the order of their use; a long text among short ones is found, and one with branches."""
+    asked, tokenizer, shape = Bundle(bundle), byte_tokenizer(), RowShape(2, T, T // 4)
+    examples = [{"context": "a" * 9, "continuation": "b"} for _ in range(200)]
+    examples[77]["context"] = "\u00e4" * (T // 2 + 9)  # few letters, many bytes
+    lines = "".join(json.dumps(x) + "\n" for x in examples)
+    (bundle / "eval_data" / "words.jsonl").write_text(lines)
+    for label in TASKS:
+        loaded = asked.load(*asked.find([label])[0])
+        some = examples_of_all_lengths(loaded)
+        assert len(some) <= 32 and max(some) < loaded.asked
+        every = list(questions(loaded, tokenizer, T))
+        expected = expected_shapes(every, shape)
+        assert set(expected_shapes([every[i] for i in some], shape)) == set(expected)
+        if label == "words":
+            assert {one.trunk for one in expected} == {T, 2 * T}
+        made = {
+            (x.tokens_BT.shape[1], x.parents_BR.shape[1]) for x, _ in pack_branches(every, shape)
+        }
+        assert made == {(one.trunk + one.branch, one.branch) for one in expected}
 
 
 # ---- prompts -----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from tiny import mesh_of
 
 from jaxtrain.inference.engine import Engine, EngineOptions, Request
-from jaxtrain.inference.engine.compiler import Compiler
+from jaxtrain.inference.engine.compiler import EngineCompiler
 from jaxtrain.inference.engine.programs import ProgramKey, Programs, fewest, table_sizes
 from jaxtrain.inference.engine.sampling import Sampler
 from jaxtrain.parallel.axes import partition_spec
@@ -152,7 +152,7 @@ def test_where_one_program_fails_the_others_are_left():
             gate.wait(60)
         return Failing()
 
-    compiler = Compiler(contextlib.nullcontext)
+    compiler = EngineCompiler(contextlib.nullcontext)
     compiler.start([key(1)], [key(n) for n in range(2, 30)], lower)
     try:
         with pytest.raises(RuntimeError, match="no memory"):
@@ -167,7 +167,7 @@ def test_the_cheapest_program_that_is_ready_is_picked(caplog):
 
     key = lambda steps, sampler: ProgramKey("decode_slots", 0, 8, steps, sampler)
     dear, cheaper, wanted = key(1, Sampler.ALL), key(8, Sampler.ALL), key(8, Sampler.BEST)
-    one = Compiler(lambda: None)
+    one = EngineCompiler(lambda: None)
     assert one.pick(wanted) == wanted  # it is compiled when it is called
     one.coming = {x: Future() for x in (dear, cheaper, wanted)}
     one.coming[dear].set_result(None)

@@ -93,6 +93,17 @@ def pack_branches(
             yield layout(rows[begin : begin + fit.rows], fit)
 
 
+def expected_shapes(questions: Iterable[Sequence[Scored]], shape: RowShape) -> list[RowShape]:
+    """The shapes of the batches that such questions come in, by `trunk_texts`: branch is 0 where
+    none of those of a length has branches. In the order in which they are asked for first."""
+    branched: dict[RowShape, bool] = {}
+    for question in questions:
+        fit = shape.holding(max(len(scored.tokens) for scored in question) - 1)
+        texts = trunk_texts(question, 0, fit)
+        branched[fit] = branched.get(fit, False) or any(map(has_branches, texts))
+    return [fit if some else fit._replace(branch=0) for fit, some in branched.items()]
+
+
 def fill_rows(texts: Sequence[TrunkText], shape: RowShape) -> list[OpenRow]:
     """The texts in rows: the longest first, each where it leaves the least of the trunk free."""
     rows: list[OpenRow] = []
@@ -130,6 +141,10 @@ def trunk_texts(question: Sequence[Scored], number: int, shape: RowShape) -> lis
     return [TrunkText(tokens, [tokens[:0]], [pair]) for tokens, pair in zip(inputs, asked)]
 
 
+def has_branches(text: TrunkText) -> bool:
+    return any(len(branch) for branch in text.branches)
+
+
 def row_needs(text: TrunkText) -> tuple[int, int, int]:
     """Places that a text needs in a row: tokens of the trunk, of the branches, labels."""
     labels = sum(len(scored.tokens) - scored.start for _, scored in text.asked)
@@ -138,13 +153,10 @@ def row_needs(text: TrunkText) -> tuple[int, int, int]:
 
 def layout(rows: Sequence[OpenRow], shape: RowShape) -> tuple[BranchBatch, np.ndarray]:
     """The arrays of a batch."""
-    branched = any(len(branch) for row in rows for text in row.texts for branch in text.branches)
-    B, R = shape.rows, shape.branch if branched else 0
-    T = shape.trunk + R
-    zeros = lambda width: np.zeros((B, width), np.int32)
-    out = BranchBatch(*(zeros(width) for width in (T, T, T, R, R, T, T)))
-    out.labels_BM[:] = -1
-    owners_BM = np.full((B, T), -1, np.int32)
+    if not any(has_branches(text) for row in rows for text in row.texts):
+        shape = shape._replace(branch=0)
+    out = empty_batch(shape)
+    owners_BM = np.full_like(out.labels_BM, -1)
     for b, row in enumerate(rows):
         at, branch_at, label_at, segment = 0, shape.trunk, 0, 0
         for text in row.texts:
@@ -169,6 +181,15 @@ def layout(rows: Sequence[OpenRow], shape: RowShape) -> tuple[BranchBatch, np.nd
                 label_at += len(places)
             at += length
     return out, owners_BM
+
+
+def empty_batch(shape: RowShape) -> BranchBatch:
+    """A batch of padding."""
+    R, T = shape.branch, shape.trunk + shape.branch
+    zeros = lambda width: np.zeros((shape.rows, width), np.int32)
+    out = BranchBatch(*(zeros(width) for width in (T, T, T, R, R, T, T)))
+    out.labels_BM[:] = -1
+    return out
 
 
 def write_segment(

@@ -24,6 +24,7 @@ SHOT_SEED = 1234
 WORD_START = re.compile(r"(?<=\S) ")  # where a tokenizer that cuts at words always cuts
 REACH = 10  # times the context: nanochat's GPT has rotary positions for so many
 TOGETHER = 256  # examples that are tokenized at once
+SAMPLED = 32  # examples of a task that stand for all, by length
 
 
 class Scored(NamedTuple):
@@ -39,19 +40,27 @@ class Prompt(NamedTuple):
     shared: list[str]
     endings: list[str]
 
+    @property
+    def size(self) -> int:
+        """UTF-8 bytes of the longest text."""
+        return len("".join(self.shared).encode()) + max(len(x.encode()) for x in self.endings)
 
-def questions(loaded: Loaded, tokenizer: Tokenizer, context: int) -> Iterator[list[Scored]]:
+
+def questions(
+    loaded: Loaded, tokenizer: Tokenizer, context: int, examples: Sequence[int] | None = None
+) -> Iterator[list[Scored]]:
     """The sequences to score for each example: one an answer (a language-modeling task: one).
 
-    context: tokens. Raises UserError for a sequence of more than REACH times as many; with
-    `rules.crop` they have at most `context`.
+    context: tokens. examples: those alone, by their indices. Raises UserError
+    for a sequence of more than REACH times as many; with `rules.crop` they have at most `context`.
     """
     most = context if loaded.rules.crop else None
     encoder = Encoder(tokenizer)
     kind = loaded.task.icl_task_type
-    for begin in range(0, loaded.asked, TOGETHER):
-        indices = range(begin, min(begin + TOGETHER, loaded.asked))
-        prompts = [prompt_of(loaded.task, loaded.examples, index) for index in indices]
+    indices = range(loaded.asked) if examples is None else examples
+    for begin in range(0, len(indices), TOGETHER):
+        some = indices[begin : begin + TOGETHER]
+        prompts = [prompt_of(loaded.task, loaded.examples, index) for index in some]
         for sequences in encoder(prompts):
             found = LOCATE[kind](sequences)
             longest = max(len(scored.tokens) for scored in found)
@@ -62,6 +71,15 @@ def questions(loaded: Loaded, tokenizer: Tokenizer, context: int) -> Iterator[li
                     "the last of them"
                 )
             yield [cropped(scored, most) for scored in found]
+
+
+def examples_of_all_lengths(loaded: Loaded) -> list[int]:
+    """The indices of some of a task's examples: half of them the longest in bytes, the others from
+    the shortest on at equal distances. A hundredth of the time of tokenizing them all."""
+    sizes = [prompt_of(loaded.task, loaded.examples, i).size for i in range(loaded.asked)]
+    ordered = sorted(range(loaded.asked), key=sizes.__getitem__)
+    half = SAMPLED // 2
+    return sorted({*ordered[-half:], *ordered[:: -(-len(ordered) // half)]})
 
 
 # ---- texts -----------------------------------------------------------------------------------

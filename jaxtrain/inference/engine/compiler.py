@@ -1,9 +1,9 @@
-"""Programs are compiled in threads, beside each other and beside the engine's work."""
+"""Programs are compiled in threads, beside each other and beside those that run."""
 
 import contextvars
 import logging
-from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Hashable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 
 import jax
@@ -13,8 +13,6 @@ from jaxtrain.inference.engine.programs import ProgramKey
 log = logging.getLogger(__name__)
 
 COMPILERS = 8  # programs at once
-
-Lower = Callable[[ProgramKey], jax.stages.Lowered]
 
 
 def compile_all(lowered: Iterable[jax.stages.Lowered]) -> int:
@@ -31,36 +29,41 @@ def is_ready(one: Future[object]) -> bool:
     return one.done() and not one.cancelled() and one.exception() is None
 
 
-class Compiler:
+class Compiler[Key: Hashable]:
     """What was begun to be compiled; jit keeps the programs themselves."""
 
     def __init__(self, mesh: Callable[[], AbstractContextManager[object]]):
         """mesh: in which programs are lowered."""
         self.mesh = mesh
-        self.coming: dict[ProgramKey, Future[object]] = {}
-        self.failed: set[ProgramKey] = set()  # those that the log has named
+        self.coming: dict[Key, Future[object]] = {}
+        self.failed: set[Key] = set()  # those that the log has named
         self.pools: list[ThreadPoolExecutor] = []
 
     def start(
-        self, now: Collection[ProgramKey], later: Collection[ProgramKey], lower: Lower
+        self,
+        now: Collection[Key],
+        later: Collection[Key],
+        lower: Callable[[Key], jax.stages.Lowered],
     ) -> None:
-        """Begin with these, in their order. Lowering holds Python: the first ones are lowered here,
-        the others in a thread. Compiling does not, and is done in threads."""
+        """Begin with these, in their order, beside what was begun before. Lowering holds Python:
+        the first ones are lowered here, the others in a thread. Compiling does not, and is done in
+        threads."""
 
-        def on_mesh(key: ProgramKey) -> jax.stages.Lowered:
+        def on_mesh(key: Key) -> jax.stages.Lowered:
             with self.mesh():
                 return lower(key)
 
-        lowering, compiling = self.pools = [ThreadPoolExecutor(n) for n in (1, COMPILERS)]
-        self.coming = {key: compiling.submit(on_mesh(key).compile) for key in now}
+        lowering, compiling = pools = [ThreadPoolExecutor(n) for n in (1, COMPILERS)]
+        self.pools += pools
+        self.coming |= {key: compiling.submit(on_mesh(key).compile) for key in now}
         context = contextvars.copy_context()  # of preferred backends
         lowered = {key: lowering.submit(context.run, on_mesh, key) for key in later}
         finish = lambda one: one.result().compile()
         self.coming |= {key: compiling.submit(finish, one) for key, one in lowered.items()}
-        for pool in self.pools:
+        for pool in pools:
             pool.shutdown(wait=False)
 
-    def wait(self, keys: Collection[ProgramKey]) -> None:
+    def wait(self, keys: Collection[Key]) -> None:
         """Until these are ready; what failed of one is raised, and the others are left."""
         try:
             for key in keys:
@@ -68,6 +71,33 @@ class Compiler:
         except BaseException:
             self.stop()
             raise
+
+    def is_settled(self, key: Key) -> bool:
+        """Whether a call of the program waits for no thread: it is ready, failed, or not begun."""
+        return key not in self.coming or self.coming[key].done()
+
+    def settle(self, key: Key) -> None:
+        """Wait until it is. What failed is named in the log, and raises when it is called."""
+        if (one := self.coming.get(key)) is None:
+            return
+        wait([one])
+        if not one.cancelled() and one.exception() is not None and key not in self.failed:
+            self.failed.add(key)
+            log.warning("%s was not compiled: %s", key, one.exception())
+
+    def wait_for_one(self, keys: Collection[Key]) -> None:
+        """Until one of them is settled."""
+        if not any(map(self.is_settled, keys)):
+            wait([self.coming[key] for key in keys], return_when=FIRST_COMPLETED)
+
+    def stop(self) -> None:
+        """Leave what was not begun yet."""
+        for pool in self.pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class EngineCompiler(Compiler[ProgramKey]):
+    """An engine's programs, of which one can run in the place of another."""
 
     def pick(self, wanted: ProgramKey) -> ProgramKey:
         """The program to run: the one itself where it is ready; in its place the cheapest that is
@@ -79,16 +109,10 @@ class Compiler:
         one = self.coming.get(wanted)
         if one is None or is_ready(one):
             return wanted
-        if one.done() and not one.cancelled() and wanted not in self.failed:
-            self.failed.add(wanted)
-            log.warning("%s was not compiled: %s", wanted, one.exception())
+        if one.done():
+            self.settle(wanted)
         serving = [key for key, x in self.coming.items() if key.serves(wanted) and is_ready(x)]
         if serving:
             return min(serving, key=lambda key: key.cost)
-        wait([one])
+        self.settle(wanted)
         return wanted
-
-    def stop(self) -> None:
-        """Leave what was not begun yet."""
-        for pool in self.pools:
-            pool.shutdown(wait=False, cancel_futures=True)

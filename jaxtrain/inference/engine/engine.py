@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine import device
-from jaxtrain.inference.engine.compiler import Compiler
+from jaxtrain.inference.engine.compiler import EngineCompiler
 from jaxtrain.inference.engine.device import Sampled
 from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
 from jaxtrain.inference.engine.pace import Pace
@@ -103,7 +103,7 @@ class Engine:
         in_place = all(reads_in_place(x, one, pages) for x, one in zip(both, page))
         sizes = table_sizes(options, self.width, in_place)
         self.programs = Programs(self.models, options, self.virtual, sizes, config.width)
-        self.compiler, self.pace = Compiler(self.on_mesh), Pace(options.decode_steps)
+        self.compiler, self.pace = EngineCompiler(self.on_mesh), Pace(options.decode_steps)
         self.table_SW = np.zeros((options.slots, self.virtual + self.width), np.int32)
         self.table_SW[:, : self.virtual] = self.pool.total + np.arange(self.virtual)
         self.fresh = True  # no request has joined yet
