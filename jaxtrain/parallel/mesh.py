@@ -40,6 +40,13 @@ class MeshConfig(Settings):
         description="times that a microbatch goes round the stages, each of which holds so many "
         "chunks of layers, for less idle time (interleaved schedule, virtual stages)",
     )
+    batch_overlap: int = Field(
+        1,
+        ge=1,
+        description="parts of a device's rows that are computed side by side, so that what one "
+        "part sends (tensor, expert, fsdp) is hidden behind the matmuls of another (Domino, "
+        "two-batch overlap); 1: one part",
+    )
     zero: Literal[1, 2, 3] = Field(
         3,
         description="what fsdp splits: 1 weights' masters and states, 2 gradients as well, "

@@ -85,6 +85,7 @@ def make_step_spec(
         objective,
         make_transforms(c, dtype),
         draws=c.model.draws or objective.draws,
+        batch_overlap=c.mesh.batch_overlap,
     )
 
 
