@@ -40,6 +40,12 @@ class MeshConfig(Settings):
         description="times that a microbatch goes round the stages, each of which holds so many "
         "chunks of layers, for less idle time (interleaved schedule, virtual stages)",
     )
+    pipeline_schedule: Literal["gpipe", "1f1b"] = Field(
+        "gpipe",
+        description="order of the stages' passes; gpipe: all forward passes, then all backward "
+        "passes, which compute the layers again; 1f1b: a backward pass after each forward pass, "
+        "nothing is computed twice (but for model.remat), and all stages share the head",
+    )
     batch_overlap: int = Field(
         1,
         ge=1,
