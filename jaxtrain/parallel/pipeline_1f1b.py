@@ -57,7 +57,7 @@ def split_tree(tree: PyTree) -> tuple[Parts, Callable[[Parts], Any]]:
     return Parts(chosen(True), chosen(False)), join
 
 
-class Kept(NamedTuple):
+class StageResiduals(NamedTuple):
     """Where a stage's backward pass finds its arrays."""
 
     structure: Any  # of the backward pass, a pytree of arrays
@@ -65,7 +65,7 @@ class Kept(NamedTuple):
     places: list[int]  # of the others in the list that all stages share
 
 
-class KeptArrays:
+class SharedResiduals:
     """What the backward passes of all stages read, in one list of arrays.
 
     A stage's arrays take the first places of their shape and dtype. What its backward pass is given
@@ -79,7 +79,7 @@ class KeptArrays:
             found = jax.eval_shape(own, inputs, received)
             counts |= Counter((x.shape, x.dtype) for x in found)
         self.kinds = sorted(counts.elements(), key=str)
-        self.stages: dict[int, Kept] = {}
+        self.stages: dict[int, StageResiduals] = {}
 
     def empty(self) -> list[Array]:
         return [jax.lax.empty(*kind) for kind in self.kinds]
@@ -91,7 +91,7 @@ class KeptArrays:
         for i, kind in reversed(list(enumerate(self.kinds))):
             free[kind].append(i)
         places = [free[x.shape, x.dtype].pop() for x in arrays]
-        self.stages[stage] = Kept(structure, sources, places)
+        self.stages[stage] = StageResiduals(structure, sources, places)
         new = dict(enumerate(old)) | dict(zip(places, arrays))
         return [new[i] for i in range(len(old))]
 
@@ -184,7 +184,7 @@ def run_stage_1f1b(
 
     vjps = [functools.partial(vjp_of, s) for s in range(stages)]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
-    arrays = KeptArrays(vjps, (weights, microbatch(jnp.int32(0))), zeros)
+    arrays = SharedResiduals(vjps, (weights, microbatch(jnp.int32(0))), zeros)
 
     def forward(s: int, inputs: Any, received: PyTree, old: list[Array]) -> Any:
         made, backward = vjp_of(s, inputs, received)
