@@ -75,7 +75,9 @@ class SharedResiduals:
     def __init__(self, vjps: Sequence[Callable[..., Any]], inputs: PyTree, received: PyTree):
         counts: Counter[tuple[tuple[int, ...], Any]] = Counter()
         for vjp in vjps:
-            own = lambda inputs, received, vjp=vjp: arrays_of(vjp(inputs, received)[1], inputs)[0]
+            own = lambda inputs, received, vjp=vjp: residual_arrays(
+                vjp(inputs, received)[1], inputs
+            )[0]
             found = jax.eval_shape(own, inputs, received)
             counts |= Counter((x.shape, x.dtype) for x in found)
         self.kinds = sorted(counts.elements(), key=str)
@@ -86,7 +88,7 @@ class SharedResiduals:
 
     def keep(self, stage: int, backward: PyTree, inputs: PyTree, old: list[Array]) -> list[Array]:
         """The list with the stage's arrays in it; the other places have what they had."""
-        arrays, structure, sources = arrays_of(backward, inputs)
+        arrays, structure, sources = residual_arrays(backward, inputs)
         free = defaultdict(list)
         for i, kind in reversed(list(enumerate(self.kinds))):
             free[kind].append(i)
@@ -104,7 +106,7 @@ class SharedResiduals:
         )
 
 
-def arrays_of(backward: PyTree, inputs: PyTree) -> tuple[list[Array], Any, list[int | None]]:
+def residual_arrays(backward: PyTree, inputs: PyTree) -> tuple[list[Array], Any, list[int | None]]:
     """The arrays of a backward pass that are no inputs, its structure, and which inputs others
     are."""
     leaves, structure = jax.tree.flatten(backward)
