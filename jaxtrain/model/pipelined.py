@@ -65,9 +65,10 @@ class PipelineParts(NamedTuple):
         return chunks, Stack(layers, parts, {})
 
     def microbatches(self) -> tuple[Array, Texts]:
-        """Each embedded, as the devices have its tokens."""
+        """Each embedded, as the devices have its tokens; the stages divide the microbatches."""
         texts = jax.vmap(parallel.zigzag_shard)(self.texts)
-        return jax.vmap(self.embed)(texts), texts
+        x_MBTD = jax.vmap(self.embed)(texts)
+        return parallel.constrain(x_MBTD, "micro", "batch", "tokens", None), texts
 
 
 def run_pipelined(p: PipelineParts) -> LayersOutput:

@@ -61,8 +61,8 @@ class StageResiduals(NamedTuple):
     """Where a stage's backward pass finds its arrays."""
 
     structure: Any  # of the backward pass, a pytree of arrays
-    inputs: list[int | None]  # for each array, which input it is, if any
-    places: list[int]  # of the others in the list that all stages share
+    sources: list[tuple[bool, int]]  # of each array: (whether it is an input, which of them)
+    places: list[int]  # of those that are none, in the list that all stages share
 
 
 class SharedResiduals:
@@ -100,19 +100,22 @@ class SharedResiduals:
     def restore(self, stage: int, inputs: PyTree, kept: list[Array]) -> Any:
         """The stage's backward pass, of a list that `keep` has made."""
         found, given = self.stages[stage], jax.tree.leaves(inputs)
-        own = (kept[i] for i in found.places)
-        return found.structure.unflatten(
-            [next(own) if source is None else given[source] for source in found.inputs]
-        )
+        own = [kept[i] for i in found.places]
+        leaves = [(given if is_input else own)[i] for is_input, i in found.sources]
+        return found.structure.unflatten(leaves)
 
 
-def residual_arrays(backward: PyTree, inputs: PyTree) -> tuple[list[Array], Any, list[int | None]]:
-    """The arrays of a backward pass that are no inputs, its structure, and which inputs others
-    are."""
+def residual_arrays(
+    backward: PyTree, inputs: PyTree
+) -> tuple[list[Array], Any, list[tuple[bool, int]]]:
+    """The arrays of a backward pass that are no inputs, each once; its structure; and for each of
+    its arrays, whether it is an input, and which of these or those."""
     leaves, structure = jax.tree.flatten(backward)
-    place = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(inputs))}
-    sources = [place.get(id(leaf)) for leaf in leaves]
-    return [x for x, source in zip(leaves, sources) if source is None], structure, sources
+    given = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(inputs))}
+    own = {id(leaf): leaf for leaf in leaves if id(leaf) not in given}
+    place = {key: i for i, key in enumerate(own)}
+    source = lambda key: (True, given[key]) if key in given else (False, place[key])
+    return list(own.values()), structure, [source(id(leaf)) for leaf in leaves]
 
 
 def widened(x: Array) -> Array:
@@ -258,7 +261,9 @@ def run_stage_1f1b(
     _, _, _, loss, totals, d_micro, d_head = end
     everywhere = (AXIS, *over)
     totals = jax.lax.psum(totals, over) if over else totals
-    d_micro = [jax.lax.psum(g[:count], AXIS) for g in d_micro]
+    share = functools.partial(jax.lax.psum_scatter, tiled=True)
+    share = jax.lax.psum if count % stages else share
+    d_micro = [share(g[:count], AXIS) for g in d_micro]
     return jax.lax.psum(loss, everywhere), totals, d_micro, jax.lax.psum(d_head, everywhere)
 
 
@@ -285,6 +290,7 @@ def pipeline_loss(
     rows = jax.tree.leaves(micro)[0].shape[1]
     over = ("data",) if "data" in free and mesh.shape["data"] > 1 else ()
     over = over if rows % mesh.shape["data"] == 0 else ()
+    shared = AXIS if len(jax.tree.leaves(micro)[0]) % mesh.shape[AXIS] == 0 else None
     # Arrays that all rows share, as positions do, have one row.
     place = lambda x: P(None, "data" if over and x.shape[1] == rows else None)
     places = lambda tree: jax.tree.map(place, tree)
@@ -296,7 +302,7 @@ def pipeline_loss(
         split = jax.shard_map(
             functools.partial(run_stage_1f1b, stage, kinds, first, finish, over),
             in_specs=(P(AXIS), P(AXIS), places(micro), places(labels), P()),
-            out_specs=(P(), P(AXIS), [place(x) for x in texts.moving], P()),
+            out_specs=(P(), P(AXIS), [P(shared, *place(x)[1:]) for x in texts.moving], P()),
             axis_names=free,
             check_vma=False,
         )
