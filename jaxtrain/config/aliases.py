@@ -96,6 +96,8 @@ SAME = {
     "mesh.expert": "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree "
     "ici_expert_parallelism dcn_expert_parallelism expert_model_parallel_size",
     "mesh.pipeline_repeats": "num_pipeline_repeats virtual_pipeline_model_parallel_size",
+    "mesh.batch_overlap": "two_batch_overlap dual_batch_overlap enable_two_batch_overlap "
+    "enable_dbo",
     "mesh.zero": "zero_stage zero_optimization.stage zero_optimization",
     "eval.every": "eval_steps eval_every eval_interval eval.steps eval.interval eval.freq "
     "validation.freq validation.interval val_check_interval val_every val_interval eval_freq",

@@ -114,6 +114,7 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
             f"train.batch_size {batch} is not a multiple of {shards} devices x "
             f"train.device_batch_size {device_batch}; use {max(would)}"
         )
+    check_divides("mesh.batch_overlap", c.mesh.batch_overlap, {"rows a device": device_batch})
     step_tokens = batch * t.sequence_length
     if step_tokens > MOST_STEP_TOKENS:
         raise UserError(

@@ -8,10 +8,11 @@ output and, with experts, the sums of the balance losses.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, PyTree
 
 from jaxtrain import parallel
 from jaxtrain.model.attention import LayerInputs
@@ -22,43 +23,72 @@ from jaxtrain.model.stack import Stack, part_sizes
 Texts = tuple[Array, Array, Array | None]  # tokens, positions and segments
 
 
-def run_pipelined(
-    modules: LayerModules,
-    stack: Stack,
-    plan: Plan,
-    texts: Texts,
-    embed: Callable[[Texts], Array],
-    inputs_of: Callable[[Array, Texts], LayerInputs],
-    repeats: int,
-) -> LayersOutput:
-    """`run_layers` of microbatches [M, B, T]; arrays of the output have M in front.
+class PipelineParts(NamedTuple):
+    """What goes through the stages, and what they compute.
 
-    embed: a microbatch -> x_BTD. inputs_of: (x_BTD, the microbatch) -> what every layer reads.
-    repeats: chunks of layers of one stage.
+    texts: microbatches [M, B, T]. embed: a microbatch -> x_BTD. inputs_of: (x_BTD, the microbatch)
+    -> what every layer reads. repeats: chunks of layers of one stage.
     """
-    c = modules.config
 
-    def first(micro: tuple[Array, Texts]) -> tuple[Array, ...]:
+    modules: LayerModules
+    stack: Stack
+    plan: Plan
+    texts: Texts
+    embed: Callable[[Texts], Array]
+    inputs_of: Callable[[Array, Texts], LayerInputs]
+    repeats: int
+
+    def first(self, micro: tuple[Array, Texts]) -> tuple[Array, ...]:
+        """What the first chunk gets."""
         x_BTD, _ = micro
-        return x_BTD, x_BTD, *((jnp.zeros(len(x_BTD), jnp.float32),) if c.moe else ())
+        moe = self.modules.config.moe
+        return x_BTD, x_BTD, *((jnp.zeros(len(x_BTD), jnp.float32),) if moe else ())
 
     def stage(
-        chunk: Plan, stack: Stack, states: tuple[Array, ...], micro: tuple[Array, Texts]
+        self, chunk: Plan, stack: Stack, states: tuple[Array, ...], micro: tuple[Array, Texts]
     ) -> tuple[Array, ...]:
-        runs = make_runs(chunk, c.scan_layers)
+        """What a chunk makes of what the one before it made."""
+        runs = make_runs(chunk, self.modules.config.scan_layers)
         x_BTD, middle_BTD, *balance = states
-        out = run_layers(modules, stack, runs, (x_BTD, middle_BTD), inputs_of(*micro))
+        out = run_layers(self.modules, stack, runs, (x_BTD, middle_BTD), self.inputs_of(*micro))
         if out.balance_B is not None:
             balance = [balance[0] + out.balance_B]
         return out.x_BTD, out.middle_BTD, *balance
 
-    texts = jax.vmap(parallel.zigzag_shard)(texts)
-    micro = jax.vmap(embed)(texts), texts
-    chunks = parallel.split_layers(plan, parallel.pipeline_size() * repeats)
-    sizes = lambda name: [part_sizes(chunk, [name])[name] for chunk in chunks]
-    layers = parallel.pad_chunks(stack.layers, [len(chunk) for chunk in chunks])
-    parts = {name: parallel.pad_chunks(x, sizes(name)) for name, x in stack.parts.items()}
+    def chunks(self) -> tuple[list[Plan], Stack]:
+        """The plan of each chunk, and the weights of all."""
+        chunks = parallel.split_layers(self.plan, parallel.pipeline_size() * self.repeats)
+        sizes = lambda name: [part_sizes(chunk, [name])[name] for chunk in chunks]
+        layers = parallel.pad_chunks(self.stack.layers, [len(chunk) for chunk in chunks])
+        named = self.stack.parts.items()
+        parts = {name: parallel.pad_chunks(x, sizes(name)) for name, x in named}
+        return chunks, Stack(layers, parts, {})
+
+    def microbatches(self) -> tuple[Array, Texts]:
+        """Each embedded, as the devices have its tokens; the stages divide the microbatches."""
+        texts = jax.vmap(parallel.zigzag_shard)(self.texts)
+        x_MBTD = jax.vmap(self.embed)(texts)
+        return parallel.constrain(x_MBTD, "micro", "batch", "tokens", None), texts
+
+
+def run_pipelined(p: PipelineParts) -> LayersOutput:
+    """`run_layers` of microbatches [M, B, T]; arrays of the output have M in front."""
+    micro, (chunks, stack), moe = p.microbatches(), p.chunks(), p.modules.config.moe
     x_MBTD, middle_MBTD, *balance = parallel.run_pipeline(
-        stage, chunks, first, Stack(layers, parts, {}), micro, repeats, loads=c.moe is not None
+        p.stage, chunks, p.first, stack, micro, p.repeats, loads=moe is not None
     )
     return LayersOutput(x_MBTD, middle_MBTD, [], balance[0] if balance else None)
+
+
+def run_pipelined_loss(
+    p: PipelineParts,
+    finish: Callable[[PyTree, tuple[Array, ...], PyTree], Array],
+    labels: PyTree,
+    head: PyTree,
+) -> Float[Array, ""]:
+    """The sum of all microbatches' losses, with their gradients by the schedule 1F1B.
+
+    finish: (head, what the last chunk makes of some rows, their labels) -> the sum of their losses.
+    """
+    micro, (chunks, stack) = p.microbatches(), p.chunks()
+    return parallel.pipeline_loss(p.stage, chunks, p.first, finish, stack, micro, labels, head)

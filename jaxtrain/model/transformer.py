@@ -8,13 +8,14 @@ by the loss (never the whole logits) or, for a few positions, by `logits`.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxtrain import parallel
 from jaxtrain.model import prefix
@@ -35,7 +36,12 @@ from jaxtrain.model.kv_cache import Cache, PagedCache, init_kv_cache
 from jaxtrain.model.layers import FeedForward, lookup, rms_norm, rotary
 from jaxtrain.model.modes import FORWARD, Decode, Forward, Mode, Output, Paged, Pipelined, Prefill
 from jaxtrain.model.moe import MixtureOfExperts
-from jaxtrain.model.pipelined import Texts, run_pipelined
+from jaxtrain.model.pipelined import (
+    PipelineParts,
+    Texts,
+    run_pipelined,
+    run_pipelined_loss,
+)
 from jaxtrain.model.plan import make_plan, make_runs
 from jaxtrain.model.rope import Divisors
 from jaxtrain.model.run_layers import LayerModules, LayersOutput, run_layers
@@ -48,6 +54,7 @@ from jaxtrain.weights.contract import dequantize, is_weight
 from jaxtrain.weights.params import declare
 
 SMEAR_CHANNELS = 24
+BEHIND_LAYERS = ("backout_scale", "final_gain", "final_shift", "head")  # what the loss reads
 CACHE_MULTIPLE = 128  # of the tokens that a cache has room for, so that it can be split
 
 
@@ -188,6 +195,43 @@ class Transformer(nnx.Module):
         segments_MBT: Array | None,
         mode: Pipelined,
     ) -> Output:
+        parts = self.pipeline_parts(tokens_MBT, positions_MBT, segments_MBT, mode.repeats)
+        out = run_pipelined(parts)
+        return Output(self.final_norm(out.x_BTD, out.middle_BTD), out.balance_B)
+
+    def pipelined_loss(
+        self,
+        tokens_MBT: Int[Array, "M B T"],
+        positions_MBT: Int[Array, "M b T"] | None,
+        segments_MBT: Int[Array, "M B T"] | None,
+        labels: PyTree,
+        loss: Callable[["Transformer", Float[Array, "b T D"], PyTree], Float[Array, ""]],
+    ) -> Float[Array, ""]:
+        """The sum of the losses of all microbatches, by the schedule 1F1B.
+
+        labels: arrays [M, B, T]. loss: (a model of which the head may be read, the states of some
+        rows of a microbatch, their labels) -> a sum.
+        """
+        graphdef, params = nnx.split(self)
+        head = {name: params[name] for name in BEHIND_LAYERS if name in params}
+        if self.head is None:
+            head["embed"] = params["embed"]
+
+        def finish(head: Any, states: tuple[Array, ...], labels: PyTree) -> Array:
+            model = nnx.merge(graphdef, nnx.State({**params, **head}))
+            return loss(model, model.final_norm(*states), labels)
+
+        parts = self.pipeline_parts(tokens_MBT, positions_MBT, segments_MBT, 1)
+        return run_pipelined_loss(parts, finish, labels, head)
+
+    def pipeline_parts(
+        self,
+        tokens_MBT: Array,
+        positions_MBT: Array | None,
+        segments_MBT: Array | None,
+        repeats: int,
+    ) -> PipelineParts:
+        """What `run_pipelined` takes, of microbatches [M, B, T]."""
         attend, c = functools.partial(attend_rows, zigzag=True), self.config
         segments_MBT = segments_MBT if c.document_mask else None
         if positions_MBT is None:
@@ -204,8 +248,7 @@ class Transformer(nnx.Module):
 
         texts = tokens_MBT, positions_MBT, segments_MBT
         parts = self.modules(), self.stack(), self.plan
-        out = run_pipelined(*parts, texts, embed, inputs_of, mode.repeats)
-        return Output(self.final_norm(out.x_BTD, out.middle_BTD), out.balance_B)
+        return PipelineParts(*parts, texts, embed, inputs_of, repeats)
 
     def embed_tokens(
         self,

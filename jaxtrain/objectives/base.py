@@ -74,5 +74,6 @@ class LossOptions(NamedTuple):
     z_loss: float = 0.0  # weight of log(Z)^2 (PaLM: 1e-4)
     head: str | None = None  # backend of the head and loss; default the model's
     pipeline_repeats: int = 1  # times that a microbatch goes through the mesh's pipeline
+    pipeline_schedule: str = "gpipe"  # of the stages' passes
     steps: int = 1  # optimizer steps of the run
     pieces: tuple[bytes, ...] = ()  # bytes of each token; () where there is no tokenizer

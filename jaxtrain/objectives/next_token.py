@@ -105,9 +105,24 @@ def next_token_loss(
 
     Experts add their rows' balance losses, each times the row's labels.
     """
+    if batch.tokens_BT.ndim == 3 and options.pipeline_schedule == "1f1b":
+        return pipelined_loss(graphdef, params, batch, options)
     h = hidden_states(graphdef, params, batch, options, key)
     loss = head_loss(h, h.targets_BT, h.weights_BT, options)
     return loss if isinstance(h.balance_loss, float) else loss + h.balance_loss
+
+
+def pipelined_loss(
+    graphdef: nnx.GraphDef, params: Params, batch: DeviceBatch, options: LossOptions
+) -> Float[Array, ""]:
+    """`next_token_loss` of microbatches [M, B, T], which the stages compute with the layers."""
+
+    def loss(model: Transformer, x_BTD: Array, labels: tuple[Array, Array]) -> Array:
+        return head_loss(Hidden(model, x_BTD, *labels, 0.0), *labels, options)
+
+    texts = batch.tokens_BT, batch.positions_BT, batch.segments_BT
+    labels = sharded_labels(batch.targets_BT, batch.weights_BT)
+    return nnx.merge(graphdef, params).pipelined_loss(*texts, labels, loss)
 
 
 def count_tokens(batch: DeviceBatch, bytes_V: Array) -> tuple[Array, Array]:

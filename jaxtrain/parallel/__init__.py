@@ -9,6 +9,7 @@ from jaxtrain.parallel.axes import (
     replicated_axes,
     shard_map,
     shardings,
+    split_rows,
 )
 from jaxtrain.parallel.context import (
     check_context_chunks,
@@ -37,6 +38,7 @@ from jaxtrain.parallel.pipeline import (
     run_pipeline,
     split_layers,
 )
+from jaxtrain.parallel.pipeline_1f1b import pipeline_loss
 from jaxtrain.parallel.stacks import distribute_matrices
 
 __all__ = [
@@ -44,7 +46,7 @@ __all__ = [
     "constrain", "constrain_tree", "context_size", "distribute_matrices", "embedding_grad",
     "embedding_lookup", "feed_forward_relu2", "linear_cross_entropy", "make_mesh",
     "moe_dispatch_combine", "num_shards", "pad_chunks", "paged_attention", "partition_spec",
-    "pipeline_size", "place_batch", "previous_token", "replicated_axes", "rope_attention",
-    "run_pipeline", "shard_map", "shard_map_tokens", "shardings", "split_layers", "token_losses",
-    "zigzag_shard",
+    "pipeline_loss", "pipeline_size", "place_batch", "previous_token", "replicated_axes",
+    "rope_attention", "run_pipeline", "shard_map", "shard_map_tokens", "shardings", "split_layers",
+    "split_rows", "token_losses", "zigzag_shard",
 ]  # fmt: skip

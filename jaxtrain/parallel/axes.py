@@ -15,6 +15,8 @@ Shardings = dict[str, Any]  # the same tree, of NamedSharding
 BATCH = ("data", "fsdp", "expert")
 # Parameters follow `embed` (FSDP) and the tensor-parallel dims; activations follow `batch` and,
 # along the text, `tokens` or, where each token is worked on by itself (the stream), `sequence`.
+# The devices of `tensor` divide the rows of the stream where they can, else the tokens of a row:
+# an exchange of the outer dim needs no transpose.
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "batch": BATCH,
     "tokens": "context",
@@ -45,9 +47,14 @@ def partition_spec(
     gate of 12 channels, say): that is always correct and costs memory only. without: a mesh axis
     that is not to split this array.
     """
-    entries = []
+    entries, rules = [], RULES
+    if "sequence" in axes and "batch" in axes:
+        outer = (*BATCH, "tensor")
+        split = prod(mesh.shape[name] for name in outer if name not in manual_axes(mesh))
+        if shape[list(axes).index("batch")] % split == 0:
+            rules = RULES | {"batch": outer, "sequence": "context"}
     for axis, size in zip(axes, shape, strict=True):
-        rule = RULES[axis] if axis else None
+        rule = rules[axis] if axis else None
         names = (rule,) if isinstance(rule, str) else rule or ()
         names = tuple(name for name in names if name not in (*manual_axes(mesh), without))
         count = lambda names: prod(mesh.shape[name] for name in names)
@@ -86,6 +93,21 @@ def num_shards(axis: str, size: int) -> int:
         return 1
     (entry,) = partition_spec((axis,), (size,), mesh)
     return prod(mesh.shape[name] for name in mesh_axes_in(entry))
+
+
+def split_rows[Tree](tree: Tree, parts: int) -> list[Tree]:
+    """Arrays [B, ...] in parts [B / parts, ...], each with equally many rows of every device.
+
+    B is a multiple of parts x the devices that hold different rows; nothing is sent.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    shards = prod(mesh.shape.get(name, 1) for name in BATCH if name not in manual_axes(mesh))
+
+    def part(x: jax.Array, i: int) -> jax.Array:
+        own = x.reshape(shards, parts, -1, *x.shape[1:])[:, i]
+        return constrain(own.reshape(-1, *x.shape[1:]), "batch", *(None,) * (x.ndim - 1))
+
+    return [jax.tree.map(functools.partial(part, i=i), tree) for i in range(parts)]
 
 
 def replicated_axes(zero: int) -> tuple[str, ...]:

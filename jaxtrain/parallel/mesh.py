@@ -40,6 +40,19 @@ class MeshConfig(Settings):
         description="times that a microbatch goes round the stages, each of which holds so many "
         "chunks of layers, for less idle time (interleaved schedule, virtual stages)",
     )
+    pipeline_schedule: Literal["gpipe", "1f1b"] = Field(
+        "gpipe",
+        description="order of the stages' passes; gpipe: all forward passes, then all backward "
+        "passes, which compute the layers again; 1f1b: a backward pass after each forward pass, "
+        "nothing is computed twice (but for model.remat), and all stages share the head",
+    )
+    batch_overlap: int = Field(
+        1,
+        ge=1,
+        description="parts of a device's rows that are computed side by side, so that what one "
+        "part sends (tensor, expert, fsdp) is hidden behind the matmuls of another (Domino, "
+        "two-batch overlap); 1: one part",
+    )
     zero: Literal[1, 2, 3] = Field(
         3,
         description="what fsdp splits: 1 weights' masters and states, 2 gradients as well, "

@@ -71,7 +71,8 @@ def make_step_spec(
     bytes_V: bytes of text of each token. dtype: of the compute. pieces: the bytes themselves.
     """
     head = "fp8" if c.model.fp8 == "all" else None
-    options = LossOptions(c.train.z_loss, head, c.mesh.pipeline_repeats, c.train.steps, pieces)
+    schedule = c.mesh.pipeline_repeats, c.mesh.pipeline_schedule
+    options = LossOptions(c.train.z_loss, head, *schedule, c.train.steps, pieces)
     objective = make_objective(c.objective, options)
     return StepSpec(
         graphdef,
@@ -85,6 +86,7 @@ def make_step_spec(
         objective,
         make_transforms(c, dtype),
         draws=c.model.draws or objective.draws,
+        batch_overlap=c.mesh.batch_overlap,
     )
 
 

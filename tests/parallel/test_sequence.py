@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import LLAMA, T, batch, build, close, mesh_of
+from tiny import LLAMA, T, batch, build, close, make_spec, mesh_of, random_params, resolved
 
 from jaxtrain import parallel
 from jaxtrain.estimate.traffic import collectives
@@ -15,8 +15,9 @@ from jaxtrain.model.fused_ops import relu2, rope_norm
 from jaxtrain.model.layers import Rotary
 from jaxtrain.model.remat import tiled
 from jaxtrain.objectives import next_token as objectives
-from jaxtrain.parallel import partition_spec
+from jaxtrain.parallel import BATCH, partition_spec, place_batch, split_rows
 from jaxtrain.parallel.axes import psum_replicated_grad, shard_map
+from jaxtrain.train.step import cast_params, gradients
 
 
 def test_norms_are_split_over_the_tensor_devices():
@@ -91,8 +92,45 @@ def test_tiles_of_a_row_stay_where_they_are():
 
 
 def test_a_sequence_is_split_as_far_as_it_divides():
+    """Rows by the devices of `tensor` if they divide, else the tokens of a row."""
     mesh = mesh_of(context=2, tensor=4)
-    spec = lambda T: partition_spec(("batch", "sequence", None), (8, T, 16), mesh)
-    assert spec(8) == jax.P(None, ("context", "tensor"), None)
-    assert spec(4) == jax.P(None, ("context",), None)
-    assert spec(3) == jax.P(None, None, None)
+    spec = lambda B, T: partition_spec(("batch", "sequence", None), (B, T, 16), mesh)
+    assert spec(6, 8) == jax.P(None, ("context", "tensor"), None)
+    assert spec(6, 4) == jax.P(None, ("context",), None)
+    assert spec(6, 3) == jax.P(None, None, None)
+    assert spec(8, 6) == jax.P((*BATCH, "tensor"), "context", None)
+    assert spec(8, 3) == jax.P((*BATCH, "tensor"), None, None)
+
+
+def test_rows_come_together_without_a_transpose():
+    """The stream's rows are divided: no exchange of a step is of an inner dim of [B, T, D]."""
+    _, graphdef, _, params = build(**LLAMA)
+    mesh = mesh_of(tensor=2)
+    rows = parallel.place_batch(jax.tree.map(jnp.asarray, batch(4)), mesh)
+    with jax.set_mesh(mesh):
+        f = jax.value_and_grad(lambda p, b: objectives.next_token_loss(graphdef, p, b))
+        text = jax.jit(f).lower(params, rows).compile().as_text()
+    gathers = re.findall(rf"\[4,{T},\d+\]\S* all-gather\(.*dimensions={{(\d)}}", text)
+    assert gathers and set(gathers) == {"0"}
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2, "data": 2}, {"expert": 2, "fsdp": 2}], ids=str)
+def test_parts_of_a_batch_side_by_side_are_one_batch(axes):
+    """Loss and gradients, with the experts' loads, of two parts as of one; each has a device's own
+    rows, so that nothing is sent to make them."""
+    model = resolved(**LLAMA | {"moe": {"experts": 4, "hidden": 32}} if "expert" in axes else LLAMA)
+    task, mesh = make_spec(model)[0], mesh_of(**axes)
+    params = random_params(task.specs)
+    rows, factor = batch(8, micro=8), jnp.float32(0.1)
+
+    def found(task, mesh):
+        with jax.set_mesh(mesh):
+            placed = place_batch(rows, mesh, batch_dim=1)
+            run = jax.jit(lambda p, b: gradients(task, cast_params(task, p), b, factor)[:2])
+            return jax.device_get(run(params, placed))
+
+    twice = task._replace(batch_overlap=2)
+    close(found(twice, mesh), found(task, mesh_of()), rtol=2e-4, atol=2e-5)
+    with jax.set_mesh(mesh):
+        split = jax.jit(lambda b: split_rows(b, 2)).lower(place_batch(rows.tokens_BT[0], mesh))
+        assert collectives(split.compile().as_text(), dict(mesh.shape)) == []

@@ -1,0 +1,321 @@
+"""The 1F1B schedule of a pipeline: a stage's backward pass of a microbatch follows soon on its
+forward pass (Narayanan et al. 2019, PipeDream-Flush), and layers are computed once.
+
+Each tick has a place for a forward pass, one for the head and one for a backward pass. S = 2, M = 4
+(F forward, H a part of the head's work on a microbatch, B backward, . idle):
+
+    tick      0          1          2          3          4          5
+    stage 0   F0  .  .   F1 H0  .   F2 H1 B0   F3 H2 B1    . H3 B2    .  . B3
+    stage 1    .  .  .   F0 H0 B0   F1 H1 B1   F2 H2 B2   F3 H3 B3    .  .  .
+
+What the last stage makes is divided over the stages by rows, so that all of them compute the head,
+its loss and their gradients: no stage is longer by it. The ticks together take as long as M + S - 1
+forward and backward passes of a stage, and M of the head.
+
+Stage s keeps what its backward pass reads for 2(S-1-s) ticks, so of at most 2S - 1 microbatches,
+whatever their number; with `model.remat` that is little. The gradients are there with the loss, and
+JAX's backward pass only scales them.
+"""
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, PyTree
+
+from jaxtrain.parallel.axes import manual_axes
+from jaxtrain.parallel.pipeline import AXIS, Stage, at, pipeline_size
+
+# (weights of the head, what the last stage makes, labels), all of some rows -> the loss's sum
+Finish = Callable[[PyTree, PyTree, PyTree], Array]
+# With so many kept microbatches or fewer, the loop's body is as many ticks, and each of them has
+# buffers of its own. With more, which take long to compile, each tick copies what is kept.
+UNROLLED = 3
+
+
+class Parts(NamedTuple):
+    """A tree's arrays that have gradients and those that have none."""
+
+    moving: list[Array]
+    still: list[Array]
+
+
+def split_tree(tree: PyTree) -> tuple[Parts, Callable[[Parts], Any]]:
+    """The parts of a tree, and what puts such parts together again."""
+    leaves, structure = jax.tree.flatten(tree)
+    moves = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+    chosen = lambda wanted: [leaf for leaf, moved in zip(leaves, moves) if moved == wanted]
+
+    def join(parts: Parts) -> Any:
+        rest = iter(parts.still), iter(parts.moving)
+        return structure.unflatten([next(rest[moved]) for moved in moves])
+
+    return Parts(chosen(True), chosen(False)), join
+
+
+class StageResiduals(NamedTuple):
+    """Where a stage's backward pass finds its arrays."""
+
+    structure: Any  # of the backward pass, a pytree of arrays
+    sources: list[tuple[bool, int]]  # of each array: (whether it is an input, which of them)
+    places: list[int]  # of those that are none, in the list that all stages share
+
+
+class SharedResiduals:
+    """What the backward passes of all stages read, in one list of arrays.
+
+    A stage's arrays take the first places of their shape and dtype. What its backward pass is given
+    anyway (`inputs`: weights, the microbatch) takes none.
+    """
+
+    def __init__(self, vjps: Sequence[Callable[..., Any]], inputs: PyTree, received: PyTree):
+        counts: Counter[tuple[tuple[int, ...], Any]] = Counter()
+        for vjp in vjps:
+            own = lambda inputs, received, vjp=vjp: residual_arrays(
+                vjp(inputs, received)[1], inputs
+            )[0]
+            found = jax.eval_shape(own, inputs, received)
+            counts |= Counter((x.shape, x.dtype) for x in found)
+        self.kinds = sorted(counts.elements(), key=str)
+        self.stages: dict[int, StageResiduals] = {}
+
+    def empty(self) -> list[Array]:
+        return [jax.lax.empty(*kind) for kind in self.kinds]
+
+    def keep(self, stage: int, backward: PyTree, inputs: PyTree, old: list[Array]) -> list[Array]:
+        """The list with the stage's arrays in it; the other places have what they had."""
+        arrays, structure, sources = residual_arrays(backward, inputs)
+        free = defaultdict(list)
+        for i, kind in reversed(list(enumerate(self.kinds))):
+            free[kind].append(i)
+        places = [free[x.shape, x.dtype].pop() for x in arrays]
+        self.stages[stage] = StageResiduals(structure, sources, places)
+        new = dict(enumerate(old)) | dict(zip(places, arrays))
+        return [new[i] for i in range(len(old))]
+
+    def restore(self, stage: int, inputs: PyTree, kept: list[Array]) -> Any:
+        """The stage's backward pass, of a list that `keep` has made."""
+        found, given = self.stages[stage], jax.tree.leaves(inputs)
+        own = [kept[i] for i in found.places]
+        leaves = [(given if is_input else own)[i] for is_input, i in found.sources]
+        return found.structure.unflatten(leaves)
+
+
+def residual_arrays(
+    backward: PyTree, inputs: PyTree
+) -> tuple[list[Array], Any, list[tuple[bool, int]]]:
+    """The arrays of a backward pass that are no inputs, each once; its structure; and for each of
+    its arrays, whether it is an input, and which of these or those."""
+    leaves, structure = jax.tree.flatten(backward)
+    given = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(inputs))}
+    own = {id(leaf): leaf for leaf in leaves if id(leaf) not in given}
+    place = {key: i for i, key in enumerate(own)}
+    source = lambda key: (True, given[key]) if key in given else (False, place[key])
+    return list(own.values()), structure, [source(id(leaf)) for leaf in leaves]
+
+
+def widened(x: Array) -> Array:
+    """Zeros for the sum of such arrays: in float32 if theirs is a dtype of 16 bits."""
+    narrow = x.dtype in (jnp.bfloat16, jnp.float16)
+    return jnp.zeros(x.shape, jnp.float32 if narrow else x.dtype)
+
+
+def add_to[Tree](totals: Tree, tree: Tree) -> Tree:
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, tree)
+
+
+def zeros_like[Tree](tree: Tree) -> Tree:
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def head_gradients(
+    finish: Finish, here: Array, head: PyTree, made: PyTree, labels: PyTree
+) -> tuple[Array, PyTree, PyTree]:
+    """This stage's part of a microbatch's loss and of the head's gradients, and the whole gradient
+    of what the last stage has made.
+
+    Rows that the stages do not divide are computed whole by each of them.
+    """
+    stages = pipeline_size()
+    split = len(jax.tree.leaves(made)[0]) % stages == 0
+    share = functools.partial(jax.lax.psum_scatter, tiled=True) if split else jax.lax.psum
+    rows = jax.tree.map(lambda x: share(jnp.where(here == stages - 1, x, 0), AXIS), made)
+    if split:
+        size = len(jax.tree.leaves(rows)[0])
+        part = lambda x: jax.lax.dynamic_slice_in_dim(x, here * size, size)
+        labels = jax.tree.map(part, labels)
+    loss, (d_head, d_rows) = jax.value_and_grad(finish, (0, 1))(head, rows, labels)
+    if split:
+        gather = lambda g: jax.lax.all_gather(g, AXIS, tiled=True)
+        return loss, d_head, jax.tree.map(gather, d_rows)
+    once = jnp.where(here == 0, 1.0, 0.0)  # of the same loss on all stages
+    return loss * once, jax.tree.map(lambda g: (g * once).astype(g.dtype), d_head), d_rows
+
+
+def run_stage_1f1b(
+    stage: Stage,
+    kinds: Sequence[Hashable],
+    first: Callable[[PyTree], PyTree],
+    finish: Finish,
+    over: tuple[str, ...],
+    index: Array,
+    stacks: PyTree,
+    micro: PyTree,
+    labels: PyTree,
+    head: PyTree,
+) -> tuple[Array, list[Array], list[Array], PyTree]:
+    """What stage index[0] does; see `pipeline_loss`. over: other mesh axes that split the rows."""
+    stages, count, here = pipeline_size(), len(jax.tree.leaves(micro)[0]), index[0]
+    weights, join_stacks = split_tree(stacks)
+    texts, join_micro = split_tree(micro)
+    made = jax.eval_shape(lambda m: first(at(m, 0)), micro)
+    microbatch = lambda number: at(texts, jnp.clip(number, 0, count - 1))
+    waits = lambda number: (number < 0) | (number >= count)
+
+    def vjp_of(s: int, inputs: tuple[Parts, Parts], received: PyTree) -> tuple[PyTree, Any]:
+        """What stage s makes, and its backward pass."""
+        own, one = inputs
+
+        def run(moving: list[Array], of_one: list[Array], received: PyTree) -> PyTree:
+            whole = join_micro(one._replace(moving=of_one))
+            given = first(whole) if s == 0 else received
+            return stage(kinds[s], join_stacks(own._replace(moving=moving)), given, whole)
+
+        return jax.vjp(run, own.moving, one.moving, received)
+
+    vjps = [functools.partial(vjp_of, s) for s in range(stages)]
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
+    arrays = SharedResiduals(vjps, (weights, microbatch(jnp.int32(0))), zeros)
+
+    def forward(s: int, inputs: Any, received: PyTree, old: list[Array]) -> Any:
+        made, backward = vjp_of(s, inputs, received)
+        return made, arrays.keep(s, backward, inputs, old)
+
+    def backward(s: int, inputs: Any, g_after: PyTree, g_head: PyTree, kept: Any) -> Any:
+        of_stage = kept[2 * (stages - 1 - s)]
+        run = arrays.restore(s, inputs, of_stage)
+        d_weights, d_one, d_received = run(g_head if s == stages - 1 else g_after)
+        return d_weights, d_one, g_after if s == 0 else d_received
+
+    wait_forward = lambda inputs, received, old: (received, old)
+    wait_backward = lambda inputs, g_after, g_head, kept: (
+        zeros_like(inputs[0].moving),
+        zeros_like(inputs[1].moving),
+        g_after,
+    )
+    forwards = [*(functools.partial(forward, s) for s in range(stages)), wait_forward]
+    backwards = [*(functools.partial(backward, s) for s in range(stages)), wait_backward]
+    onwards = [(i, i + 1) for i in range(stages - 1)]
+    back = [(i + 1, i) for i in range(stages - 1)]
+
+    def head_of(number: Array, made: PyTree) -> Any:
+        run = lambda: head_gradients(finish, here, head, made, at(labels, number))
+        none = lambda: (jnp.zeros((), jnp.float32), zeros_like(head), zeros_like(made))
+        return jax.lax.cond(waits(number), none, run)
+
+    def tick(carry: Any, t: Array) -> tuple[Any, None]:
+        received, g_after, (*kept, spare), loss, totals, d_micro, d_head = carry
+        number = t - here
+        inputs = weights, microbatch(number)
+        branch = jnp.where(waits(number), stages, here)
+        made, fresh = jax.lax.switch(branch, forwards, inputs, received, spare)
+        kept = [fresh, *kept]
+
+        of_one, g_one, g_made = head_of(t - (stages - 1), made)
+        loss, d_head = loss + of_one, add_to(d_head, g_one)
+
+        number = t - 2 * (stages - 1) + here
+        inputs = weights, microbatch(number)
+        branch = jnp.where(waits(number), stages, here)
+        d_weights, d_one, g_before = jax.lax.switch(
+            branch, backwards, inputs, g_after, g_made, kept
+        )
+        # The next forward pass writes where this backward pass has read, and so comes after it:
+        # unordered, XLA would copy what is kept.
+        g_before, kept[-1] = jax.lax.optimization_barrier((g_before, kept[-1]))
+        totals = add_to(totals, d_weights)
+        place = jnp.where(waits(number), count, number)  # the last place is for what does not count
+        put = lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, place, 0)
+        d_micro = jax.tree.map(put, d_micro, d_one)
+        send = lambda tree, pairs: jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), tree)
+        sent = send(made, onwards), send(g_before, back)
+        return (*sent, kept, loss, totals, d_micro, d_head), None
+
+    size = 2 * stages - 1
+    period = size if size <= UNROLLED else 1
+    ticks = -(-(count + 2 * (stages - 1)) // period) * period
+    carry = (
+        zeros,
+        zeros,
+        [arrays.empty() for _ in range(size)],
+        jnp.zeros((), jnp.float32),
+        jax.tree.map(widened, weights.moving),
+        [jnp.zeros((count + 1, *x.shape[1:]), x.dtype) for x in texts.moving],
+        jax.tree.map(widened, head),
+    )
+    end = jax.lax.scan(tick, carry, jnp.arange(ticks), unroll=period)[0]
+    _, _, _, loss, totals, d_micro, d_head = end
+    everywhere = (AXIS, *over)
+    totals = jax.lax.psum(totals, over) if over else totals
+    share = functools.partial(jax.lax.psum_scatter, tiled=True)
+    share = jax.lax.psum if count % stages else share
+    d_micro = [share(g[:count], AXIS) for g in d_micro]
+    return jax.lax.psum(loss, everywhere), totals, d_micro, jax.lax.psum(d_head, everywhere)
+
+
+def pipeline_loss(
+    stage: Stage,
+    kinds: Sequence[Hashable],
+    first: Callable[[PyTree], PyTree],
+    finish: Finish,
+    stacks: PyTree,
+    micro: PyTree,
+    labels: PyTree,
+    head: PyTree,
+) -> Float[Array, ""]:
+    """The sum of the losses of all microbatches, each through all stages.
+
+    stage, kinds, first, stacks, micro: as of `run_pipeline`, with one chunk a stage. labels: arrays
+    [M, rows, ...] without gradients. head: the weights that `finish` reads, whole on every stage.
+    The gradients of stacks and head are summed in float32 over the microbatches.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    free = {AXIS, "data"} - set(manual_axes(mesh))
+    weights, join_stacks = split_tree(stacks)
+    texts, join_micro = split_tree(micro)
+    rows = jax.tree.leaves(micro)[0].shape[1]
+    over = ("data",) if "data" in free and mesh.shape["data"] > 1 else ()
+    over = over if rows % mesh.shape["data"] == 0 else ()
+    shared = AXIS if len(jax.tree.leaves(micro)[0]) % mesh.shape[AXIS] == 0 else None
+    # Arrays that all rows share, as positions do, have one row.
+    place = lambda x: P(None, "data" if over and x.shape[1] == rows else None)
+    places = lambda tree: jax.tree.map(place, tree)
+
+    def with_gradients(moving: Any, still: Any) -> Any:
+        (stacks, micro, head), (of_stacks, of_micro, labels) = moving, still
+        stacks = join_stacks(Parts(stacks, of_stacks))
+        micro = join_micro(Parts(micro, of_micro))
+        split = jax.shard_map(
+            functools.partial(run_stage_1f1b, stage, kinds, first, finish, over),
+            in_specs=(P(AXIS), P(AXIS), places(micro), places(labels), P()),
+            out_specs=(P(), P(AXIS), [P(shared, *place(x)[1:]) for x in texts.moving], P()),
+            axis_names=free,
+            check_vma=False,
+        )
+        loss, *grads = split(jnp.arange(mesh.shape[AXIS]), stacks, micro, labels, head)
+        return loss, tuple(grads)
+
+    moving, still = (weights.moving, texts.moving, head), (weights.still, texts.still, labels)
+    dtypes = jax.tree.map(lambda x: x.dtype, moving)
+
+    def backward(grads: Any, g: Array) -> tuple[Any, None]:
+        scale = lambda x, dtype: (g * x.astype(jnp.float32)).astype(dtype)
+        return jax.tree.map(scale, grads, dtypes), None
+
+    run = jax.custom_vjp(lambda *given: with_gradients(*given)[0])
+    run.defvjp(with_gradients, backward)
+    return run(moving, still)
