@@ -252,11 +252,13 @@ def spread_text(ladder: Ladder, records: Records) -> str:
     text = f"Rounds of one rung differ by up to {spread:.0%} in the seconds of a token"
     noisy = ": the machine had other work, and no factor of time within that decides anything"
     text = f"{text}{noisy if spread > NOISY else ''}."
-    timed = [r["timed"] for (which, _), r in records.items() if which == ladder.which]
-    if not all(one.get("steady") for one in timed):
+    mine = {name: r for (which, name), r in records.items() if which == ladder.which}
+    if started := [name for name, r in mine.items() if not r["timed"].get("steady")]:
+        named = ", ".join(f"`{name}`" for name in started)
+        whose = "all rungs" if len(started) == len(mine) else named
         text += (
-            " Their seconds hold the start of each phase, which fast rungs and rungs of two phases "
-            "are full of: those are faster than the table says."
+            f" The seconds of {whose} hold the start of each phase, which fast rungs and rungs of "
+            "two phases are full of: those are faster than the table says."
         )
     return text
 
