@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtrain_kernels.hopper.compile_beside import compiling_kernels
 from jaxtyping import PyTree
 
 from jaxtrain import data
@@ -47,7 +48,8 @@ def compile_step(
     try:
         lowered = step.lower(state, batch, hyperparams, frozen)
         beside()
-        compiled = lowered.compile(compiler_options=options or None)
+        with compiling_kernels(lowered):
+            compiled = lowered.compile(compiler_options=options or None)
     except NotImplementedError as error:  # a backend asked for by name
         of_loss = str(error).startswith("linear_cross_entropy")
         asked = (
