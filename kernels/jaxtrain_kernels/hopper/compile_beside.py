@@ -60,8 +60,8 @@ def read_call(op: ir.Operation) -> MosaicKernel | None:
     config = ir.DictAttr(op.attributes["mhlo.backend_config"])
     try:
         attributes = tuple((one.name, attribute_value(one.attr)) for one in config)
-        operands = tuple(shape_of(value.type) for value in op.operands)
-        results = tuple(shape_of(value.type) for value in op.results)
+        operands = tuple(tensor_shape(value.type) for value in op.operands)
+        results = tuple(tensor_shape(value.type) for value in op.results)
     except TypeError:
         return None
     return MosaicKernel(attributes, operands, results) if "kernel_hash" in config else None
@@ -76,7 +76,7 @@ def attribute_value(attribute: ir.Attribute) -> bytes | bool:
     raise TypeError(attribute)
 
 
-def shape_of(kind: ir.Type) -> jax.ShapeDtypeStruct:
+def tensor_shape(kind: ir.Type) -> jax.ShapeDtypeStruct:
     """Of a tensor. Raises TypeError for a type of elements that is not in DTYPES."""
     tensor = ir.RankedTensorType(kind)
     if (name := str(tensor.element_type)) not in DTYPES:

@@ -1,0 +1,50 @@
+"""All layers of a decode step of one row in one launch: nanochat's layers.
+
+A layer is x = a (x + branch) + b x0, attention of norm(x) with a QK norm behind the rotation and
+gated embeddings added to the values, and a squared ReLU network, whose result is the next layer's
+branch. The bfloat16 roundings are those of the layers one by one.
+
+An experiment that no model uses yet: interpreted on a CPU it equals its reference, but its first
+run on an H200 did not, within the tolerance of its test (gpt_d12's sizes; LOG.md).
+"""
+
+from jaxtyping import Array, Float, Int
+
+from jaxtrain_kernels.decode_layers import reference, triton
+from jaxtrain_kernels.decode_layers.packing import LayersShape, PackedLayers, pack_weights
+from jaxtrain_kernels.dispatch import choose_backend, target
+
+# The first that can serve is the default.
+BACKENDS = {"triton": triton, "reference": reference}
+
+__all__ = ["BACKENDS", "LayersShape", "PackedLayers", "decode_layers", "pack_weights"]
+
+
+def decode_layers(
+    shape: LayersShape,
+    weights: PackedLayers,
+    x0_D: Float[Array, "D"],
+    cos_h: Float[Array, "h"],
+    sin_h: Float[Array, "h"],
+    values_LC: Float[Array, "L C"],
+    pages: tuple[Float[Array, "L P p K H"], Float[Array, "L P p K H"]],
+    table_W: Int[Array, "W"],
+    start: Int[Array, ""],
+    count: Int[Array, ""],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "D"], Float[Array, "D"], tuple[Array, Array]]:
+    """The stream behind the last and behind the middle layer, and the pages with the new token.
+
+    x0_D: the token's embedding. cos_h, sin_h: of the angles of its place, float32, h = H / 2.
+    values_LC: the token's value embeddings, zeros in layers without. pages: keys and values of all
+    layers; the row has those of table_W. start: the place of the token, before which the pages
+    hold `start` tokens. count: 1, or 0: an idle row, whose pages stay as they are.
+    Raises ValueError for an unknown implementation, NotImplementedError for one that cannot serve.
+    """
+    on = target()
+    reasons = {name: one.supports(on, shape, x0_D, pages) for name, one in BACKENDS.items()}
+    signature = f"{x0_D.dtype}[{shape.depth}, {shape.width}] pages={list(pages[0].shape)}"
+    name = choose_backend("decode_layers", reasons, implementation, signature)
+    arrays = weights, x0_D, cos_h, sin_h, values_LC, pages, table_W, start, count
+    return BACKENDS[name].decode_layers(shape, *arrays)

@@ -1,0 +1,224 @@
+"""The phases of attention of the kernel `decode_layers`: a part of a head's keys, and joining."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxtrain_kernels.decode_layers.kernel import (
+    FLOOR,
+    LOG2E,
+    Context,
+    high,
+    join_words,
+    poll,
+    rounded,
+    word_of,
+    words_of,
+)
+
+JOINED = 32  # channels of a head that a program joins
+
+
+class TokenRefs(NamedTuple):
+    """What attention reads and writes. place: the new token's place in its text, and
+    whether there is one. keys, values_kept: pages of all layers, in one dimension."""
+
+    turns: Any  # [2, H/2]: cosines and sines
+    values: Any  # [L, K * H]
+    table: Any  # [W]
+    place: Any  # [2]
+    keys: Any
+    values_kept: Any
+
+
+class KeyRange(NamedTuple):
+    """A program's part of the keys: those of the places begin .. end of head k."""
+
+    k: Any
+    split: Any
+    begin: Any
+    end: Any
+
+
+class NewToken(NamedTuple):
+    """Each in halves of its channels, [H/2]: queries of the heads that share keys, key, value."""
+
+    queries: list[tuple[Any, ...]]
+    key: tuple[Any, ...]
+    value: tuple[Any, ...]
+
+
+def key_range_of(c: Context, refs: TokenRefs, window) -> KeyRange:
+    splits = c.plan.splits
+    start = refs.place[0]
+    first = jnp.maximum(start - window, 0)
+    each = jax.lax.div(start - first + (splits - 1), splits)
+    split = jax.lax.rem(c.program, splits)
+    begin = first + split * each
+    return KeyRange(jax.lax.div(c.program, splits), split, begin, jnp.minimum(begin + each, start))
+
+
+def places_of(c: Context, layer, page, slot, k):
+    """Where a head of a token begins in the pages."""
+    plan, s = c.plan, c.plan.shape
+    token = (layer * plan.pages + page) * plan.page + slot
+    return token * (s.kv_heads * s.head_dim) + k * s.head_dim
+
+
+def load_keys(c: Context, refs: TokenRefs, layer, part: KeyRange, step):
+    """Halves of the keys and of the values of a step, each [S, H/2]."""
+    plan, half = c.plan, c.plan.shape.head_dim // 2
+    s_S = part.begin + step * plan.tokens + jnp.arange(plan.tokens)
+    inside_S = s_S < part.end
+    index_S = jnp.minimum(jax.lax.div(s_S, plan.page), plan.table - 1)
+    page_S = plgpu.load(refs.table.at[index_S], mask=inside_S, other=0)
+    at_S = places_of(c, layer, page_S, jax.lax.rem(s_S, plan.page), part.k)
+    at_Sh = at_S[:, None] + jnp.arange(half)[None]
+    return tuple(
+        plgpu.load(ref.at[at_Sh + side], mask=inside_S[:, None], other=0.0)
+        for ref in (refs.keys, refs.values_kept)
+        for side in (0, half)
+    )
+
+
+def new_token(c: Context, left, layer, base, refs: TokenRefs, part: KeyRange):
+    """The new token's queries, key and value, and the reads that are left."""
+    s = c.plan.shape
+    half, H, G, k = s.head_dim // 2, s.head_dim, s.heads // s.kv_heads, part.k
+    R = pl.next_power_of_2(G + 2)
+    r_R, h_1h = jnp.arange(R), jnp.arange(half)[None]
+    head_R = jnp.where(r_R < G, k * G + r_R, s.heads + (r_R - G) * s.kv_heads + k)
+    at_R1 = (base + c.plan.places["qkv"] + head_R * H)[:, None]
+    needed_Rh = (r_R < G + 2)[:, None] & (h_1h < half)
+    gate_at = base + c.plan.places["qkv"] + (s.heads + 2 * s.kv_heads) * H + k
+
+    def read():
+        halves = [
+            plgpu.load(c.slots.at[at_R1 + side + h_1h], mask=needed_Rh, other=1, volatile=True)
+            for side in (0, half)
+        ]
+        gate = plgpu.load(c.slots.at[gate_at], volatile=True)
+        # Both halves of a pair have their marks: one sum instead of two.
+        return (*halves, gate), [(halves[0] & halves[1], needed_Rh), (gate, True)]
+
+    (a_Rh, b_Rh, gate), left = poll(left, read, ((R, half), (R, half), ()))
+    a_Rh, b_Rh = high(a_Rh), high(b_Rh)
+    h_h = jnp.arange(half)
+    cos_1h, sin_1h = refs.turns[0, h_h][None], refs.turns[1, h_h][None]
+    squares_R1 = (a_Rh * a_Rh + b_Rh * b_Rh).sum(1)[:, None]
+    factor_R1 = jax.lax.rsqrt(squares_R1 / H + s.eps)
+    turned = (
+        rounded((a_Rh * cos_1h - b_Rh * sin_1h) * factor_R1),
+        rounded((b_Rh * cos_1h + a_Rh * sin_1h) * factor_R1),
+    )
+    pick = lambda x_Rh, r: jnp.where((r_R == r)[:, None], x_Rh, 0.0).sum(0)
+    gate = rounded(3 * rounded(1 / (1 + jnp.exp(-high(gate)))))
+    own = [refs.values[layer, k * H + i * half + h_h].astype(jnp.float32) for i in range(2)]
+    value = [rounded(pick(x, G + 1) + rounded(gate * v_h)) for x, v_h in zip((a_Rh, b_Rh), own)]
+    queries = [tuple(pick(x_Rh, g) for x_Rh in turned) for g in range(G)]
+    return NewToken(queries, tuple(pick(x, G) for x in turned), tuple(value)), left
+
+
+def append(c: Context, layer, refs: TokenRefs, part: KeyRange, new: NewToken) -> None:
+    """The new token's key and value go to their page."""
+    plan, half = c.plan, c.plan.shape.head_dim // 2
+    start, h_h = refs.place[0], jnp.arange(half)
+    page = refs.table[jnp.minimum(jax.lax.div(start, plan.page), plan.table - 1)]
+    at_h = places_of(c, layer, page, jax.lax.rem(start, plan.page), part.k) + h_h
+    is_kept = (part.split == 0) & (refs.place[1] > 0) & (h_h < half)
+    for ref, x in ((refs.keys, new.key), (refs.values_kept, new.value)):
+        for i, x_h in enumerate(x):
+            plgpu.store(ref.at[at_h + i * half], x_h.astype(ref.dtype), mask=is_kept)
+
+
+def attend(c: Context, left, layer, base, refs: TokenRefs, window):
+    """A program: head of keys x part of them. The reads that are left."""
+    plan, s = c.plan, c.plan.shape
+    half, H, G = s.head_dim // 2, s.head_dim, s.heads // s.kv_heads
+    part = key_range_of(c, refs, window)
+    ahead = load_keys(c, refs, layer, part, 0)
+    new, left = new_token(c, left, layer, base, refs, part)
+    append(c, layer, refs, part, new)
+    factor = s.scale * LOG2E
+    tokens = jnp.maximum(part.end - part.begin, 0)
+
+    def step(i, carry):
+        loaded, softmaxes = carry
+        more = load_keys(c, refs, layer, part, i + 1)
+        inside_S = part.begin + i * plan.tokens + jnp.arange(plan.tokens) < part.end
+        k_low, k_high, v_low, v_high = (x.astype(jnp.float32) for x in loaded)
+        found = []
+        for (q_low, q_high), (peak, total, *sums) in zip(new.queries, softmaxes):
+            scores_S = (k_low * q_low[None] + k_high * q_high[None]).sum(1) * factor
+            scores_S = jnp.where(inside_S, scores_S, -jnp.inf)
+            above = jnp.maximum(peak, scores_S.max(0))
+            share, p_S = jnp.exp2(peak - above), jnp.exp2(scores_S - above)
+            p_S1 = rounded(p_S)[:, None]
+            sums = [x * share + (p_S1 * v).sum(0) for x, v in zip(sums, (v_low, v_high))]
+            found.append((above, total * share + p_S.sum(0), *sums))
+        return more, tuple(found)
+
+    # The new token is the first key of the first part.
+    is_own = part.split == 0
+    starts = []
+    for q_low, q_high in new.queries:
+        score = (q_low * new.key[0] + q_high * new.key[1]).sum(0) * factor
+        one = jnp.where(is_own, jnp.float32(1), jnp.float32(0))
+        sums = [one * x_h for x_h in new.value]
+        starts.append((jnp.where(is_own, score, FLOOR), one, *sums))
+    steps = jax.lax.div(tokens + (plan.tokens - 1), plan.tokens)
+    _, found = jax.lax.fori_loop(0, steps, step, (ahead, tuple(starts)))
+    h_h = jnp.arange(half)
+    for g, (peak, total, *sums) in enumerate(found):
+        unit = (part.k * G + g) * plan.splits + part.split
+        at = base + plan.places["parts"] + unit * (2 * H)
+        for i, sum_h in enumerate(sums):
+            for side, word_h in zip((0, H), words_of(sum_h)):
+                plgpu.store(c.slots.at[at + side + i * half + h_h], word_h)
+        at = base + plan.places["stats"] + unit * 4
+        for i, word in enumerate((*words_of(peak), *words_of(total))):
+            c.slots[at + i] = word
+    return left
+
+
+def joins(c: Context) -> int:
+    """Programs that join parts: each has some channels of a head."""
+    return c.plan.shape.heads * (c.plan.shape.head_dim // JOINED)
+
+
+def join(c: Context, left, base):
+    """The parts of a head become its output, in some channels. The reads that are left."""
+    plan, H = c.plan, c.plan.shape.head_dim
+    blocks = H // JOINED
+    n, block = jax.lax.div(c.program, blocks), jax.lax.rem(c.program, blocks)
+    i_I, h_1J = jnp.arange(plan.padded_splits), jnp.arange(JOINED)[None]
+    unit_I = n * plan.splits + i_I
+    at_I1 = (base + plan.places["parts"] + unit_I * (2 * H) + block * JOINED)[:, None]
+    stat_I = base + plan.places["stats"] + unit_I * 4
+    needed_I = i_I < plan.splits
+    needed_IJ = needed_I[:, None] & (h_1J < JOINED)
+
+    def read():
+        halves = [
+            plgpu.load(c.slots.at[at_I1 + side + h_1J], mask=needed_IJ, other=1, volatile=True)
+            for side in (0, H)
+        ]
+        stats = [
+            plgpu.load(c.slots.at[stat_I + i], mask=needed_I, other=1, volatile=True)
+            for i in range(4)
+        ]
+        marks = stats[0] & stats[1] & stats[2] & stats[3]
+        return (*halves, *stats), [(halves[0] & halves[1], needed_IJ), (marks, needed_I)]
+
+    shapes = ((len(i_I), JOINED),) * 2 + ((len(i_I),),) * 4
+    (above, below, *stats), left = poll(left, read, shapes)
+    peak_I = jnp.where(needed_I, join_words(stats[0], stats[1]), FLOOR)
+    share_I = jnp.where(needed_I, jnp.exp2(peak_I - peak_I.max(0)), 0.0)
+    total = (share_I * join_words(stats[2], stats[3])).sum(0)
+    y_J = (share_I[:, None] * join_words(above, below)).sum(0) / total
+    at = base + plan.places["heads"] + n * H + block * JOINED
+    plgpu.store(c.slots.at[at + jnp.arange(JOINED)], word_of(y_J))
+    return left

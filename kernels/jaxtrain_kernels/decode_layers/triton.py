@@ -1,0 +1,82 @@
+"""All layers of one row in one launch, in Pallas for Triton: Ampere and newer.
+
+A launch takes about 5 us, and begins with cold loads; a product of a layer of gpt_d12 needs 0.3 to
+1.5 us of memory traffic. Here a program for each processor stays for all layers (`program.py`,
+imported by the first call).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain_kernels.decode_layers.packing import LayersShape, PackedLayers
+from jaxtrain_kernels.dispatch import Target, triton_unsupported
+
+PROCESSORS = 132  # of a Hopper
+MOST_SPLITS = 32
+TOKENS = 32  # keys of a step
+HELD = {1024: 12, 4096: 8}  # up to a width: tiles of a product, of 4 registers, loaded ahead
+SPINS = 2**20  # reads of a vector, about a second, before a program gives up
+LAUNCHES = 6  # of a layer, one after the other, that the interpreter needs
+
+
+def supports(target: Target, shape: LayersShape, x0_D, pages) -> str | None:
+    """The reason why a call cannot be served; None = it can."""
+    s, (k_PpKH, v_PpKH) = shape, pages
+    if reason := triton_unsupported(target):
+        return reason
+    if x0_D.dtype != jnp.bfloat16:
+        return f"needs bfloat16, got {x0_D.dtype}"
+    if {k_PpKH.dtype, v_PpKH.dtype} != {jnp.dtype(jnp.bfloat16)}:
+        return f"needs pages in bfloat16, got {k_PpKH.dtype}"
+    inputs = {"width": s.width, "hidden": s.hidden, "heads x head_dim": s.heads * s.head_dim}
+    for name, size in inputs.items():
+        if size % 256:
+            return f"needs a multiple of 256 channels, got {name} {size}"
+    if s.width > max(HELD):
+        return f"needs a width up to {max(HELD)}, got {s.width}"
+    if s.head_dim not in (32, 64, 128, 256):
+        return f"needs heads of 32, 64, 128 or 256 channels, got {s.head_dim}"
+    if s.heads // s.kv_heads > 14:
+        return f"needs at most 14 heads of queries for one of keys, got {s.heads // s.kv_heads}"
+    if max(k_PpKH.size, shape.depth * s.hidden * s.width) >= 2**31:
+        return "needs less than 2^31 numbers in pages and matrices"
+    if s.kv_heads > processors() or s.heads * s.head_dim // 32 > processors():
+        return f"needs at most {processors()} parts of heads, got {s.heads} heads"
+    return None
+
+
+def processors() -> int:
+    """Of the device: as many programs run at once."""
+    device = jax.local_devices()[0]
+    return getattr(device, "core_count", PROCESSORS) if device.platform == "gpu" else PROCESSORS
+
+
+def decode_layers(
+    shape, weights: PackedLayers, x0_D, cos_h, sin_h, values_LC, pages, table_W, start, count,
+    *, programs: int | None = None, held: int | None = None, interpret: bool = False,
+):  # fmt: skip
+    """As the public function. interpret: on a CPU, where programs run one after the other and
+    cannot wait: launches are repeated until all have read what the others wrote."""
+    from jaxtrain_kernels.decode_layers import kernel, program
+
+    many = programs or processors()
+    held = held or next(tiles for width, tiles in HELD.items() if shape.width <= width)
+    splits = max(1, min(many // shape.kv_heads, MOST_SPLITS))
+    sizes = pages[0].shape[2], pages[0].shape[1]
+    spins = 1 if interpret else SPINS
+    plan = kernel.LayersPlan(shape, many, splits, TOKENS, *sizes, len(table_W), held, spins)
+    place_2 = jnp.stack([start, count]).astype(jnp.int32)
+    x0_32, turns_2h = x0_D.astype(jnp.float32), jnp.stack([cos_h, sin_h])
+    arrays = weights, x0_32, turns_2h, values_LC, place_2, table_W
+    slots = jnp.zeros(plan.words, jnp.int32)
+    for _ in range(LAUNCHES * shape.depth + 1 if interpret else 1):
+        states_2D, status, slots, pages = program.call(plan, interpret, *arrays, slots, pages)
+
+    def total(layer: int):
+        x_D = states_2D[int(layer == shape.middle)]
+        begin = layer * plan.places["end"] + plan.places["down"]
+        return (x_D + kernel.high(slots[begin : begin + shape.width])).astype(x0_D.dtype)
+
+    # A program that has waited too long gives up: better no numbers than wrong ones.
+    x = jnp.where((status[:, 0] > 0).all(), total(shape.depth - 1), jnp.nan)
+    return x, total(shape.middle), pages

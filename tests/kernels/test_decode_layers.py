@@ -1,0 +1,143 @@
+"""All layers of one row in one kernel: its numbers on a CPU (interpreted), what it serves, its
+lowering, and on a GPU tokens in a row against the reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+from jaxtrain_kernels.decode_layers import (
+    LayersShape,
+    PackedLayers,
+    decode_layers,
+    pack_weights,
+    reference,
+    triton,
+)
+from jaxtrain_kernels.decode_layers.packing import unpack_weights
+from jaxtrain_kernels.dispatch import Target, on_target
+
+BF16 = jnp.bfloat16
+H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+PAGE = 16
+
+
+def shape_of(D=256, F=512, N=4, K=2, H=64, windows=(9, 40), middle=0):
+    return LayersShape(D, F, N, K, H, windows, middle, 1e-6, 1.44 / H**0.5)
+
+
+def inputs(s, start, tokens, seed=0):
+    """All arguments but the shape; pages for so many tokens in a mixed order, and as many more."""
+    rng = np.random.default_rng(seed)
+    L, KH, W = s.depth, s.kv_heads * s.head_dim, -(-tokens // PAGE)
+    array = lambda *shape, scale=1.0: jnp.asarray(rng.normal(size=shape) * scale, BF16)
+    stack = lambda i, o: pack_weights([array(i, o, scale=i**-0.5) for _ in range(L)])
+    qkv = []
+    for _ in range(L):
+        gates = np.zeros((s.width, s.gate_rows))
+        gates[:12, : s.kv_heads] = 0.3 * rng.normal(size=(12, s.kv_heads))
+        heads = array(s.width, s.heads * s.head_dim + 2 * KH, scale=s.width**-0.5)
+        qkv.append(jnp.concatenate([heads, jnp.asarray(gates, BF16)], axis=1))
+    out = stack(s.heads * s.head_dim, s.width)
+    scales = jnp.asarray(rng.uniform(0.2, 1.1, size=(L, 2)), jnp.float32)
+    network = stack(s.width, s.hidden), stack(s.hidden, s.width)
+    weights = PackedLayers(pack_weights(qkv), out, *network, scales)
+    angles = rng.uniform(0, 6, size=s.head_dim // 2)
+    turns = [jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)]
+    pages = tuple(array(L, 2 * W, PAGE, s.kv_heads, s.head_dim) for _ in range(2))
+    table_W = jnp.asarray(rng.permutation(2 * W)[:W], jnp.int32)
+    row = pages, table_W, jnp.int32(start), jnp.int32(1)
+    return weights, array(s.width), *turns, array(L, KH), *row
+
+
+def assert_close(found, expected):
+    """Within a few roundings to bfloat16 of each other."""
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        x, y = (np.asarray(a, np.float32) for a in (x, y))
+        np.testing.assert_allclose(x, y, rtol=0.02, atol=0.02 * np.abs(y).max())
+
+
+def test_packed_weights_come_back():
+    w_IO = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), BF16)
+    np.testing.assert_array_equal(
+        unpack_weights(pack_weights([w_IO, 2 * w_IO])), jnp.stack([w_IO.T, 2 * w_IO.T])
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "start", "count"), [((4, 2), 37, 1), ((2, 2), 0, 0)], ids=str)
+def test_interpreted_it_equals_the_reference(heads, start, count):
+    N, K = heads
+    s = shape_of(N=N, K=K, H=64 if N == 4 else 128)
+    *arrays, _ = inputs(s, start, 48)
+    found = triton.decode_layers(s, *arrays, jnp.int32(count), programs=9, held=2, interpret=True)
+    expected = reference.decode_layers(s, *arrays, jnp.int32(count))
+    assert_close(found[2], expected[2])
+    if count:  # an idle row has any state
+        assert_close(found, expected)
+    changed = [np.argwhere(np.asarray(x != y)) for x, y in zip(found[2], arrays[5])]
+    assert all((len(x) > 0) == bool(count) for x in changed)
+
+
+def test_what_triton_serves():
+    pages = (jax.ShapeDtypeStruct((2, 8, 16, 2, 64), BF16),) * 2
+    x0 = jax.ShapeDtypeStruct((256,), BF16)
+    small = shape_of()
+    why = lambda target, s=small, x0=x0, pages=pages: triton.supports(target, s, x0, pages)
+    hopper = Target("cuda", (9, 0))
+    assert why(hopper) is None
+    assert "this is cpu" in (why(Target("cpu")) or "")
+    assert "8.0" in (why(Target("cuda", (7, 5))) or "")
+    assert "got width 128" in (why(hopper, shape_of(D=128)) or "")
+    assert "got 80" in (why(hopper, shape_of(N=16, H=80)) or "")
+    assert "got float32" in (why(hopper, x0=jax.ShapeDtypeStruct((256,), jnp.float32)) or "")
+    float32 = (jax.ShapeDtypeStruct(pages[0].shape, jnp.float32),) * 2
+    assert "pages in bfloat16" in (why(hopper, pages=float32) or "")
+    assert "14 heads" in (why(hopper, shape_of(N=16, K=1)) or "")
+
+
+def test_it_is_one_kernel_of_xla():
+    s = shape_of()
+    with on_target("cuda", (9, 0)), jax.sharding.use_abstract_mesh(H200):
+        run = jax.jit(functools.partial(decode_layers, s))
+        text = run.trace(*inputs(s, 3, 32)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call") == text.count("@__gpu$xla.gpu.triton") == 1
+    assert "dot_general" not in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"D": 768, "F": 3072, "N": 6, "K": 6, "H": 128},  # gpt_d12
+        {"D": 1536, "F": 6144, "N": 12, "K": 12, "H": 128},  # gpt_d24
+        {"D": 768, "F": 3072, "N": 6, "K": 1, "H": 128},
+        {"D": 256, "F": 768, "N": 8, "K": 2, "H": 64},
+    ],
+    ids=str,
+)
+def test_on_a_gpu_it_equals_the_reference(sizes):
+    s = shape_of(**sizes, windows=(512, 64, 512, 2047), middle=2)
+    run = jax.jit(functools.partial(decode_layers, s, implementation="triton"))
+    for start in (0, 1, 15, 63, 64, 65, 511, 513, 1000, 2040):
+        arrays = inputs(s, start, 2064)
+        for _ in range(3):
+            found = run(*arrays)
+            assert_close(found, reference.decode_layers(s, *arrays))
+            x0, pages = jnp.roll(arrays[1], 1), found[2]
+            place = arrays[7] + 1
+            arrays = (arrays[0], x0, *arrays[2:5], pages, arrays[6], place, arrays[8])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_many_runs_are_the_same_bits():
+    s = shape_of(D=768, F=3072, N=6, K=6, H=128, windows=(512, 512, 512, 2047) * 3, middle=6)
+    arrays = inputs(s, 600, 1024)
+    run = jax.jit(functools.partial(decode_layers, s, implementation="triton"))
+    first = run(*arrays)
+    assert np.isfinite(np.asarray(first[0], np.float32)).all()
+    for _ in range(200):
+        for x, y in zip(jax.tree.leaves(run(*arrays)), jax.tree.leaves(first), strict=True):
+            np.testing.assert_array_equal(x, y)
