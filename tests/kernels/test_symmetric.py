@@ -1,6 +1,7 @@
 """Symmetric matmuls: backends against the reference, the Hopper kernel interpreted and lowered."""
 
 import functools
+import re
 import sys
 from typing import Any
 

@@ -15,7 +15,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FunctionType
@@ -36,6 +37,7 @@ PACKAGE = __name__.partition(".")[0]
 CHECKS = (DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)
 # What else a trace depends on. A thread may have values of its own.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+LOCK = threading.Lock()  # of a setting of JAX that every thread sees
 # An array's type without a sharding, a memory space or an axis of a mesh along which it varies.
 PLAIN_TYPE = re.compile(r"~?\w+\[[\d,]*\]")
 
@@ -150,7 +152,8 @@ def _exported(
     def make() -> Exported:
         if _settings() != settings:
             raise UnnamedValue("a setting of JAX holds in the caller's thread alone")
-        return export(jax.jit(run), platforms=("cuda",), disabled_checks=CHECKS)(*shapes)
+        with _as_without_export():
+            return export(jax.jit(run), platforms=("cuda",), disabled_checks=CHECKS)(*shapes)
 
     settings = _settings()
     made = _in_new_thread(make)
@@ -163,6 +166,19 @@ def _exported(
     if path:
         _write(path, content)
     return deserialize(bytearray(content))  # which holds no trace
+
+
+@contextlib.contextmanager
+def _as_without_export() -> Iterator[None]:
+    """Lowers to Mosaic's code of this version of JAX, as jax.jit does, and not of an older one's."""
+    name = "jax_export_ignore_forward_compatibility"
+    with LOCK:
+        before = getattr(jax.config, name)
+        jax.config.update(name, True)
+        try:
+            yield
+        finally:
+            jax.config.update(name, before)
 
 
 def _in_new_thread[R](run: Callable[[], R]) -> R:
