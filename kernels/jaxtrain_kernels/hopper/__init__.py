@@ -69,7 +69,7 @@ def jit_kernel(*static: str) -> Callable[[Callable], Any]:
 
     Else each of a model's layers would be, in each program of each process: 0.2 s a call.
     """
-    return lambda function: cached_kernel(function, static, sm_count)
+    return lambda function: cached_kernel(function, static, lambda: sm_count())
 
 
 def compiler_params(approx_math: bool = True, scratch_bytes: int = 0) -> plgpu.CompilerParams:

@@ -23,7 +23,7 @@ from types import FunctionType
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
@@ -37,6 +37,7 @@ PACKAGE = __name__.partition(".")[0]
 CHECKS = (DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)
 # What else a trace depends on. A thread may have values of its own.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+PROCESS: dict[tuple[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]] = {}
 LOCK = threading.Lock()  # of a setting of JAX that every thread sees
 # An array's type without a sharding, a memory space or an axis of a mesh along which it varies.
 PLAIN_TYPE = re.compile(r"~?\w+\[[\d,]*\]")
@@ -68,7 +69,6 @@ def cached_kernel(
     signature = inspect.signature(function)
     plain = jax.jit(function, static_argnames=tuple(static))
     arrays = [name for name in signature.parameters if name not in static]
-    calls: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def cached_kernel(
             )
         except UnnamedValue:
             return plain(*args, **kwargs)
-        if (kept := calls.get(key)) is not None:
+        if (kept := PROCESS.get((function, key))) is not None:
             return kept(*leaves)
 
         def flat(run: Callable[..., Any], *leaves: Any) -> Any:
@@ -100,10 +100,10 @@ def cached_kernel(
         except Exception as error:
             result = without(*leaves)  # raises what is wrong with the call itself
             logger.warning("%s is lowered anew in each program: %s", function.__qualname__, error)
-            calls[key] = without
+            PROCESS[function, key] = without
             return result
-        calls[key] = _caller(exported, without)
-        return calls[key](*leaves)
+        PROCESS[function, key] = kept = _caller(exported, without)
+        return kept(*leaves)
 
     return call
 
@@ -170,7 +170,7 @@ def _exported(
 
 @contextlib.contextmanager
 def _as_without_export() -> Iterator[None]:
-    """Lowers to Mosaic's code of this version of JAX, as jax.jit does, and not of an older one's."""
+    """Lowers to Mosaic's code of this version of JAX, as jax.jit does, not of an older one."""
     name = "jax_export_ignore_forward_compatibility"
     with LOCK:
         before = getattr(jax.config, name)
@@ -193,7 +193,7 @@ def _path(name: str, key: tuple[Any, ...]) -> Path | None:
     folder = jax.config.jax_compilation_cache_dir
     if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return None
-    whole = SOURCES, jax.__version__, jaxlib.__version__, key
+    whole = SOURCES, jax.__version__, jaxlib.version.__version__, key
     return Path(folder) / "kernels" / f"{name}-{hashlib.sha256(repr(whole).encode()).hexdigest()}"
 
 
