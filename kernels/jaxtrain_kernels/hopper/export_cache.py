@@ -16,6 +16,7 @@ import re
 import sys
 import tempfile
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -90,8 +91,8 @@ def cached_kernel(
             return kept(*leaves)
 
         def flat(run: Callable[..., Any], *leaves: Any) -> Any:
-            given = fixed | dict(zip(arrays, jax.tree.unflatten(tree, leaves)))
-            arguments = inspect.BoundArguments(signature, given)  # type: ignore[arg-type]
+            given = OrderedDict({**fixed, **dict(zip(arrays, jax.tree.unflatten(tree, leaves)))})
+            arguments = inspect.BoundArguments(signature, given)
             return run(*arguments.args, **arguments.kwargs)
 
         without = functools.partial(flat, plain)
