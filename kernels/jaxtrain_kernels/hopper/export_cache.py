@@ -1,0 +1,286 @@
+"""A kernel is lowered once: its exported form is kept in the process, and beside compiled programs.
+
+JAX's compilation cache spares a second process the compiling of a program, but not the lowering,
+and Pallas lowers a kernel in Python: some 0.4 s for each one, in each program that has it.
+"""
+
+import contextlib
+import contextvars
+import enum
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import jax
+import jaxlib.version
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.export import DisabledSafetyCheck, Exported, deserialize, export
+
+from jaxtrain_kernels import dispatch
+
+logger = logging.getLogger("jaxtrain_kernels")
+PACKAGE = __name__.partition(".")[0]
+# Mosaic's custom call keeps no promise across versions of JAX; the version is in the key.
+CHECKS = (DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)
+# What else a trace depends on. A thread may have values of its own.
+SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+PROCESS: dict[tuple[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]] = {}
+LOCK = threading.Lock()  # of a setting of JAX that every thread sees
+# An array's type without a sharding, a memory space or an axis of a mesh along which it varies.
+PLAIN_TYPE = re.compile(r"~?\w+\[[\d,]*\]")
+
+
+class UnnamedValue(Exception):
+    """A value has no name that is the same in each process, and of this value alone."""
+
+
+def _hash_of_sources() -> str:
+    """Of the package's source. Read at import, as it may be edited while the process runs."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+SOURCES = _hash_of_sources()
+
+
+def cached_kernel(
+    function: Callable[..., Any], static: Sequence[str], sm_count: Callable[[], int]
+) -> Callable[..., Any]:
+    """jax.jit(function, static_argnames=static), for CUDA from the cache where it can be.
+
+    sm_count: multiprocessors, which kernels are laid out for.
+    """
+    signature = inspect.signature(function)
+    plain = jax.jit(function, static_argnames=tuple(static))
+    arrays = [name for name in signature.parameters if name not in static]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if dispatch.target().platform != "cuda" or jax.config.jax_disable_jit:
+            return plain(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        fixed = {name: x for name, x in bound.arguments.items() if name in static}
+        leaves, tree = jax.tree.flatten([bound.arguments[name] for name in arrays])
+        try:
+            key = (
+                *_function_key(function),
+                *_target_key(sm_count()),
+                *_argument_key(signature, leaves, tree, fixed),
+            )
+        except UnnamedValue:
+            return plain(*args, **kwargs)
+        if (kept := PROCESS.get((function, key))) is not None:
+            return kept(*leaves)
+
+        def flat(run: Callable[..., Any], *leaves: Any) -> Any:
+            given = OrderedDict({**fixed, **dict(zip(arrays, jax.tree.unflatten(tree, leaves)))})
+            arguments = inspect.BoundArguments(signature, given)
+            return run(*arguments.args, **arguments.kwargs)
+
+        without = functools.partial(flat, plain)
+        try:
+            exported = _exported(function.__name__, functools.partial(flat, function), leaves, key)
+        except Exception as error:
+            result = without(*leaves)  # raises what is wrong with the call itself
+            logger.warning("%s is lowered anew in each program: %s", function.__qualname__, error)
+            PROCESS[function, key] = without
+            return result
+        PROCESS[function, key] = kept = _caller(exported, without)
+        return kept(*leaves)
+
+    return call
+
+
+def _caller(exported: Exported, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """exported.call as one function of a program, however often it is called; under vmap `plain`.
+
+    An exported function has no batching rule.
+    """
+    mapped = custom_vmap(exported.call)
+
+    @mapped.def_vmap
+    def rule(axis_size: int, in_batched: list[bool], *leaves: Any) -> tuple[Any, Any]:
+        axes = tuple(0 if batched else None for batched in in_batched)
+        results = jax.vmap(plain, axes, axis_size=axis_size)(*leaves)
+        return results, jax.tree.map(lambda _: True, results)
+
+    def in_mesh(x: jax.Array) -> jax.Array:
+        # An exported function's results know no mesh, and a loop's or a function's arrays that
+        # differ in it differ in type. XLA removes this operation.
+        same = jax.typeof(x).sharding.mesh == jax.sharding.get_abstract_mesh()
+        return x if same else lax.bitcast_convert_type(x, x.dtype)
+
+    def run(*leaves: Any) -> Any:
+        return jax.tree.map(in_mesh, mapped(*leaves))
+
+    run.__name__ = run.__qualname__ = exported.fun_name
+    return jax.jit(run)
+
+
+def _exported(
+    name: str, function: Callable[..., Any], leaves: Sequence[Any], key: tuple[Any, ...]
+) -> Exported:
+    """From the folder, or made and kept there."""
+    path = _path(name, key)
+    types = [jax.typeof(x) for x in leaves]
+    if path and (kept := _read(path)) and [str(x) for x in kept.in_avals] == list(map(str, types)):
+        return kept
+
+    def run(*arrays: Any) -> Any:
+        return function(*arrays)
+
+    run.__name__ = run.__qualname__ = name
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in types]
+
+    def make() -> Exported:
+        if _settings() != settings:
+            raise UnnamedValue("a setting of JAX holds in the caller's thread alone")
+        with _as_without_export():
+            return export(jax.jit(run), platforms=("cuda",), disabled_checks=CHECKS)(*shapes)
+
+    settings = _settings()
+    made = _in_new_thread(make)
+    if made.ordered_effects or made.unordered_effects:
+        raise ValueError(f"its effects are {made.ordered_effects + made.unordered_effects}")
+    try:
+        content = bytes(made.serialize())
+    except (ImportError, ValueError):  # without flatbuffers; a result that is no tuple
+        return made
+    if path:
+        _write(path, content)
+    return deserialize(bytearray(content))  # which holds no trace
+
+
+@contextlib.contextmanager
+def _as_without_export() -> Iterator[None]:
+    """Lowers to Mosaic's code of this version of JAX, as jax.jit does, not of an older one."""
+    name = "jax_export_ignore_forward_compatibility"
+    with LOCK:
+        before = getattr(jax.config, name)
+        jax.config.update(name, True)
+        try:
+            yield
+        finally:
+            jax.config.update(name, before)
+
+
+def _in_new_thread[R](run: Callable[[], R]) -> R:
+    """run() where neither a mesh nor a trace of the caller's is in force."""
+    context = contextvars.copy_context()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(context.run, run).result()
+
+
+def _path(name: str, key: tuple[Any, ...]) -> Path | None:
+    """Where a kernel is kept on disk; None where JAX keeps no program either, or at a URL."""
+    folder = jax.config.jax_compilation_cache_dir
+    if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
+        return None
+    whole = SOURCES, jax.__version__, jaxlib.version.__version__, key
+    return Path(folder) / "kernels" / f"{name}-{hashlib.sha256(repr(whole).encode()).hexdigest()}"
+
+
+def _read(path: Path) -> Exported | None:
+    try:
+        content = path.read_bytes()
+        if hashlib.sha256(content[32:]).digest() != content[:32]:
+            return None
+        return deserialize(bytearray(content[32:]))
+    except Exception:  # a folder that cannot be read, a file of another program's, no flatbuffers
+        return None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all, as several processes may write at once."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            try:
+                file.write(hashlib.sha256(content).digest() + content)
+                file.close()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+
+
+def _function_key(function: Callable[..., Any]) -> tuple[str, ...]:
+    module, name = function.__module__, function.__qualname__
+    if not module.startswith(f"{PACKAGE}.") or "<" in name:
+        raise UnnamedValue(f"the source of {module}.{name} is not in the key")
+    return module, name
+
+
+def _target_key(sm_count: int) -> tuple[Any, ...]:
+    on, there = dispatch.target().compute_capability, jax.local_devices()[0]
+    if there.platform == "gpu" and there.compute_capability != ".".join(map(str, on or ())):
+        raise UnnamedValue("Pallas lowers for the GPU that is there")
+    return on, sm_count, *_settings()
+
+
+def _settings() -> tuple[Any, ...]:
+    return tuple(getattr(jax.config, name) for name in SETTINGS)
+
+
+def _argument_key(
+    signature: inspect.Signature, leaves: Sequence[Any], tree: Any, fixed: dict[str, Any]
+) -> tuple[Any, ...]:
+    types = tuple(str(jax.typeof(x)) for x in leaves)
+    if not all(map(PLAIN_TYPE.fullmatch, types)):
+        raise UnnamedValue(str(types))
+    default = lambda name, x: (
+        isinstance(x, FunctionType) and x is signature.parameters[name].default
+    )
+    static = ((n, "default" if default(n, x) else _described(x, n)) for n, x in fixed.items())
+    return types, str(tree), *static
+
+
+def _described(value: Any, name: str = "") -> Any:
+    """Texts that tell a value from every other; name: of the parameter or the field it is of."""
+    if name == "interpret" and value is not False:
+        raise UnnamedValue("an interpreted kernel is not lowered")
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if value is None or isinstance(value, bool | int | float | str | enum.Enum):
+        return kind, repr(value)
+    if isinstance(value, tuple):
+        fields = getattr(value, "_fields", None)
+        if fields is None and type(value) is not tuple:
+            raise UnnamedValue(kind)
+        return kind, *(_described(x, n) for n, x in zip(fields or [""] * len(value), value))
+    if isinstance(value, functools.partial):
+        named = tuple(sorted(value.keywords.items()))
+        return kind, _described(value.func), _described(value.args), _described(named)
+    if isinstance(value, np.dtype | type):
+        dtype = np.dtype(value)
+        if dtype.kind == "O":  # of any class
+            raise UnnamedValue(repr(value))
+        return kind, dtype.name
+    return kind, _module_function(value)
+
+
+def _module_function(value: Any) -> str:
+    """Of this package or of JAX, whose source or version is in the key."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not callable(value) or not isinstance(module, str) or not isinstance(name, str):
+        raise UnnamedValue(repr(value))
+    known = module.partition(".")[0] in (PACKAGE, "jax")
+    if not known or getattr(sys.modules.get(module), name, None) is not value:
+        raise UnnamedValue(f"{module}.{name}")
+    return f"{module}.{name}"
