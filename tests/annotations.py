@@ -10,14 +10,20 @@ import functools
 import hashlib
 import sys
 import warnings
+from collections import Counter
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import Any, ForwardRef, Literal, TypeAliasType, get_args, get_origin
 
 from beartype import beartype
 from jaxtyping import jaxtyped
 
 NAME = "_check_annotations"  # what decorates, in each module
+# A function in another one is new at each call of that, and so would be its checks, of which each
+# takes two milliseconds to make: the first ones of a process are checked.
+FIRST = 3
+made: Counter[CodeType] = Counter()
 
 
 def install(*packages):
@@ -95,12 +101,16 @@ def check(x):
         if dataclasses.is_dataclass(x) and "__init__" in vars(x):
             type.__setattr__(x, "__init__", check(vars(x)["__init__"]))
         return x
+    if made[x.__code__] >= FIRST:
+        return x
     checked = None
 
     @functools.wraps(x)
     def call(*args, **kwargs):
         nonlocal checked
-        checked = checked or with_checks(x)
+        if checked is None:
+            made[x.__code__] += 1
+            checked = with_checks(x)
         return checked(*args, **kwargs)
 
     return call
