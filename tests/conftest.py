@@ -7,11 +7,11 @@ import gc
 import os
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import annotations
 import hypothesis
-import jax
 import pytest
 
 # Its threads wait in loops, and there is a process of tests on each core.
@@ -25,6 +25,10 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 if os.environ.get("JAXTRAIN_TYPES") or not os.environ.get("JAXTRAIN_SLOW"):
     annotations.install("jaxtrain", "jaxtrain_kernels")
 
+# JAX reads its settings from the environment when it is imported, not here: the process that gives
+# tests to others needs none.
+assert "jax" not in sys.modules
+
 SETTINGS = {
     "jax_compilation_cache_dir": str(Path(__file__).parents[1] / ".cache" / "jax-tests"),
     "jax_persistent_cache_min_compile_time_secs": 0.2,
@@ -37,7 +41,7 @@ else:
     # Programs this small take longer to optimise than to run.
     SETTINGS |= {"jax_platforms": "cpu", "jax_num_cpu_devices": 8}
     SETTINGS |= {"jax_disable_most_optimizations": True}
-    if jax.__version__.startswith("0.11."):  # a process ends at a flag that its XLA does not know
+    if version("jax").startswith("0.11."):  # a process ends at a flag that its XLA does not know
         # Half of compiling was in the newer emitters, of which each kernel is an MLIR module.
         # A module cut into 32 parts, for as many threads, takes longer than one.
         flags = "--xla_cpu_opt_preset=FAST_COMPILE --xla_cpu_parallel_codegen_split_count=1"
@@ -47,8 +51,7 @@ os.environ["MPLBACKEND"] = "agg"
 # A hub on this machine answers late when it is busy.
 os.environ |= {"HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120"}
 for name, value in SETTINGS.items():
-    os.environ.setdefault(name.upper(), str(value))  # for the processes that tests start
-    jax.config.update(name, type(value)(os.environ[name.upper()]))
+    os.environ.setdefault(name.upper(), str(value))  # also for the processes that tests start
 # A first example may wait for a compilation; and every machine tries the same examples.
 hypothesis.settings.register_profile("jaxtrain", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("jaxtrain")
@@ -56,6 +59,8 @@ hypothesis.settings.load_profile("jaxtrain")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    import jax
+
     mark_slow_cases(config, items)
     if jax.default_backend() != "gpu":
         for item in items:

@@ -67,6 +67,15 @@ def array(*shape):
     return np.ones(shape, np.float32)
 
 
+def test_a_function_in_another_is_checked_the_first_times_alone(checked):
+    annotations.made.clear()
+    for _ in range(annotations.FIRST):
+        with pytest.raises(BeartypeCallHintViolation):
+            checked.outer("2")
+    assert checked.outer("2") == "2"
+    annotations.made.clear()
+
+
 def test_what_is_right_passes(checked):
     assert checked.product(array(2, 3), array(3, 4)).shape == (2, 4)
     assert checked.turned(array(2, 2)).shape == (2, 2)
