@@ -20,10 +20,10 @@ from beartype import beartype
 from jaxtyping import jaxtyped
 
 NAME = "_check_annotations"  # what decorates, in each module
-# A function in another one is new at each call of that, and so would be its checks, of which each
-# takes two milliseconds to make: the first ones of a process are checked.
+# A nested function is new at each call of the outer one, and its checks take two milliseconds to
+# make: so only its first instances in a process are checked.
 FIRST = 3
-made: Counter[CodeType] = Counter()
+made: Counter[tuple[str, str, CodeType]] = Counter()
 
 
 def install(*packages):
@@ -101,7 +101,8 @@ def check(x):
         if dataclasses.is_dataclass(x) and "__init__" in vars(x):
             type.__setattr__(x, "__init__", check(vars(x)["__init__"]))
         return x
-    if made[x.__code__] >= FIRST:
+    mine = x.__module__, x.__qualname__, x.__code__
+    if made[mine] >= FIRST:
         return x
     checked = None
 
@@ -109,7 +110,7 @@ def check(x):
     def call(*args, **kwargs):
         nonlocal checked
         if checked is None:
-            made[x.__code__] += 1
+            made[mine] += 1
             checked = with_checks(x)
         return checked(*args, **kwargs)
 

@@ -96,6 +96,7 @@ SAME = {
     "mesh.expert": "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree "
     "ici_expert_parallelism dcn_expert_parallelism expert_model_parallel_size",
     "mesh.pipeline_repeats": "num_pipeline_repeats virtual_pipeline_model_parallel_size",
+    "mesh.pipeline_schedule": "pipeline_parallel_schedule pp_schedule",
     "mesh.batch_overlap": "two_batch_overlap dual_batch_overlap enable_two_batch_overlap "
     "enable_dbo",
     "mesh.zero": "zero_stage zero_optimization.stage zero_optimization",

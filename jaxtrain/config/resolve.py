@@ -122,6 +122,10 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
             f"{step_tokens:.3g} tokens a step, and at most {MOST_STEP_TOKENS:,} can be: lower one"
         )
     sizes = step_sizes(c, batch, shards)
+    for number, stage in enumerate(c.data.stages, 1):
+        rows = largest_divisor((stage.batch_size or batch) // shards, device_batch)
+        named = {f"rows a device in stage {number} of data.stages": rows}
+        check_divides("mesh.batch_overlap", c.mesh.batch_overlap, named)
     steps = t.steps or max(1, sizes.steps(tokens))
     # muP takes the rates from its base width to this one by itself.
     width = model.base_width if model.init == "mup" else model.width
@@ -165,6 +169,11 @@ def step_sizes(c: Config | Resolved, batch: int, shards: int = 1) -> BatchSizes:
                 f"divide over {shards} devices (mesh {' x '.join(BATCH)})"
             )
     return batch_sizes(c.data.stages, batch, c.train.sequence_length)
+
+
+def largest_divisor(rows: int, most: int) -> int:
+    """Rows of a device's microbatch: as many as divide `rows`, at most `most`."""
+    return next(n for n in range(min(rows, most), 0, -1) if rows % n == 0)
 
 
 def with_ramps(c: Config, batch: int) -> Config:

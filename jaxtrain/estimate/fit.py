@@ -51,27 +51,27 @@ def choose(
     whole = one = measure(remat or REMATS[0], rows)
     if whole["metrics"]["fits"]:
         return tried, whole
-    most = whole["workload"]["device_batch_size"]
+    most, least = whole["workload"]["device_batch_size"], whole["workload"].get("batch_overlap", 1)
     for tighter in [remat] if remat else REMATS:
-        one = measure(tighter, rows or 1)
+        one = measure(tighter, rows or least)
         if one["metrics"]["fits"]:
             break
     fits = one["workload"]["remat"]
-    if rows or most == 1 or not one["metrics"]["fits"]:
+    if rows or most == least or not one["metrics"]["fits"]:
         return tried, one
     if fits != whole["workload"]["remat"]:
         whole = measure(fits, most)
-    for count in [n for n in range(most, 1, -1) if most % n == 0]:
+    for count in [n for n in range(most, least, -1) if most % n == 0 and n % least == 0]:
         if estimated(one, whole, count) and (record := measure(fits, count))["metrics"]["fits"]:
             return tried, record
-    return tried, measure(fits, 1)
+    return tried, measure(fits, least)
 
 
 def estimated(one: Record, whole: Record, rows: int) -> bool:
-    """Whether so many rows may fit, by the line through one row and all of them."""
+    """Whether so many rows may fit, by the line through the fewest rows and all of them."""
     a, b = (r["metrics"]["total_bytes"] for r in (one, whole))
-    most = whole["workload"]["device_batch_size"]
-    return a + (b - a) * (rows - 1) / (most - 1) < 0.95 * one["metrics"]["device_bytes"]
+    least, most = (r["workload"]["device_batch_size"] for r in (one, whole))
+    return a + (b - a) * (rows - least) / (most - least) < 0.95 * one["metrics"]["device_bytes"]
 
 
 def given_fields(name: str | None, overrides: Sequence[str]) -> tuple[int | None, str | None]:

@@ -85,6 +85,7 @@ class Workload(NamedTuple):
             }
             | ({"trained": sizes(self.spec.specs)["total"]} if self.partition.init else {})
             | ({"autofreeze": True} if t.autofreeze else {})
+            | ({"batch_overlap": parts} if (parts := self.config.mesh.batch_overlap) > 1 else {})
         )
 
 
@@ -218,6 +219,12 @@ def idle(w: Workload, layers: int | None = None) -> float:
 
 def branch_share(w: Workload) -> float:
     """How often a device runs a branch: a meeting of replicas, a chunk of the pipeline."""
-    if w.mesh.shape["pipeline"] > 1:
+    stages = w.mesh.shape["pipeline"]
+    if stages > 1 and w.config.mesh.pipeline_schedule == "1f1b":
+        # Of its M + 2 (S - 1) ticks a stage has M, in a branch of its own; the head's is taken for
+        # such a branch as well, so that what it sends counts S times too little.
+        microbatches = batch_shapes(w).tokens_BT.shape[0]
+        return microbatches / (microbatches + 2 * (stages - 1)) / stages
+    if stages > 1:
         return (1 - idle(w)) / len(kinds_of(w))
     return 1 / w.config.train.local_sgd.every if w.config.train.local_sgd else 0.0

@@ -2,9 +2,9 @@
 
 One compiled program, or two where sequences share beginnings, serves all lengths up to the context;
 twice, four times, ... the context have their own. They are compiled in threads, beside each other
-and beside the scoring of those that are ready. One that served another's texts as well would spare
-nothing of that time, and would give them other roundings. The head is applied to the places that
-are asked for, some at a time, never to whole rows.
+and beside the scoring of those that are ready. Padding short texts into a longer program would save
+no compile time and would change roundings. The head is applied to the places that are asked for,
+some at a time, never to whole rows.
 """
 
 from collections import deque
@@ -74,9 +74,9 @@ class Scorer:
         """Begin to compile for batches of these shapes, the first ones first; what was begun.
 
         Among several processes it begins nothing, and each program is compiled when it is called:
-        they time kernels for each other, and must all compile the same program at a time. Where
-        one process has several devices it waits: a program that is loaded on one of them waits for
-        what runs there, and that for the others, whose next kernels may wait for the loading.
+        they time kernels for each other, and must all compile the same program at a time. One
+        process with several devices waits here: loading a program waits for running kernels, which
+        may wait for those of another device behind a load.
         """
         new = [shape for shape in shapes if shape not in self.compiler.coming]
         if jax.process_count() > 1 or not new:
@@ -268,8 +268,8 @@ class ScoringQueue:
         return self.jobs[-1]
 
     def add(self, batch: HeldBatch) -> Iterator[Scores]:
-        """Take a batch; the device is given it as soon as its program is ready. Yields the jobs
-        whose numbers are there by then, as all methods that do so."""
+        """Take a batch; the device is given it as soon as its program is ready. Yields the scores
+        of jobs that are complete, as `send`, `collect` and `empty` do."""
         if self.scorer.model.mesh.size == 1:  # several devices may be at work: see `compile`
             self.scorer.compile([batch.shape])
         batch.job.batches += 1

@@ -108,13 +108,17 @@ def answer_all(
     jobs = (data.questions(loaded, tokenizer, scorer.context) for loaded in tasks)
     begin = time.perf_counter()
     results = scores(scorer, jobs, lambda n: bar.advance(number, n))
-    for loaded, found in zip(tasks, results, strict=True):
-        now = time.perf_counter()
-        yield (
-            loaded,
-            figures(loaded, is_correct(loaded, found)) | {"seconds": round(now - begin, 3)},
-        )
-        begin = now
+    try:
+        for loaded, found in zip(tasks, results, strict=True):
+            now = time.perf_counter()
+            yield (
+                loaded,
+                figures(loaded, is_correct(loaded, found)) | {"seconds": round(now - begin, 3)},
+            )
+            begin = now
+    except (Exception, KeyboardInterrupt):
+        scorer.compiler.stop()  # else the process ends when all that was begun is compiled
+        raise
 
 
 def compile_ahead(

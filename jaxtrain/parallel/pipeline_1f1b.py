@@ -1,5 +1,6 @@
 """The 1F1B schedule of a pipeline: a stage's backward pass of a microbatch follows soon on its
-forward pass (Narayanan et al. 2019, PipeDream-Flush), and layers are computed once.
+forward pass (Narayanan et al. 2021, PipeDream-Flush, arXiv:2006.09503), and layers are computed
+once.
 
 Each tick has a place for a forward pass, one for the head and one for a backward pass. S = 2, M = 4
 (F forward, H a part of the head's work on a microbatch, B backward, . idle):
@@ -37,24 +38,24 @@ Finish = Callable[[PyTree, PyTree, PyTree], Array]
 UNROLLED = 3
 
 
-class Parts(NamedTuple):
+class TreeLeaves(NamedTuple):
     """A tree's arrays that have gradients and those that have none."""
 
-    moving: list[Array]
-    still: list[Array]
+    differentiable: list[Array]
+    nondifferentiable: list[Array]
 
 
-def split_tree(tree: PyTree) -> tuple[Parts, Callable[[Parts], Any]]:
-    """The parts of a tree, and what puts such parts together again."""
+def split_tree(tree: PyTree) -> tuple[TreeLeaves, Callable[[TreeLeaves], Any]]:
+    """The leaves of a tree by kind, and what puts such leaves together again."""
     leaves, structure = jax.tree.flatten(tree)
     moves = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     chosen = lambda wanted: [leaf for leaf, moved in zip(leaves, moves) if moved == wanted]
 
-    def join(parts: Parts) -> Any:
-        rest = iter(parts.still), iter(parts.moving)
+    def join(parts: TreeLeaves) -> Any:
+        rest = iter(parts.nondifferentiable), iter(parts.differentiable)
         return structure.unflatten([next(rest[moved]) for moved in moves])
 
-    return Parts(chosen(True), chosen(False)), join
+    return TreeLeaves(chosen(True), chosen(False)), join
 
 
 class StageResiduals(NamedTuple):
@@ -176,7 +177,9 @@ def run_stage_1f1b(
     microbatch = lambda number: at(texts, jnp.clip(number, 0, count - 1))
     waits = lambda number: (number < 0) | (number >= count)
 
-    def vjp_of(s: int, inputs: tuple[Parts, Parts], received: PyTree) -> tuple[PyTree, Any]:
+    def vjp_of(
+        s: int, inputs: tuple[TreeLeaves, TreeLeaves], received: PyTree
+    ) -> tuple[PyTree, Any]:
         """What stage s makes, and its backward pass."""
         own, one = inputs
 
@@ -185,7 +188,7 @@ def run_stage_1f1b(
             given = first(whole) if s == 0 else received
             return stage(kinds[s], join_stacks(own._replace(moving=moving)), given, whole)
 
-        return jax.vjp(run, own.moving, one.moving, received)
+        return jax.vjp(run, own.differentiable, one.differentiable, received)
 
     vjps = [functools.partial(vjp_of, s) for s in range(stages)]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
@@ -203,8 +206,8 @@ def run_stage_1f1b(
 
     wait_forward = lambda inputs, received, old: (received, old)
     wait_backward = lambda inputs, g_after, g_head, kept: (
-        zeros_like(inputs[0].moving),
-        zeros_like(inputs[1].moving),
+        zeros_like(inputs[0].differentiable),
+        zeros_like(inputs[1].differentiable),
         g_after,
     )
     forwards = [*(functools.partial(forward, s) for s in range(stages)), wait_forward]
@@ -253,8 +256,8 @@ def run_stage_1f1b(
         zeros,
         [arrays.empty() for _ in range(size)],
         jnp.zeros((), jnp.float32),
-        jax.tree.map(widened, weights.moving),
-        [jnp.zeros((count + 1, *x.shape[1:]), x.dtype) for x in texts.moving],
+        jax.tree.map(widened, weights.differentiable),
+        [jnp.zeros((count + 1, *x.shape[1:]), x.dtype) for x in texts.differentiable],
         jax.tree.map(widened, head),
     )
     end = jax.lax.scan(tick, carry, jnp.arange(ticks), unroll=period)[0]
@@ -297,19 +300,20 @@ def pipeline_loss(
 
     def with_gradients(moving: Any, still: Any) -> Any:
         (stacks, micro, head), (of_stacks, of_micro, labels) = moving, still
-        stacks = join_stacks(Parts(stacks, of_stacks))
-        micro = join_micro(Parts(micro, of_micro))
+        stacks = join_stacks(TreeLeaves(stacks, of_stacks))
+        micro = join_micro(TreeLeaves(micro, of_micro))
         split = jax.shard_map(
             functools.partial(run_stage_1f1b, stage, kinds, first, finish, over),
             in_specs=(P(AXIS), P(AXIS), places(micro), places(labels), P()),
-            out_specs=(P(), P(AXIS), [P(shared, *place(x)[1:]) for x in texts.moving], P()),
+            out_specs=(P(), P(AXIS), [P(shared, *place(x)[1:]) for x in texts.differentiable], P()),
             axis_names=free,
             check_vma=False,
         )
         loss, *grads = split(jnp.arange(mesh.shape[AXIS]), stacks, micro, labels, head)
         return loss, tuple(grads)
 
-    moving, still = (weights.moving, texts.moving, head), (weights.still, texts.still, labels)
+    moving = weights.differentiable, texts.differentiable, head
+    still = weights.nondifferentiable, texts.nondifferentiable, labels
     dtypes = jax.tree.map(lambda x: x.dtype, moving)
 
     def backward(grads: Any, g: Array) -> tuple[Any, None]:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from jaxtrain import data
 from jaxtrain.cluster.coordinator import Coordinator
-from jaxtrain.config.resolve import Resolved
+from jaxtrain.config.resolve import Resolved, largest_divisor
 from jaxtrain.evaluation.evaluate import figures_of, held_out_batches, validation_sums
 from jaxtrain.objectives import StepBatch
 from jaxtrain.objectives.next_token import EvaluationSums, zero_sums
@@ -33,7 +33,7 @@ from jaxtrain.train.events import PhaseEnd
 from jaxtrain.train.feed import Feed, Position
 from jaxtrain.train.guard import Guard, Return
 from jaxtrain.train.plan import Plan, TrainingData, open_metrics
-from jaxtrain.train.program import Program, largest_divisor
+from jaxtrain.train.program import Program
 from jaxtrain.train.recipes import CausalLM
 from jaxtrain.train.step import State, StepSpec, train_step
 from jaxtrain.weights.params import Params

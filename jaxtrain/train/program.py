@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from jaxtrain import data
 from jaxtrain.cluster.started_by import command_of
 from jaxtrain.cluster.xla_flags import check_options, known_options
-from jaxtrain.config.resolve import Resolved
+from jaxtrain.config.resolve import Resolved, largest_divisor
 from jaxtrain.model.sections import FP8_LOSSES
 from jaxtrain.objectives import StepBatch
 from jaxtrain.optim.types import Hyperparams
@@ -91,11 +91,6 @@ def microbatches(batch: PyTree, rows: int, mesh: Mesh) -> StepBatch:
     return place_batch(
         jax.tree.map(lambda x: x.reshape(-1, local, *x.shape[1:]), batch), mesh, batch_dim=1
     )
-
-
-def largest_divisor(rows: int, most: int) -> int:
-    """Rows of a microbatch: as many as divide `rows`, at most `most`."""
-    return next(n for n in range(min(rows, most), 0, -1) if rows % n == 0)
 
 
 def check_labels(weights_BT: np.ndarray, step: int, run_dir: Path) -> None:

@@ -89,7 +89,7 @@ def test_requests_run_by_what_is_compiled_and_a_second_start_compiles_nothing(tm
         jax.clear_caches()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Programs, "lower", lower_gated)
-            assert engine.warm_up(beside=True) == 11
+            assert engine.warm_up(beside=True) == 16
             ready = [one.done() for one in engine.compiler.coming.values()]
             assert ready.count(True) == len(first) == 4
             assert run(engine, requests) == expected
@@ -177,7 +177,7 @@ def test_the_cheapest_program_that_is_ready_is_picked(caplog):
     one.coming[wanted].set_exception(RuntimeError("no memory"))
     assert one.pick(wanted) == one.pick(wanted) == cheaper  # one that failed has a stand-in
     assert caplog.text.count("was not compiled: no memory") == 1
-    assert one.pick(key(1, Sampler.BEST)) == key(1, Sampler.BEST)
+    assert one.pick(key(1, Sampler.BEST)) == dear  # nor one that was never begun
     one.coming = {wanted: one.coming[wanted]}
     assert one.pick(wanted) == wanted  # and is tried again, and raises, where it has none
 
@@ -198,3 +198,19 @@ def test_one_text_of_many_slots_decodes_alone():
     for one in requests:
         alone = run(make_engine(options=OPTIONS._replace(slots=1)), [one])
         assert alone[one.id] == together[one.id]
+
+
+def test_what_warm_up_has_compiled_serves_its_requests_to_their_end():
+    """Also the last of them, which is alone."""
+    requests = [
+        Request(str(n), text, GREEDY._replace(max_tokens=n))
+        for n, text in zip((4, 13), prompts(5, 9))
+    ]
+    engine = make_engine(options=OPTIONS._replace(decode_steps=2))
+    engine.warm_up(requests)
+    taken, pick = [], engine.compiler.pick
+    engine.compiler.pick = lambda key: taken.append(pick(key)) or taken[-1]
+    run(engine, requests)
+    assert {key.name for key in taken} > {"decode_slots"} and set(taken) <= {
+        *engine.compiler.coming
+    }

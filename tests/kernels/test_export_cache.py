@@ -49,7 +49,7 @@ def lowerings(tmp_path, monkeypatch):
 
 def forget():
     jax.clear_caches()
-    export_cache.PROCESS.clear()
+    export_cache.EXPORTED.clear()
 
 
 def lowered(function, *arrays):

@@ -241,14 +241,21 @@ def test_each_device_routes_and_feeds_its_own_tokens():
     assert {c.kind for c in found} == {"all-reduce"}
 
 
-def test_the_tokens_gradient_goes_back_to_the_device_that_had_them():
-    """Along `tensor`: so that it is scattered, not summed whole on each device."""
+@pytest.mark.parametrize(
+    ("rows", "spec"),
+    [(4, (("data", "tensor"), "context")), (2, ("data", ("context", "tensor")))],
+    ids=["rows", "tokens"],
+)
+def test_the_tokens_gradient_goes_back_to_the_device_that_had_them(rows, spec):
+    """Along `tensor`, which divides rows or tokens: so that it is scattered, not summed whole on
+    each device."""
     mesh = mesh_of(data=2, context=2, tensor=2)
-    x_BTD = jax.random.normal(jax.random.key(0), (4, 16, 8))
+    x_BTD = jax.random.normal(jax.random.key(0), (rows, 16, 8))
     with jax.set_mesh(mesh):
         there = jax.jit(moe.gathered)(x_BTD)
         back = jax.jit(jax.grad(lambda x: jnp.sum(moe.gathered(x) ** 2)))(x_BTD)
-    assert there.sharding.spec[1] == "context" and back.sharding.spec[1] == ("context", "tensor")
+    assert there.sharding.spec[:2] == ("data", "context")
+    assert back.sharding.spec[:2] == spec
     np.testing.assert_array_equal(there, x_BTD)
     np.testing.assert_allclose(back, 2 * x_BTD)
 

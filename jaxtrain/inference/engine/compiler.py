@@ -103,13 +103,12 @@ class EngineCompiler(Compiler[ProgramKey]):
         """The program to run: the one itself where it is ready; in its place the cheapest that is
         ready and serves; where none does, the one itself, once it is ready.
 
-        A program that was never begun, and one that failed where no other serves, is compiled when
-        it is called.
+        Where none does, a program that was never begun, or failed, is compiled when it is called.
         """
         one = self.coming.get(wanted)
-        if one is None or is_ready(one):
+        if one is not None and is_ready(one):
             return wanted
-        if one.done():
+        if one is not None and one.done():
             self.settle(wanted)
         serving = [key for key, x in self.coming.items() if key.serves(wanted) and is_ready(x)]
         if serving:

@@ -172,11 +172,12 @@ class Programs(NamedTuple):
         # One of each page: those between have its pages.
         computed, decoded = ((*x[:: o.page_size], x[-1]) for x in lengths)
         computed = {self.pages_for(n) * o.page_size for n in computed}
+        sized = {k: {self.pages_for(n + o.most(k) - 1): n for n in decoded}.values() for k in steps}
         for sampler in samplers:
             keys += [self.prefilling(n, t) for t in sorted(computed) for n in sorted(counts)]
             keys.append(ProgramKey("sample_first", sampler=sampler))
             keys += [self.decoding(r, k, n, sampler) for r in sorted(counts, reverse=True)
-                     for k in steps for n in decoded]  # fmt: skip
+                     for k in steps for n in sized[k]]  # fmt: skip
         return list(dict.fromkeys(keys))
 
     def lower(self, key: ProgramKey, state: DeviceState, rows: SlotRows) -> jax.stages.Lowered:

@@ -57,12 +57,12 @@ def read_call(op: ir.Operation) -> MosaicKernel | None:
     named = op.attributes["call_target_name"]
     if "mhlo.backend_config" not in op.attributes or ir.StringAttr(named).value != TARGET:
         return None
-    config = ir.DictAttr(op.attributes["mhlo.backend_config"])
     try:
+        config = ir.DictAttr(op.attributes["mhlo.backend_config"])
         attributes = tuple((one.name, attribute_value(one.attr)) for one in config)
         operands = tuple(tensor_shape(value.type) for value in op.operands)
         results = tuple(tensor_shape(value.type) for value in op.results)
-    except TypeError:
+    except (TypeError, ValueError):
         return None
     return MosaicKernel(attributes, operands, results) if "kernel_hash" in config else None
 

@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import sys
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +37,8 @@ PACKAGE = __name__.partition(".")[0]
 CHECKS = (DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)
 # What else a trace depends on. A thread may have values of its own.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
-PROCESS: dict[tuple[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]] = {}
-LOCK = threading.Lock()  # of a setting of JAX that every thread sees
+EXPORTED: dict[tuple[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]] = {}
+SETTING_LOCK = threading.Lock()  # of a setting of JAX that every thread sees
 # An array's type without a sharding, a memory space or an axis of a mesh along which it varies.
 PLAIN_TYPE = re.compile(r"~?\w+\[[\d,]*\]")
 
@@ -48,13 +47,14 @@ class UnnamedValue(Exception):
     """A value has no name that is the same in each process, and of this value alone."""
 
 
-def _hash_of_sources() -> str:
-    """Of the package's source. Read at import, as it may be edited while the process runs."""
+def _hash_of_sources() -> str | None:
+    """Of the package's source, None without it. Read at import, as it may be edited while the
+    process runs."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in (paths := sorted(root.rglob("*.py"))):
         digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
         digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return digest.hexdigest() if paths else None
 
 
 SOURCES = _hash_of_sources()
@@ -87,7 +87,7 @@ def cached_kernel(
             )
         except UnnamedValue:
             return plain(*args, **kwargs)
-        if (kept := PROCESS.get((function, key))) is not None:
+        if (kept := EXPORTED.get((function, key))) is not None:
             return kept(*leaves)
 
         def flat(run: Callable[..., Any], *leaves: Any) -> Any:
@@ -101,9 +101,9 @@ def cached_kernel(
         except Exception as error:
             result = without(*leaves)  # raises what is wrong with the call itself
             logger.warning("%s is lowered anew in each program: %s", function.__qualname__, error)
-            PROCESS[function, key] = without
+            EXPORTED[function, key] = without
             return result
-        PROCESS[function, key] = kept = _caller(exported, without)
+        EXPORTED[function, key] = kept = _caller(exported, without)
         return kept(*leaves)
 
     return call
@@ -173,7 +173,7 @@ def _exported(
 def _as_without_export() -> Iterator[None]:
     """Lowers to Mosaic's code of this version of JAX, as jax.jit does, not of an older one."""
     name = "jax_export_ignore_forward_compatibility"
-    with LOCK:
+    with SETTING_LOCK:
         before = getattr(jax.config, name)
         jax.config.update(name, True)
         try:
@@ -194,6 +194,8 @@ def _path(name: str, key: tuple[Any, ...]) -> Path | None:
     folder = jax.config.jax_compilation_cache_dir
     if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return None
+    if SOURCES is None:
+        return None
     whole = SOURCES, jax.__version__, jaxlib.version.__version__, key
     return Path(folder) / "kernels" / f"{name}-{hashlib.sha256(repr(whole).encode()).hexdigest()}"
 
@@ -210,15 +212,15 @@ def _read(path: Path) -> Exported | None:
 
 def _write(path: Path, content: bytes) -> None:
     """Whole or not at all, as several processes may write at once."""
+    # Not by `tempfile`, whose files other users of the folder cannot read.
+    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            try:
-                file.write(hashlib.sha256(content).digest() + content)
-                file.close()
-                os.replace(file.name, path)
-            except OSError:
-                os.unlink(file.name)
+        try:
+            part.write_bytes(hashlib.sha256(content).digest() + content)
+            os.replace(part, path)
+        except OSError:
+            part.unlink(missing_ok=True)
 
 
 def _function_key(function: Callable[..., Any]) -> tuple[str, ...]:
