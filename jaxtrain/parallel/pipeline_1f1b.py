@@ -184,9 +184,9 @@ def run_stage_1f1b(
         own, one = inputs
 
         def run(moving: list[Array], of_one: list[Array], received: PyTree) -> PyTree:
-            whole = join_micro(one._replace(moving=of_one))
+            whole = join_micro(one._replace(differentiable=of_one))
             given = first(whole) if s == 0 else received
-            return stage(kinds[s], join_stacks(own._replace(moving=moving)), given, whole)
+            return stage(kinds[s], join_stacks(own._replace(differentiable=moving)), given, whole)
 
         return jax.vjp(run, own.differentiable, one.differentiable, received)
 

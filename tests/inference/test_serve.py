@@ -168,7 +168,7 @@ def test_a_second_signal_ends_at_once(run_dir):
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 1
+        assert process.wait(30) == 1, process.stderr.read()
         assert process.stderr.read().startswith("error: 1 requests were cut off")
         with pytest.raises(openai.APIError, match="the server ends"):
             list(stream)
@@ -189,6 +189,6 @@ Engine.step = broken
 def test_an_engine_that_fails_ends_the_process_with_a_line(run_dir):
     with served(run_dir, code=BREAK) as (process, url):
         assert status_of(url, ASKED | {"max_tokens": 100, "ignore_eos": True}) == 500
-        assert process.wait(30) == 1
+        assert process.wait(30) == 1, process.stderr.read()
         lines = process.stderr.read().splitlines()
         assert lines[-1] == "error: the engine failed: RuntimeError: the device is gone"

@@ -85,7 +85,12 @@ def main(argv: list[str] | None = None) -> int:
         if not keys and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
             print(f"note: all who reach {a.host} can use it; --api-key-file asks for a key",
                   file=sys.stderr)  # fmt: skip
-        return asyncio.run(listen(service, keys, bound, a.drain))
+        code = asyncio.run(listen(service, keys, bound, a.drain))
+    if code:  # XLA aborts a process that ends while it compiles or computes what was cut off
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 async def listen(service: "Service", keys: list[str], bound: socket.socket, drain: float) -> int:
