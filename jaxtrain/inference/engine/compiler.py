@@ -97,7 +97,7 @@ class Compiler[Key: Hashable]:
 
 
 class EngineCompiler(Compiler[ProgramKey]):
-    """An engine's programs, of which one can run in the place of another."""
+    """An engine's programs; one may run in the place of another."""
 
     def pick(self, wanted: ProgramKey) -> ProgramKey:
         """The program to run: the one itself where it is ready; in its place the cheapest that is
