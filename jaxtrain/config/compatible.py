@@ -222,6 +222,7 @@ FEATURES = {
     **{name: optimizer(name) for name in OPTIMIZERS},
 }  # fmt: skip
 
+GPIPE = "mesh.pipeline_schedule=gpipe"
 ONE_CALL = "delayed scaling measures one call of each matrix a step"
 WHOLE_TEXT = "virtual tokens stand in front of a whole text on one device"
 NO_LATENTS = "virtual tokens have keys and values, no latents"
@@ -231,24 +232,17 @@ REFUSALS = (
     Refusal("interleaved stages", "no pipeline", "there are no stages to interleave",
             "mesh.pipeline_repeats=1"),
     Refusal("expert", "no moe", "there are no experts to divide", "mesh.expert=1"),
-    Refusal("1f1b", "no pipeline", "there are no stages to schedule",
-            "mesh.pipeline_schedule=gpipe"),
-    Refusal("1f1b", "interleaved stages", "each stage has one chunk of layers",
-            "mesh.pipeline_repeats=1"),
-    Refusal("1f1b", "context", "an exchange of one stage would wait for the others",
-            "mesh.pipeline_schedule=gpipe"),
-    Refusal("1f1b", "moe", "the experts' loads have no place in it",
-            "mesh.pipeline_schedule=gpipe"),
-    Refusal("1f1b", "other objective", "the stages compute the loss of the next token",
-            "mesh.pipeline_schedule=gpipe"),
-    Refusal("1f1b", "float16", "gradients are scaled behind it, and would overflow",
-            "train.precision=bfloat16"),
-    Refusal("1f1b", "tuning", "it has gradients of all weights",
-            "mesh.pipeline_schedule=gpipe"),
-    Refusal("1f1b", "relora", "it has gradients of all weights",
-            "mesh.pipeline_schedule=gpipe"),
-    Refusal("1f1b", "remat offload", "what it keeps is in buffers of the device",
-            "model.remat=block"),
+    *(Refusal("1f1b", other, why, fix) for other, why, fix in (
+        ("no pipeline", "there are no stages to schedule", GPIPE),
+        ("interleaved stages", "each stage has one chunk of layers", "mesh.pipeline_repeats=1"),
+        ("context", "an exchange of one stage would wait for the others", GPIPE),
+        ("moe", "the experts' loads have no place in it", GPIPE),
+        ("other objective", "the stages compute the loss of the next token", GPIPE),
+        ("float16", "gradients are scaled behind it, so overflow", "train.precision=bfloat16"),
+        ("tuning", "it has gradients of all weights", GPIPE),
+        ("relora", "it has gradients of all weights", GPIPE),
+        ("remat offload", "what it keeps is in buffers of the device", "model.remat=block"),
+    )),
     Refusal("batch_overlap", "pipeline", "the stages' microbatches go one after the other",
             "mesh.batch_overlap=1"),
     Refusal("batch_overlap", "fp8_history", ONE_CALL, "mesh.batch_overlap=1"),
