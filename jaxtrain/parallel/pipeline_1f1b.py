@@ -194,11 +194,11 @@ def run_stage_1f1b(
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
     arrays = SharedResiduals(vjps, (weights, microbatch(jnp.int32(0))), zeros)
 
-    def forward(s: int, inputs: Any, received: PyTree, old: list[Array]) -> Any:
+    def forward(s: int, inputs: PyTree, received: PyTree, old: list[Array]) -> PyTree:
         made, backward = vjp_of(s, inputs, received)
         return made, arrays.keep(s, backward, inputs, old)
 
-    def backward(s: int, inputs: Any, g_after: PyTree, g_head: PyTree, kept: Any) -> Any:
+    def backward(s: int, inputs: PyTree, g_after: PyTree, g_head: PyTree, kept: PyTree) -> PyTree:
         of_stage = kept[2 * (stages - 1 - s)]
         run = arrays.restore(s, inputs, of_stage)
         d_weights, d_one, d_received = run(g_head if s == stages - 1 else g_after)
@@ -298,7 +298,7 @@ def pipeline_loss(
     place = lambda x: P(None, "data" if over and x.shape[1] == rows else None)
     places = lambda tree: jax.tree.map(place, tree)
 
-    def with_gradients(moving: Any, still: Any) -> Any:
+    def with_gradients(moving: PyTree, still: PyTree) -> PyTree:
         (stacks, micro, head), (of_stacks, of_micro, labels) = moving, still
         stacks = join_stacks(TreeLeaves(stacks, of_stacks))
         micro = join_micro(TreeLeaves(micro, of_micro))
@@ -316,7 +316,7 @@ def pipeline_loss(
     still = weights.nondifferentiable, texts.nondifferentiable, labels
     dtypes = jax.tree.map(lambda x: x.dtype, moving)
 
-    def backward(grads: Any, g: Array) -> tuple[Any, None]:
+    def backward(grads: PyTree, g: Array) -> tuple[PyTree, None]:
         scale = lambda x, dtype: (g * x.astype(jnp.float32)).astype(dtype)
         return jax.tree.map(scale, grads, dtypes), None
 

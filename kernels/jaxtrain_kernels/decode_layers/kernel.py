@@ -131,8 +131,8 @@ def join_words(above, below):
 def poll(left, read, shapes):
     """(words, reads that are left): read() until all words have their marks.
 
-    read: (words, pairs of words and of which of them must have a mark). shapes: of the words. The
-    compiler's time grows with the cube of the kernel's size: read() is in it once.
+    read: returns (words, checks); a check is some words and a mask of those that need a mark.
+    shapes: of the words. The kernel holds read() once, as compiling takes the cube of its size.
     """
 
     def look(carry):

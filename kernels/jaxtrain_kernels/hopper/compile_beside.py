@@ -95,8 +95,8 @@ def compiling_kernels(
 ) -> Iterator[None]:
     """With the program's kernels compiled in threads, while it is compiled inside.
 
-    Begins after PATIENCE: a program from the cache on the disk has its kernels with it. An error of
-    a kernel is XLA's to report, which meets it again. Waits for no thread.
+    Begins after PATIENCE, as a program from the cache on the disk has its kernels with it. XLA
+    reports a kernel's error, since it compiles that kernel again. The end waits for no thread.
     """
     kernels = mosaic_kernels(lowered)
     done = threading.Event()
