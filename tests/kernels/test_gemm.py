@@ -212,4 +212,4 @@ def test_devices_that_split_rows_alone_run_the_fused_feed_forward(mesh, fused):
     mesh = make_mesh(MeshConfig.model_validate(mesh), devices)
     with on_target("cuda", (9, 0)), jax.set_mesh(mesh):
         traced = str(jax.make_jaxpr(parallel.feed_forward_relu2)(x, up, down))
-    assert ("fused_matmul" in traced) == fused
+    assert ("Exported(fun_name=matmul" in traced) == fused  # our kernel, from the export cache
