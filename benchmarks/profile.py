@@ -154,16 +154,23 @@ def summarize(
 ) -> dict[str, Any]:
     """Kernels of one step (their `calls`, `ms`, `share` of all kernels' time) and their kinds.
 
+    `ms_idle_before`: before them the device ran nothing. Options of XLA can keep a profiled program
+    in CUDA graphs (`xla_enable_command_buffers_during_profiling`); else its kernels are launched
+    one by one, with longer pauses.
+
     Where the compiled program says what a kernel moves and multiplies, a row has `bytes`, `flops`
     and `floor`, the share of its time that these take at the device's measured rates. Kernels that
     differ by a number only and come from the same line of the model are one row.
     """
     kernels: dict[tuple[str, str], list[tuple[float, Cost | None]]] = defaultdict(list)
+    idle: dict[tuple[str, str], float] = defaultdict(float)
     kinds: dict[str, float] = defaultdict(float)
-    for event, cost in zip(events, costs_of(events, costs, steps), strict=True):
+    each = zip(events, costs_of(events, costs, steps), idle_before(events), strict=True)
+    for event, cost, waited in each:
         origin = origin_of(event, source)
-        row = kernels[re.sub(r"([._]\d+)+$", "", event.name), origin]
-        row.append((event.duration_ns, cost))
+        key = re.sub(r"([._]\d+)+$", "", event.name), origin
+        kernels[key].append((event.duration_ns, cost))
+        idle[key] += waited
         kinds[kind_of(event.name, origin)] += event.duration_ns
     busy = sum(kinds.values())
     first = min((e.start_ns for e in events), default=0.0)
@@ -176,6 +183,7 @@ def summarize(
             "calls": len(calls) / steps,
             "ms": sum(ns for ns, _ in calls) / steps / 1e6,
             "share": sum(ns for ns, _ in calls) / busy,
+            "ms_idle_before": idle[name, origin] / steps / 1e6,
             **work(calls, limits, steps),
         }
         for (name, origin), calls in kernels.items()
@@ -184,12 +192,22 @@ def summarize(
         "steps": steps,
         "ms_busy": busy / steps / 1e6,
         "ms_span": (last - first) / steps / 1e6,
+        "ms_idle": sum(idle.values()) / steps / 1e6,
         "kinds": [
             {"kind": kind, "ms": ns / steps / 1e6, "share": ns / busy}
             for kind, ns in sorted(kinds.items(), key=lambda item: -item[1])
         ],
         "kernels": sorted(rows, key=lambda row: -row["ms"]),
     }
+
+
+def idle_before(events: Sequence[Event]) -> list[float]:
+    """Nanoseconds before each event in which the device ran nothing."""
+    waited, end = [0.0] * len(events), min((e.start_ns for e in events), default=0.0)
+    for i in sorted(range(len(events)), key=lambda i: events[i].start_ns):
+        waited[i] = max(0.0, events[i].start_ns - end)
+        end = max(end, events[i].start_ns + events[i].duration_ns)
+    return waited
 
 
 def hidden(events: Sequence[Event], source: dict[str, str]) -> dict[str, float]:
@@ -237,13 +255,14 @@ def work(
     }
 
 
-KERNEL_COLUMNS = ["kernel", "from", "calls", "ms", "share", "GB", "TF/s", "floor"]
+KERNEL_COLUMNS = ["kernel", "from", "calls", "ms", "share", "idle", "GB", "TF/s", "floor"]
 
 
 def show(table: dict[str, Any]) -> None:
     console = screen()
     kinds = [[k["kind"], f"{k['ms']:.3f}", f"{k['share']:.1%}"] for k in table["kinds"]]
     title = f"a step by kind: {table['ms_busy']:.2f} ms busy of {table['ms_span']:.2f} ms"
+    title += f", {table['ms_idle']:.2f} idle"
     console.print(to_rich(title, ["kind", "ms", "share"], kinds))
     kernels = [
         [
@@ -252,6 +271,7 @@ def show(table: dict[str, Any]) -> None:
             f"{k['calls']:.1f}",
             f"{k['ms']:.3f}",
             f"{k['share']:.1%}",
+            f"{k['ms_idle_before']:.3f}",
             f"{k['bytes'] / 1e9:.2f}" if "bytes" in k else "-",
             f"{k['flops'] / 1e9 / k['ms']:.0f}" if k.get("flops") else "-",
             f"{k['floor']:.0%}" if "floor" in k else "-",

@@ -331,6 +331,9 @@ StackFrames
     moved = [Cost("loop_add_fusion.1", 1, 1500000, 0.0, False)]
     table = profile.summarize(events, source, moved, limits)
     assert table["ms_busy"] == pytest.approx(8) and table["ms_span"] == pytest.approx(28 / 3)
+    # From 3 to 5 and from 8 to 10 nothing runs; three steps.
+    assert table["ms_idle"] == pytest.approx(4 / 3)
+    assert [k["ms_idle_before"] for k in table["kernels"]] == pytest.approx([2 / 3, 2 / 3, 0])
     assert [k["kind"] for k in table["kinds"]] == ["matmul", "elementwise", "reduction"]
     top, second, _ = table["kernels"]
     assert (top["name"], top["from"]) == ("nvjet_tst_128x256", "dot_general backward")
