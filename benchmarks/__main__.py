@@ -48,6 +48,7 @@ from benchmarks.packing import bench_packing
 from benchmarks.peers import nanochat_step
 from benchmarks.plans import bench_plans
 from benchmarks.population import bench_population
+from benchmarks.products import bench_products
 from benchmarks.projection import project
 from benchmarks.quickstart import bench_quickstart
 from benchmarks.race import SAME, draw, race
@@ -101,6 +102,7 @@ WHAT = {
     "population": "N small models at once beside one after another: population --members 1 4 16",
     "memory": "what a step needs: here, or on --devices N virtual ones; --techniques, --longest",
     "optim": "an update of every optimizer on a configuration's parameters: optim [NAME ...]",
+    "products": "a step's matmuls at the power limit: XLA, each of cuBLASLt's kernels, ours",
     "projection": "hours to GPT-2's CORE on eight GPUs, computed from records",
     "quickstart": "the quickstart's run on this machine, three seeds",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
@@ -250,7 +252,12 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The records of a command line, each as soon as it is measured; a long one as it grows."""
     step = {"loss": bench_loss, "matmul": bench_matmuls, "rows": bench_rows}
     kernels = step | {"attention": bench_attention, "decode": bench_decode}
-    whole = {"optim": bench_optimizers, "finetune": bench_finetune, "tasks": bench_tasks}
+    whole = {
+        "optim": bench_optimizers,
+        "products": bench_products,
+        "finetune": bench_finetune,
+        "tasks": bench_tasks,
+    }
     if a.tune and a.what == "attention":
         yield tune_attention(a.out, a.variant, a.overrides)
     elif a.what == "decode" and a.config:

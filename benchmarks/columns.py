@@ -158,6 +158,13 @@ SERVE_SOAK: Columns = {
     "first_mib": rounded(",.1f"),
     "last_mib": rounded(",.1f"),
 }
+PRODUCTS: Columns = {
+    "count": rounded(",.0f"),
+    "ms": rounded(".3f"),
+    "burst_ms": rounded(".3f"),
+    "ms_of_burst": rounded(".3f"),
+    "tflops": rounded(".0f"),
+}
 PACKED: Columns = {
     "crop": rounded(".2%"),
     "cuts": rounded(".3f"),
@@ -293,6 +300,9 @@ TITLES = {
     "ratio_compiled_each": "times with compiling",
     "examples_per_s": "examples/s",
     "speedup": "speed-up",
+    "count": "times",
+    "burst_ms": "ms after a rest",
+    "ms_of_burst": "ms of the fastest after a rest",
     "ms": "ms",
     "floor_ms": "floor ms",
     "ms_forward_backward": "fwd+bwd ms",

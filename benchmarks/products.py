@@ -1,0 +1,228 @@
+"""The products of a training step at the power limit: XLA's choice, cuBLASLt's kernels, our own.
+
+    python -m benchmarks products --config gpt_d12
+
+Each is repeated for a second and more, so that the GPU's clock settles where its power limit holds
+it, and a row has the watts and the clock. `burst_ms` is of the first calls after a rest: what XLA
+chooses by. The last rows sum a step up, by backend and with the fastest of each product.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtrain_kernels.cross_entropy.xla import default_chunk
+from jaxtrain_kernels.dispatch import target
+from jaxtrain_kernels.matmul.hopper import gemm
+
+from benchmarks.cublaslt import Problem, Products
+from benchmarks.kernels import failure, finished, growing, measured, report
+from benchmarks.power import Meter
+from benchmarks.timing import median_ms, relative_error, rotating
+from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.estimate.workload import load_workload
+from jaxtrain.settings import UserError
+from jaxtrain.weights.params import Specs, is_block_matrix, path_name
+
+SECONDS = 0.25  # of a window; five are measured
+REST_S = 0.15  # after which the clock is up again
+BURST_CALLS = 4
+MOST = 12  # of cuBLASLt's kernels, the likeliest first
+TOLERANCE = 0.02  # a kernel whose result is further off than this was called wrongly
+JOINED = ("q", "k", "v")  # siblings that are one product
+
+
+class StepProduct(NamedTuple):
+    """A product of a step, and how often it is computed. pass_: forward, or the gradient of the
+    input or of the weight."""
+
+    name: str
+    pass_: str
+    count: int
+    problem: Problem
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.problem.M * self.problem.N * self.problem.K
+
+
+def step_products(specs: Specs, tokens: int, dtype: str = "bfloat16") -> list[StepProduct]:
+    """Those of the blocks' matrices and of the head, forward and backward, for so many tokens.
+
+    The head works by chunks of tokens, whose weight gradients are added up in float32.
+    Raises UserError for experts, whose groups are no plain products.
+    """
+    shapes: dict[str, tuple[int, int, int]] = {}  # count, in, out
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs):
+        parent, _, name = path_name(path).rpartition("/")
+        if spec.group == "experts":
+            raise UserError("products: a mixture of experts has groups of rows; bench matmul does")
+        if not (is_block_matrix(spec) or spec.role == "head"):
+            continue
+        ins, outs = spec.shape[-2:]
+        key = f"{parent}/qkv" if name in JOINED else path_name(path)
+        before = shapes.get(key, (0, 0, 0))[2]
+        shapes[key] = spec.size // (ins * outs), ins, outs + before
+    found = []
+    for name, (layers, ins, outs) in shapes.items():
+        rows, times, out_dtype = tokens, layers, dtype
+        if name == "head":
+            rows = min(tokens, default_chunk(tokens, outs))
+            times, out_dtype = layers * -(-tokens // rows), "float32"
+        each = {
+            "forward": Problem(rows, outs, ins, dtype=dtype, out_dtype=dtype),
+            "input": Problem(rows, ins, outs, b_turned=True, dtype=dtype, out_dtype=dtype),
+            "weight": Problem(ins, outs, rows, True, adds=name == "head", dtype=dtype,
+                              out_dtype=out_dtype),
+        }  # fmt: skip
+        found += [StepProduct(name, way, times, problem) for way, problem in each.items()]
+    return found
+
+
+def bench_products(
+    config: str, overrides: Sequence[str], variant: str | None
+) -> Iterator[dict[str, Any]]:
+    """The record, with one row more each time; the last has the sums."""
+    w = load_workload(config, overrides)
+    dtype = compute_dtype(w.config.train.precision)
+    products = step_products(w.spec.specs, w.tokens, str(jnp.dtype(dtype)))
+    label = {"config": w.name, "workload": w.facts()}
+    kept: list[dict[str, Any]] = []
+    for record in growing("products", dtype, variant, product_rows(products)):
+        kept = record["rows"]
+        yield record | label
+    totals = sums_of(kept)
+    for row in totals:
+        report(row)
+    yield finished("products", dtype, variant, [*kept, *totals]) | label
+
+
+def product_rows(products: Sequence[StepProduct]) -> Iterator[dict[str, Any]]:
+    for product in products:
+        p = product.problem
+        label = {
+            "name": f"{product.name} {product.pass_}", "shape": f"{p.M} x {p.N} x {p.K}",
+            "count": product.count,
+        }  # fmt: skip
+        sets = rotating(lambda key, p=p: operands(p, key))
+        expected = jax.jit(lambda a, b, y, p=p: multiply(p, a, b, y))(*sets[0])
+        fn = lambda a, b, y, p=p: multiply(p, a, b, y)
+        figures = measured(fn, sets, product.flops, seconds=SECONDS)
+        yield label | {"backend": "xla"} | (figures or {})
+        if ours := our_product(p):
+            figures = measured(ours, sets, product.flops, seconds=SECONDS)
+            yield label | {"backend": "mosaic"} | (figures or {})
+        if jax.default_backend() == "gpu":
+            yield label | {"backend": "cublaslt"} | fastest_of_library(product, sets, expected)
+
+
+def operands(p: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
+    """a, b and y of a problem, random; b at the scale that keeps the variance."""
+    keys = jax.random.split(key, 3)
+    a = jax.random.normal(keys[0], (p.K, p.M) if p.a_turned else (p.M, p.K), p.dtype)
+    b = jax.random.normal(keys[1], (p.N, p.K) if p.b_turned else (p.K, p.N), p.dtype)
+    y = jnp.zeros((p.M, p.N), p.out_dtype)
+    return a, (b * p.K**-0.5).astype(p.dtype), y
+
+
+def multiply(p: Problem, a: jax.Array, b: jax.Array, y: jax.Array) -> jax.Array:
+    """As a step does it."""
+    dims = (((0 if p.a_turned else 1,), (1 if p.b_turned else 0,)), ((), ()))
+    found = lax.dot_general(a, b, dims, preferred_element_type=jnp.dtype(p.out_dtype))
+    return y + found if p.adds else found
+
+
+def our_product(p: Problem) -> Any:
+    """The kernel of `gemm`, if it can serve."""
+    a = jax.ShapeDtypeStruct((p.M, p.K), p.dtype)
+    if p.a_turned or p.adds or gemm.supports(target(), a):
+        return None
+    return lambda a, b, _: gemm.matmul(a, b, b_is_NK=p.b_turned)
+
+
+def fastest_of_library(
+    product: StepProduct, sets: Sequence[tuple[jax.Array, ...]], expected: jax.Array
+) -> dict[str, Any]:
+    """The row of the kernel that is fastest when it goes on and on; `burst`: of the one that is
+    fastest after a rest."""
+    try:
+        products = Products(product.problem)
+        found = [
+            figures
+            for i in range(min(products.count, MOST))
+            if (figures := library_kernel(products, i, sets, expected))
+        ]
+    except (UserError, RuntimeError, OSError) as error:
+        return {"ms": None, "tflops": None, "failed": failure(error)}
+    if not found:
+        return {"ms": None, "tflops": None, "failed": "no kernel of cuBLASLt serves it"}
+    best = min(found, key=lambda row: row["ms"])
+    chosen = min(found, key=lambda row: row["burst_ms"])
+    rate = {"tflops": product.flops / best["ms"] / 1e9}
+    return best | rate | {"kernels": len(found), "ms_of_burst": chosen["ms"]}
+
+
+def library_kernel(
+    products: Products, i: int, sets: Sequence[tuple[jax.Array, ...]], expected: jax.Array
+) -> dict[str, Any] | None:
+    """Figures of one kernel; None where it cannot run. Raises RuntimeError for a wrong result."""
+    a, b, like_y = sets[0]
+    y = jnp.zeros_like(like_y)
+    jax.block_until_ready((y, sets))
+    try:
+        products.run(i, a, b, y)
+        products.block_until_ready()
+    except RuntimeError:
+        return None
+    if (error := relative_error(jnp.copy(y), expected)) > TOLERANCE:
+        raise RuntimeError(f"kernel {i} of cuBLASLt is off by {error:.2g}")
+
+    def call(a: jax.Array, b: jax.Array, _: jax.Array) -> Products:
+        products.run(i, a, b, y)
+        return products
+
+    time.sleep(REST_S)
+    burst = burst_ms(call, sets)
+    meter = Meter()
+    ms = median_ms(call, sets, seconds=SECONDS, meter=meter)
+    return {"ms": ms, "burst_ms": burst, **products.describe(i), "error": error} | meter.figures()
+
+
+def burst_ms(call: Any, sets: Sequence[tuple[jax.Array, ...]]) -> float:
+    begin = time.perf_counter()
+    for i in range(BURST_CALLS):
+        products = call(*sets[i % len(sets)])
+    products.block_until_ready()
+    return 1e3 * (time.perf_counter() - begin) / BURST_CALLS
+
+
+def sums_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A step's milliseconds in products, by the backends that have all of them; and the best."""
+    measured_rows = [row for row in rows if row.get("ms")]
+    by_product: dict[str, dict[str, float]] = {}
+    for row in measured_rows:
+        by_product.setdefault(row["name"], {})[row["backend"]] = row["count"] * row["ms"]
+    if len(by_product) < len({row["name"] for row in rows}):
+        return []  # of a product nothing was measured
+    flops = sum(
+        {row["name"]: row["count"] * row["ms"] * row["tflops"] for row in measured_rows}.values()
+    )
+    totals = {
+        backend: sum(times[backend] for times in by_product.values())
+        for backend in dict.fromkeys(row["backend"] for row in measured_rows)
+        if all(backend in times for times in by_product.values())
+    }
+    totals["fastest of each"] = sum(min(times.values()) for times in by_product.values())
+    return [
+        {
+            "name": "step",
+            "shape": "all products",
+            "backend": backend,
+            "ms": ms,
+            "tflops": flops / ms,
+        }
+        for backend, ms in totals.items()
+    ]
