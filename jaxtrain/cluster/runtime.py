@@ -23,7 +23,8 @@ def start(quiet: bool = False) -> None:
     if not jax.config.jax_compilation_cache_dir:
         cache = Path(os.environ.get("JAXTRAIN_CACHE", Path.home() / ".cache" / "jaxtrain"))
         jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    least = min(0.1, jax.config.jax_persistent_cache_min_compile_time_secs)  # 0 of the environment
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 

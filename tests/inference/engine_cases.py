@@ -12,7 +12,9 @@ from jaxtrain.data.tokenizer.tokenizer import Tokenizer, text_of
 from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
 
 VOCAB = 61
-LATENT = {"mla": {"kv_rank": 12, "rope_dim": 4}, "qk_norm": False, "value_embeddings": False}
+LATENT = {
+    "mla": {"kv_rank": 12, "rope_dim": 4}, "qk_norm": False, "value_embeddings": False, "depth": 2,
+}  # fmt: skip
 MODELS = {
     "nanochat": {},
     "grouped": {"kv_heads": 2, "attention_softcap": 5.0},

@@ -145,6 +145,7 @@ def test_a_grammar_is_asked_after_each_token(calls):
     assert found["b"] == run(make_engine(), [other])["b"]
 
 
+@pytest.mark.slow
 def test_a_grammar_holds_where_pages_run_out():
     """Its last token is read in the search for pages, after the other's program was chosen."""
     pytest.importorskip("llguidance")

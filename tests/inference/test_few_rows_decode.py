@@ -43,7 +43,7 @@ def decode_text(slots, backend, **fields):
 
 
 @pytest.mark.parametrize("ffn", ["relu2", "swiglu"])
-@pytest.mark.quick("swiglu")
+@pytest.mark.slow
 def test_a_layer_of_one_row_has_four_products(ffn):
     """Queries, keys and values; the output; up, with the gate; down."""
     text = decode_text(1, "triton", ffn=ffn)

@@ -43,6 +43,7 @@ def in_parts(engine):
 PROMPTS = ["To be, or not", "A", "We few, we happy few, we band of brothers"]
 
 
+@pytest.mark.slow
 def test_its_text_is_that_of_generate(run):
     saved = load_saved(run)
     how = Sampling(tokens=12, temperature=0)

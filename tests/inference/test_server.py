@@ -103,12 +103,13 @@ def test_metrics_and_health(server, client):
 def logprobs_of(saved):
     """token ids -> log-probabilities [T, V] of the token after each."""
 
-    def run(ids):
-        model = nnx.merge(saved.graphdef, jax.device_put(saved.params))
-        states = model(jnp.asarray(ids, jnp.int32)[None]).states[0]
-        return np.asarray(jax.nn.log_softmax(model.logits(states)))
+    @jax.jit
+    def run(params, ids):
+        model = nnx.merge(saved.graphdef, params)
+        return jax.nn.log_softmax(model.logits(model(ids[None]).states[0]))
 
-    return run
+    params = jax.device_put(saved.params)
+    return lambda ids: np.asarray(run(params, jnp.asarray(ids, jnp.int32)))
 
 
 def test_echoed_prompts_have_the_models_logprobs(client, saved, logprobs_of):
@@ -143,8 +144,9 @@ def test_chat_logprobs(client):
 @pytest.mark.quick("mean")
 def test_embeddings_are_the_pooled_final_states(saved, pooling):
     ids = [256, *b"To be"]
-    states = nnx.merge(saved.graphdef, jax.device_put(saved.params))(jnp.array([ids])).states[0]
-    expected = np.asarray(states.mean(0) if pooling == "mean" else states[-1], np.float32)
+    run = jax.jit(lambda params, rows: nnx.merge(saved.graphdef, params)(rows).states[0])
+    states = np.asarray(run(jax.device_put(saved.params), jnp.array([ids])), np.float32)
+    expected = states.mean(0) if pooling == "mean" else states[-1]
     expected = expected / np.linalg.norm(expected)
     with live(saved, pooling=pooling) as one:
         found = one.client().embeddings.create(model="tiny", input=["To be", "or"])

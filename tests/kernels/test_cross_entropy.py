@@ -228,7 +228,7 @@ def test_float8_logits_are_those_of_rounded_operands_and_gradients_go_straight_t
         f = functools.partial(linear_cross_entropy, implementation="reference", **call)
         return f(logits, one, jnp.asarray(labels), jnp.asarray(weights))
 
-    loss, dlogits = jax.value_and_grad(of_logits)(near[0] @ near[1])
+    loss, dlogits = jax.jit(jax.value_and_grad(of_logits))(near[0] @ near[1])
     for a, b in zip(got, (loss, dlogits @ w.T, x.T @ dlogits)):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
 

@@ -1,5 +1,6 @@
 """Which backend serves: preference, refusals with their reasons, the log."""
 
+import functools
 import inspect
 import logging
 
@@ -192,11 +193,12 @@ def test_attention_follows_the_table(monkeypatch):
                 seen.append((name, call.tiling)), original(q, k, v, call)
             )[1],
         )  # fmt: skip
-    attention(*qkv(H=128))
-    attention(*qkv(H=64))
-    attention(*qkv(H=128), implementation="xla", tiling={})
-    attention(*qkv(H=128), implementation="xla", tiling={"block": 4})
-    attention(*qkv(H=128), implementation="reference")
+    run = lambda H, **how: jax.eval_shape(functools.partial(attention, **how), *qkv(H=H))
+    run(128)
+    run(64)
+    run(128, implementation="xla", tiling={})
+    run(128, implementation="xla", tiling={"block": 4})
+    run(128, implementation="reference")
     assert seen == [("xla", block), ("xla", None), ("xla", None), ("xla", {"block": 4}),
                     ("reference", None)]  # fmt: skip
 

@@ -243,13 +243,14 @@ def test_the_loss_has_its_three_matmuls_in_float8(softcap, name):
 
     def run(name):
         loss = functools.partial(linear_cross_entropy, implementation=name, **given)
-        return jax.value_and_grad(lambda x, w: 0.25 * loss(x, w, labels, weights), (0, 1))(x, w)
+        both = jax.value_and_grad(lambda x, w: 0.25 * loss(x, w, labels, weights), (0, 1))
+        return jax.jit(both)(x, w)
 
     x8, w8 = (numpy_rounded(a, E4M3).astype(np.float32) for a in (x, w))
     of_logits = lambda logits: loss_reference.linear_cross_entropy(
         logits, jnp.eye(V), labels, weights, **given
     )
-    total, d = jax.value_and_grad(of_logits)(jnp.asarray(x8 @ w8))
+    total, d = jax.jit(jax.value_and_grad(of_logits))(jnp.asarray(x8 @ w8))
     # The scale that two times the largest weight asks for.
     scale = numpy_cast(np.array([2 * weights.max()]), E5M2)[1]
     d8 = (np.asarray(d) / scale).astype(ml_dtypes.float8_e5m2).astype(np.float32) * scale

@@ -1,5 +1,6 @@
 """The hashed embedding of pairs of tokens: which pairs there are, and that it starts at nothing."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,8 +40,9 @@ def test_the_order_of_a_pair_counts():
     c = resolved(depth=1, bigram_rows=ROWS, smear=False, short_window=1, window_pattern="S",
                  last_layer_full=False)  # fmt: skip
     graphdef, specs = split(Transformer(c, VOCAB))
-    model = nnx.merge(graphdef, random_params(specs))
-    embedded = lambda *row: np.asarray(model.embed_tokens(jnp.asarray([row]), None)[0][0, -1])
+    params = random_params(specs)
+    embed = jax.jit(lambda p, row: nnx.merge(graphdef, p).embed_tokens(row[None], None)[0][0, -1])
+    embedded = lambda *row: np.asarray(embed(params, jnp.asarray(row)))
     assert np.abs(embedded(3, 4) - embedded(5, 4)).max() > 1e-3
     assert np.abs(embedded(3, 4) - embedded(4, 3)).max() > 1e-3
     np.testing.assert_array_equal(embedded(1, 3, 4), embedded(2, 3, 4))

@@ -60,3 +60,15 @@ def test_freed_memory_is_kept_where_there_are_only_cpus(platforms, plugins, expe
     finally:
         jax.config.update("jax_platforms", before)
     assert bool(kept) == expected
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(1.0, 0.1), (0.0, 0.0)])
+def test_programs_of_a_tenth_of_a_second_are_kept_or_of_less_where_asked(asked, kept):
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    try:
+        jax.config.update(name, asked)
+        runtime.start(quiet=True)
+        assert getattr(jax.config, name) == kept
+    finally:
+        jax.config.update(name, before)
