@@ -51,8 +51,8 @@ class Fp8Weight(Weight):
     """A matrix, or a stack of them: the array that receives the gradient, and its float8 copy.
 
     amax: where scaling is delayed, of the input and of the output's gradient. keep_hidden: the
-    backward pass has hidden layers in 16 bits, not in float8 alone. epilogue: hidden layers are cast
-    by the products that make them.
+    backward pass has hidden layers in 16 bits, not in float8 alone. epilogue: hidden layers are
+    cast by the products that make them.
     """
 
     w_KN: Any

@@ -46,8 +46,8 @@ def fp8_feed_forward_relu2(
     keep_hidden: the backward pass has the hidden layer in x's dtype; else the root of its square's
     float8 copy, which it keeps anyway: 2 bytes less for each hidden value, of which the gradient's
     factor is then off by at most 1/32 (before its own cast, which is off by up to 1/8).
-    epilogue: backend of `fp8_product_quantized`, in which the hidden layer and its gradient are cast
-    where they are made. It needs amax_22. None: casts read both in x's dtype.
+    epilogue: backend of `fp8_product_quantized`, in which the hidden layer and its gradient are
+    cast where they are made. It needs amax_22. None: casts read both in x's dtype.
     implementation: of `fp8_quantize`. Raises NotImplementedError on a device without float8, and
     where a named backend cannot serve; ValueError for an epilogue without amax_22.
     """
@@ -81,7 +81,7 @@ def _forward(options, x, weights, copies, amax_22):
     )
     x_fp8, seen_x = cast(itself, (_rows(x),), amax=most_x)
     of_hidden = x_fp8.q_MK, up.q_KM, x_fp8.scale * up.scale
-    if options.epilogue is None:
+    if options.epilogue is None or most_a is None:
         h_MF = _pinned(options.constrain, fp8_product(*of_hidden, x.dtype), x)
         a_fp8, seen_a = cast(relu2, (h_MF,), amax=most_a)
     else:
@@ -110,7 +110,7 @@ def _backward(options, saved, dy):
     exact = functools.partial(fp8_product, exact=True)
     dy_fp8, seen_dy = cast(itself, (_rows(dy),), amax=most_dy)
     of_activation = dy_fp8.q_MK, down.q_MK, dy_fp8.scale * down.scale
-    if options.epilogue is None:
+    if options.epilogue is None or most_dh is None:
         da_MF = _pinned(options.constrain, exact(*of_activation, h_MF.dtype), dy)
         dh_fp8, seen_dh = cast(relu2_grad, (da_MF, h_MF), amax=most_dh)
     else:

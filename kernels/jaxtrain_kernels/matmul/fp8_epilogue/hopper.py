@@ -130,11 +130,9 @@ def _product(options, operands, factors, tiling, interpret):
 
     def fp8_epilogue_matmul(*refs, a, b, parts, q, qt, full, free, arrived=None):
         inputs, outputs = refs[: 3 + plan.other], refs[3 + plan.other :]
-        other = inputs[2] if plan.other else None
-        arrays = EpilogueArrays(
-            gemm.GemmArrays(inputs[0], inputs[1], other, None), inputs[-1], *outputs[:3],
-            outputs[3] if plan.keep else None,
-        )  # fmt: skip
+        given = gemm.GemmArrays(inputs[0], inputs[1], inputs[2] if plan.other else None, None)
+        q_MN, q_NM, most, *kept = outputs
+        arrays = EpilogueArrays(given, inputs[-1], q_MN, q_NM, most, kept[0] if plan.keep else None)
         memory = EpilogueMemory(gemm.GemmMemory(a, b, parts, full, free, arrived), q, qt)
         hopper.specialize_warpgroups(
             WARPGROUPS,
@@ -238,9 +236,7 @@ def _fetch_other(work: EpilogueWork, t: Any):
     row, column = gemm.place_of(work.plan.gemm, t)
     for n, (r, c) in enumerate(work.plan.gemm.places):
         plgpu.copy_gmem_to_smem(
-            work.arrays.gemm.other.at[
-                pl.ds(work.gemm.own(row) + r, PART), pl.ds(column + c, PART)
-            ],
+            work.arrays.gemm.other.at[pl.ds(work.gemm.own(row) + r, PART), pl.ds(column + c, PART)],
             work.gemm.part(n),
             _arrived(work, n),
         )
@@ -294,8 +290,9 @@ def _store(work: EpilogueWork, t: Any, i: Any, product: Any):
     most: dict[int, Any] = {}
     for n, (r, c) in enumerate(plan.gemm.places):
         place = lax.rem(i * len(plan.gemm.places) + n, tiling.parts)
-        part, q, qt = work.gemm.part(place), *(
-            tiles.at[work.gemm.warpgroup, place] for tiles in (work.memory.q, work.memory.qt)
+        part, q, qt = (
+            work.gemm.part(place),
+            *(tiles.at[work.gemm.warpgroup, place] for tiles in (work.memory.q, work.memory.qt)),
         )
         plgpu.wait_smem_to_gmem((tiling.parts - 1) * plan.copies, wait_read_only=True)
         others, others_turned = [], []
