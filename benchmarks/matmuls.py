@@ -16,6 +16,7 @@ from jaxtrain_kernels.matmul import hopper
 
 from benchmarks import integer_chain, integers
 from benchmarks.casts import casts
+from benchmarks.epilogues import epilogue_rows
 from benchmarks.kernels import Row, chosen, error_of, growing, measured, sized
 from benchmarks.timing import rotating
 from jaxtrain.cluster.runtime import compute_dtype
@@ -54,6 +55,7 @@ class Stacks(NamedTuple):
 DENSE = (
     Dense("m65536_k1536_n6144", 65536, 1536, 6144),
     Dense("m65536_k768_n3072", 65536, 768, 3072),
+    Dense("m32768_k1536_n6144", 32768, 1536, 6144),
 )
 GROUPED = (
     Grouped("m65536_k1536_n3072_e8", 65536, 1536, 3072, 8),
@@ -66,8 +68,9 @@ STACKS = (
 # plain: matmuls in sixteen bits and nothing else; fp8_delayed: scaled by earlier maxima;
 # fp8_xla, fp8_delayed_xla: cast by XLA. xla and mosaic are of the other ops.
 # triton, reduce and dot are of products with integer codes.
-BACKENDS = ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla", "xla", "mosaic", "tokamax",
-            *integers.BACKENDS[1:])  # fmt: skip
+# fp8_epilogue: fp8_delayed with the casts of the hidden layer in the products before them.
+BACKENDS = ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla", "fp8_epilogue", "xla",
+            "mosaic", "tokamax", *integers.BACKENDS[1:])  # fmt: skip
 
 
 def bench_matmuls(
@@ -87,6 +90,7 @@ def matmul_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
     shapes, backends = chosen("matmul", names, known, BACKENDS)
     for part, all_shapes, small in (
         (dense, DENSE, small_dense), (hidden_casts, DENSE, small_dense),
+        (hidden_products, DENSE, small_dense),
         (grouped, GROUPED, small_grouped), (muon, STACKS, small_stacks),
         (integers.product_rows, integers.PRODUCTS, integers.small_product),
         (integer_chain.chain_rows, integer_chain.CHAINS, integer_chain.small_chain),
@@ -104,7 +108,7 @@ def dense(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
     }  # fmt: skip
     networks = {b: with_gradients(network(b)) for b in feed_forward.BACKENDS if b != "reference"}
     networks |= {"fp8": with_gradients(kernels.fp8_feed_forward_relu2)}
-    networks |= {"fp8_delayed": delayed_network()}
+    networks |= {"fp8_delayed": delayed_network(), "fp8_epilogue": delayed_network("mosaic")}
     for op, functions, flops in (
         ("linear", layers, 6.0 * s.M * s.K * s.N),
         ("feed_forward_relu2", networks, 12.0 * s.M * s.K * s.N),
@@ -152,9 +156,11 @@ def delayed(cast: str | None) -> Callable[..., Any]:
     return run
 
 
-def delayed_network() -> Callable[..., Any]:
+def delayed_network(epilogue: str | None = None) -> Callable[..., Any]:
     """The same of a feed-forward network whose casts hold the squared ReLU."""
-    f = lambda x, up, down, amax_22: kernels.fp8_feed_forward_relu2(x, up, down, amax_22=amax_22)
+    f = lambda x, up, down, amax_22: kernels.fp8_feed_forward_relu2(
+        x, up, down, amax_22=amax_22, epilogue=epilogue
+    )
 
     def run(dy: Any, *arguments: Any) -> Any:
         most_22 = jnp.array([[6.0, 64.0], [36.0, 6.0]])
@@ -167,6 +173,11 @@ def delayed_network() -> Callable[..., Any]:
 def hidden_casts(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
     """The casts of a hidden layer's size."""
     return casts(s.name, (s.M, s.N), backends, dtype)
+
+
+def hidden_products(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
+    """The products into a hidden layer and into its gradient, with their casts."""
+    return epilogue_rows(s.name, (s.M, s.K, s.N), backends, dtype)
 
 
 def dense_inputs(op: str, s: Dense, dtype: Any, key: jax.Array) -> Arrays:

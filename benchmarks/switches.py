@@ -28,6 +28,7 @@ ALONE = {
     "symmetric": ("optim.symmetric=true",),
 }
 FP8 = ("model.fp8=blocks",)
+EPILOGUE = ("model.fp8_epilogue=true",)
 QKV, HEAD = ("model.kernels.qkv=mosaic",), ("model.kernels.loss=fp8_head",)
 # Beside all kernels.
 MORE = {
@@ -45,7 +46,9 @@ def variants() -> dict[str, tuple[str, ...]]:
     more = {f"bf16 and {name}": lines for name, lines in MORE.items()}
     # In float8, one array of queries, keys and values is no default: it has one scale.
     more |= {"fp8_delayed and qkv": (*delayed, *QKV)}
+    more |= {"fp8_delayed and epilogue": (*delayed, *EPILOGUE)}
     more |= {"fp8_delayed and all": (*delayed, *QKV, *HEAD)}
+    more |= {"fp8_delayed and all with epilogue": (*delayed, *QKV, *HEAD, *EPILOGUE)}
     return {"bf16": (), "xla": NONE, **alone, "fp8": FP8, "fp8_delayed": delayed, **more}
 
 

@@ -46,6 +46,7 @@ MASKED = "objective.name=masked_lm model.window_pattern=L"
 MOE = "model.moe.experts=4"
 GPU_OR_TPU = "GPU, TPU"
 NO_LOSS = "model.kernels.loss=null"
+NO_EPILOGUE = "model.fp8_epilogue=false"
 FEATURES = {
     # ---- the mesh
     "data": axis("data"),
@@ -92,6 +93,10 @@ FEATURES = {
                            "model.fp8_history=2 model.fp8=blocks", "GPU (Hopper or later)"),
     "fp8_hidden": Feature("float8 hidden layers", "model.fp8_hidden", given,
                           "model.fp8_hidden=true model.fp8=blocks", "GPU (Hopper or later)"),
+    "fp8_epilogue": Feature("float8 casts in the products of hidden layers", "model.fp8_epilogue",
+                            given, "model.fp8_epilogue=true model.fp8=blocks model.fp8_history=2",
+                            "GPU (Hopper)"),
+    "no fp8_history": Feature("", "model.fp8_history", absent, "model.fp8_history=null"),
     "fp8_loss": Feature("float8 head", "model.kernels.loss", lambda name: name in FP8_LOSSES,
                         "model.kernels.loss=fp8_head", "GPU (Hopper or later)"),
     "other ffn": Feature("", "model.ffn", lambda kind: kind != "relu2", "model.ffn=gelu"),
@@ -258,6 +263,12 @@ REFUSALS = (
     Refusal("fp8_hidden", "other ffn", "the root of a squared ReLU's copy is its input",
             "model.fp8_hidden=false"),
     Refusal("fp8_hidden", "ffn_bias", "biases take the unfused path", "model.ffn_bias=false"),
+    Refusal("fp8_epilogue", "no fp8_history", "a product casts by scales known before it",
+            "model.fp8_history=16"),
+    Refusal("fp8_epilogue", "other ffn", "its kernel has the squared ReLU", NO_EPILOGUE),
+    Refusal("fp8_epilogue", "ffn_bias", "biases take the unfused path", "model.ffn_bias=false"),
+    *(Refusal("fp8_epilogue", axis, "its kernel runs on one device", f"mesh.{axis}=1")
+      for axis in AXES if axis != "pipeline"),
     Refusal("fp8_history", "ffn_tiles", ONE_CALL, "model.ffn_tiles=1"),
     Refusal("fp8_history", "prompt", ONE_CALL, "model.fp8_history=null"),
     Refusal("fp8_history", "pipeline", ONE_CALL, "mesh.pipeline=1"),

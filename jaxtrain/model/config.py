@@ -182,6 +182,11 @@ class ModelFields[Size: int | None](Settings):
         description="the backward pass of float8 training has squared-ReLU hidden layers in float8 "
         "alone: 2 bytes less for each hidden value, and an error of the gradient of at most 3%",
     )
+    fp8_epilogue: bool = Field(
+        False,
+        description="squared-ReLU hidden layers and their gradients are cast to float8 by the "
+        "products that make them (an own kernel for Hopper): they are read once less",
+    )
     fp8_history: int | None = Field(
         None,
         ge=1,

@@ -25,13 +25,16 @@ from jaxtrain.weights.params import Params, Specs
 
 class Float8(StepTransform):
     """history: steps whose largest magnitudes the scales come from; None: each tensor's own.
-    keep_hidden: the backward pass has hidden layers in 16 bits."""
+    keep_hidden: the backward pass has hidden layers in 16 bits. epilogue: hidden layers are cast by
+    the products that make them."""
 
     name = "amax_history"
     rewinds = True
 
-    def __init__(self, history: int | None = None, keep_hidden: bool = True):
-        self.history, self.keep_hidden = history, keep_hidden
+    def __init__(
+        self, history: int | None = None, keep_hidden: bool = True, epilogue: bool = False
+    ):
+        self.history, self.keep_hidden, self.epilogue = history, keep_hidden, epilogue
         self.has_state = history is not None
 
     def init(self, params: Params, specs: Specs) -> AmaxHistory | None:
@@ -46,7 +49,8 @@ class Float8(StepTransform):
     def wrap_params(
         self, params: Params, specs: Specs, prepared: Fp8Copies, statistics: AmaxHistory | None
     ) -> Params:
-        return with_fp8(params, prepared, specs, statistics, self.keep_hidden)
+        options = self.keep_hidden, self.epilogue
+        return with_fp8(params, prepared, specs, statistics, *options)
 
     def after_gradients(
         self, state: AmaxHistory | None, seen: AmaxHistory, grad_scale: jax.Array
@@ -58,4 +62,5 @@ class Float8(StepTransform):
 
 
 def float8(c: Resolved, dtype: jnp.dtype) -> Float8 | None:
-    return Float8(c.model.fp8_history, not c.model.fp8_hidden) if c.model.fp8 else None
+    m = c.model
+    return Float8(m.fp8_history, not m.fp8_hidden, m.fp8_epilogue) if m.fp8 else None

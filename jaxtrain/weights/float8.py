@@ -44,20 +44,22 @@ class AmaxHistory(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["w_KN", "fp8", "amax"],
-    meta_fields=["keep_hidden"],
+    meta_fields=["keep_hidden", "epilogue"],
 )
 @dataclasses.dataclass(frozen=True)
 class Fp8Weight(Weight):
     """A matrix, or a stack of them: the array that receives the gradient, and its float8 copy.
 
     amax: where scaling is delayed, of the input and of the output's gradient. keep_hidden: the
-    backward pass has hidden layers in 16 bits, not in float8 alone.
+    backward pass has hidden layers in 16 bits, not in float8 alone. epilogue: hidden layers are
+    cast by the products that make them.
     """
 
     w_KN: Any
     fp8: Any  # a kernels.Fp8
     amax: Any = None
     keep_hidden: bool = True
+    epilogue: bool = False
 
     def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         amax_2 = None if self.amax is None else jnp.stack(self.amax)
@@ -95,13 +97,18 @@ class Fp8Weight(Weight):
         amax_22 = None
         if self.amax is not None and down.amax is not None:
             amax_22 = jnp.stack([jnp.stack(self.amax), jnp.stack(down.amax)])
+        if self.epilogue and current_mesh() is not None:
+            raise UserError("model.fp8_epilogue runs on one device: set it to false on a mesh")
+        run = functools.partial(
+            kernels.fp8_feed_forward_relu2, x, self.w_KN, down.w_KN, copies=(self.fp8, down.fp8),
+            amax_22=amax_22, constrain=pinned, keep_hidden=self.keep_hidden,
+            implementation=cast_backend() or implementation,
+        )  # fmt: skip
         try:
-            return kernels.fp8_feed_forward_relu2(
-                x, self.w_KN, down.w_KN, copies=(self.fp8, down.fp8), amax_22=amax_22,
-                constrain=pinned, keep_hidden=self.keep_hidden,
-                implementation=cast_backend() or implementation,
-            )  # fmt: skip
+            return run(epilogue="mosaic" if self.epilogue else None)
         except NotImplementedError as error:
+            if self.epilogue:
+                raise UserError(f"model.fp8_epilogue: {error}; leave it out") from None
             raise UserError(f"model.kernels.ffn: {error}; xla takes XLA's") from None
 
     def dequantize(self) -> Float[Array, "K N"]:
@@ -156,8 +163,9 @@ def with_fp8(
     specs: Specs,
     amax: AmaxHistory | None = None,
     keep_hidden: bool = True,
+    epilogue: bool = False,
 ) -> Params:
-    """The parameters with Fp8Weight in place of those that have a copy.
+    """The parameters with Fp8Weight in place of those that have a copy; its options follow.
 
     Of matrices with the same input one reports its maximum: gradients of several would add up.
     """
@@ -165,13 +173,14 @@ def with_fp8(
 
     def put(path: tuple[Any, ...], param: Array, spec: ParamSpec, copy: Any) -> Any:
         if copy is None or amax is None:
-            return param if copy is None else Fp8Weight(param, copy, None, keep_hidden)
+            return param if copy is None else Fp8Weight(param, copy, None, keep_hidden, epilogue)
         name = path_name(path)
         tensor = reads(name, spec)
         most_L = amax.inputs[tensor]
         most_L = jax.lax.stop_gradient(most_L) if tensor in reported else most_L
         reported.add(tensor)
-        return Fp8Weight(param, copy, (most_L, amax.gradients[name]), keep_hidden)
+        maxima = most_L, amax.gradients[name]
+        return Fp8Weight(param, copy, maxima, keep_hidden, epilogue)
 
     return jax.tree_util.tree_map_with_path(put, params, specs, copies)
 

@@ -1,11 +1,13 @@
 """The feed-forward network with the squared ReLU in float8: the activation is part of the casts.
 
 One cast reads the hidden layer and writes relu(h)^2 in e4m3, in both layouts; in the backward one
-reads h and the activation's gradient and writes h's in e5m2. Neither is ever there in 16 bits.
+reads h and the activation's gradient and writes h's in e5m2. Neither is ever there in 16 bits. With
+delayed scaling the casts may be part of the products before them (`epilogue`).
 """
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from jaxtrain_kernels.matmul.fp8 import (
     fp8_quantize_function,
 )
 from jaxtrain_kernels.matmul.fp8.functions import itself, relu2, relu2_grad
+from jaxtrain_kernels.matmul.fp8_epilogue import fp8_product_quantized
 
 
 def fp8_feed_forward_relu2(
@@ -31,6 +34,7 @@ def fp8_feed_forward_relu2(
     amax_22: Float[Array, "2 2"] | None = None,
     constrain: Callable[[Array], Array] = lambda h: h,
     keep_hidden: bool = True,
+    epilogue: str | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*M D"]:
     """relu(x W_up)^2 W_down in x's dtype, with all six products in float8 as in `fp8_matmul`.
@@ -42,51 +46,79 @@ def fp8_feed_forward_relu2(
     keep_hidden: the backward pass has the hidden layer in x's dtype; else the root of its square's
     float8 copy, which it keeps anyway: 2 bytes less for each hidden value, of which the gradient's
     factor is then off by at most 1/32 (before its own cast, which is off by up to 1/8).
-    implementation: of `fp8_quantize`. Raises NotImplementedError on a device without float8.
+    epilogue: backend of `fp8_product_quantized`, in which the hidden layer and its gradient are
+    cast where they are made. It needs amax_22. None: casts read both in x's dtype.
+    implementation: of `fp8_quantize`. Raises NotImplementedError on a device without float8, and
+    where a named backend cannot serve; ValueError for an epilogue without amax_22.
     """
+    if epilogue is not None and amax_22 is None:
+        raise ValueError("an epilogue casts by scales that are known before: pass amax_22")
     if copies is None:
         quantize = functools.partial(fp8_quantize, implementation=implementation)
         weights = jax.lax.stop_gradient((w_up_DF, w_down_FD))
         copies = quantize(weights[0]), quantize(weights[1])
-    options = implementation, constrain, keep_hidden
-    return _network(*options, x, (w_up_DF, w_down_FD), copies, amax_22)
+    options = NetworkOptions(implementation, constrain, keep_hidden, epilogue)
+    return _network(options, x, (w_up_DF, w_down_FD), copies, amax_22)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _network(implementation, constrain, keep_hidden, x, weights, copies, amax_22):
-    return _forward(implementation, constrain, keep_hidden, x, weights, copies, amax_22)[0]
+class NetworkOptions(NamedTuple):
+    implementation: str | None
+    constrain: Callable[[Array], Array]
+    keep_hidden: bool
+    epilogue: str | None
 
 
-def _forward(implementation, constrain, keep_hidden, x, weights, copies, amax_22):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _network(options, x, weights, copies, amax_22):
+    return _forward(options, x, weights, copies, amax_22)[0]
+
+
+def _forward(options, x, weights, copies, amax_22):
     up, down = copies
     most_x, most_a = (None, None) if amax_22 is None else amax_22[:, 0]
-    cast = functools.partial(fp8_quantize_function, dtype=E4M3, implementation=implementation)
+    cast = functools.partial(
+        fp8_quantize_function, dtype=E4M3, implementation=options.implementation
+    )
     x_fp8, seen_x = cast(itself, (_rows(x),), amax=most_x)
-    h_MF = fp8_product(x_fp8.q_MK, up.q_KM, x_fp8.scale * up.scale, x.dtype)
-    h_MF = _pinned(constrain, h_MF, x)
-    a_fp8, seen_a = cast(relu2, (h_MF,), amax=most_a)
+    of_hidden = x_fp8.q_MK, up.q_KM, x_fp8.scale * up.scale
+    if options.epilogue is None or most_a is None:
+        h_MF = _pinned(options.constrain, fp8_product(*of_hidden, x.dtype), x)
+        a_fp8, seen_a = cast(relu2, (h_MF,), amax=most_a)
+    else:
+        a_fp8, seen_a, h_MF = fp8_product_quantized(
+            *of_hidden, relu2, E4M3, most_a, product_dtype=x.dtype, keep=options.keep_hidden,
+            implementation=options.epilogue,
+        )  # fmt: skip
     y_MD = fp8_product(a_fp8.q_MK, down.q_KM, a_fp8.scale * down.scale, x.dtype)
     # Of what is multiplied the backward needs the transposes alone, of the weights what is not
     # transposed; empty arrays carry the weights' dtypes.
     read = x_fp8._replace(q_MK=None), a_fp8._replace(q_MK=None)
     copies = up._replace(q_KM=None), down._replace(q_KM=None)
     like = weights[0][:0], weights[1][:0]
-    h_MF = h_MF if keep_hidden else None
+    h_MF = h_MF if options.keep_hidden else None
     return y_MD.reshape(x.shape), (read, h_MF, copies, like, amax_22, (seen_x, seen_a))
 
 
-def _backward(implementation, constrain, keep_hidden, saved, dy):
+def _backward(options, saved, dy):
     (x_fp8, a_fp8), h_MF, (up, down), (like_up, like_down), amax_22, seen = saved
-    if not keep_hidden:
-        h_MF = _pinned(constrain, _root(a_fp8, dy.dtype), dy)
+    if not options.keep_hidden:
+        h_MF = _pinned(options.constrain, _root(a_fp8, dy.dtype), dy)
     most_dh, most_dy = (None, None) if amax_22 is None else amax_22[:, 1]
-    cast = functools.partial(fp8_quantize_function, dtype=E5M2, implementation=implementation)
+    cast = functools.partial(
+        fp8_quantize_function, dtype=E5M2, implementation=options.implementation
+    )
     exact = functools.partial(fp8_product, exact=True)
     dy_fp8, seen_dy = cast(itself, (_rows(dy),), amax=most_dy)
-    da_MF = exact(dy_fp8.q_MK, down.q_MK, dy_fp8.scale * down.scale, h_MF.dtype)
-    da_MF = _pinned(constrain, da_MF, dy)
+    of_activation = dy_fp8.q_MK, down.q_MK, dy_fp8.scale * down.scale
+    if options.epilogue is None or most_dh is None:
+        da_MF = _pinned(options.constrain, exact(*of_activation, h_MF.dtype), dy)
+        dh_fp8, seen_dh = cast(relu2_grad, (da_MF, h_MF), amax=most_dh)
+    else:
+        dh_fp8, seen_dh, _ = fp8_product_quantized(
+            *of_activation, relu2_grad, E5M2, most_dh, product_dtype=h_MF.dtype, other_MN=h_MF,
+            exact=True, implementation=options.epilogue,
+        )  # fmt: skip
     d_down = exact(a_fp8.q_KM, dy_fp8.q_KM, a_fp8.scale * dy_fp8.scale, like_down.dtype)
-    dh_fp8, seen_dh = cast(relu2_grad, (da_MF, h_MF), amax=most_dh)
     dx_MD = exact(dh_fp8.q_MK, up.q_MK, dh_fp8.scale * up.scale, dy.dtype)
     d_up = exact(x_fp8.q_KM, dh_fp8.q_KM, x_fp8.scale * dh_fp8.scale, like_up.dtype)
     maxima_22 = None

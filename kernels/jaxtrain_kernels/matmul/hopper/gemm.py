@@ -24,7 +24,7 @@ from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.hopper import Index
 
-STEP = 64  # columns of a and b that a step multiplies: a swizzled row of 128 bytes
+STEP = 64  # `GemmPlan.step` of 16-bit operands
 PART = 64  # rows and columns of the result that are stored at once
 WARPGROUPS = 2  # that multiply
 
@@ -79,8 +79,13 @@ class GemmPlan(NamedTuple):
     clusters: int
 
     @property
+    def step(self) -> int:
+        """Columns of a and b that a step multiplies: a swizzled row of 128 bytes."""
+        return 128 // jnp.dtype(self.dtype).itemsize
+
+    @property
     def steps(self) -> int:
-        return -(-self.K // STEP)
+        return -(-self.K // self.step)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -181,18 +186,18 @@ def _block(plan: GemmPlan, arrays: GemmArrays, memory: GemmMemory):
     """One CUDA block."""
     hopper.specialize_warpgroups(
         WARPGROUPS,
-        lambda: _load(plan, arrays, memory),
+        lambda: load_tiles(plan, arrays, memory),
         lambda warpgroup: _compute(GemmWork(plan, arrays, memory, warpgroup)),
     )
 
 
-def _rounds(plan: GemmPlan) -> jax.Array:
+def rounds_of(plan: GemmPlan) -> jax.Array:
     """How many tiles this cluster works on."""
     down, across = plan.grid
     return lax.div(down * across - 1 - lax.axis_index("cluster"), plan.clusters) + 1
 
 
-def _place(plan: GemmPlan, t: Index) -> tuple[jax.Array, jax.Array]:
+def place_of(plan: GemmPlan, t: Index) -> tuple[jax.Array, jax.Array]:
     """First row and column of the block's t-th tile."""
     row, column = tile_of(plan, lax.axis_index("cluster") + t * plan.clusters)
     tiling = plan.tiling
@@ -209,23 +214,23 @@ def tile_of(plan: GemmPlan, number: ArrayLike) -> tuple[jax.Array, jax.Array]:
     return first + lax.rem(rest, height), lax.div(rest, height)
 
 
-def _full(plan: GemmPlan, memory: GemmMemory, t: Any, slot: Any) -> Any:
+def full_barrier(plan: GemmPlan, memory: GemmMemory, t: Any, slot: Any) -> Any:
     """The barrier of a step's operands: each warpgroup has its own where they take turns."""
     user = 0 if plan.tiling.shared else lax.rem(t, WARPGROUPS)
     return memory.full.at[user * plan.tiling.stages + slot]
 
 
-def _load(plan: GemmPlan, arrays: GemmArrays, memory: GemmMemory):
+def load_tiles(plan: GemmPlan, arrays: GemmArrays, memory: GemmMemory):
     """The loader: the operands of each tile's steps."""
     tiling = plan.tiling
 
     def load_tile(t, _):
-        row, column = _place(plan, t)
+        row, column = place_of(plan, t)
         rows, columns = pl.ds(row, tiling.block_rows), pl.ds(column, tiling.columns)
 
         def load_step(k, _):
             slot = lax.rem(t * plan.steps + k, tiling.stages)
-            full, at = _full(plan, memory, t, slot), pl.ds(k * STEP, STEP)
+            full, at = full_barrier(plan, memory, t, slot), pl.ds(k * plan.step, plan.step)
             plgpu.barrier_wait(memory.free.at[slot])
             plgpu.copy_gmem_to_smem(arrays.a.at[rows, at], memory.a.at[slot], full)
             b = arrays.b.at[columns, at] if plan.b_is_NK else arrays.b.at[at, columns]
@@ -233,7 +238,7 @@ def _load(plan: GemmPlan, arrays: GemmArrays, memory: GemmMemory):
 
         lax.fori_loop(0, plan.steps, load_step, None)
 
-    rounds = _rounds(plan)
+    rounds = rounds_of(plan)
     lax.fori_loop(0, rounds, load_tile, None)
 
     # A block of a cluster must be there until the others have told it what they freed.
@@ -259,7 +264,7 @@ class GemmWork(NamedTuple):
     def fetch(self, t: Index, n: int, used: Index) -> None:
         """Has part n of tile t's other input brought; used: parts before this tile."""
         tiling, (r, c) = self.plan.tiling, self.plan.places[n]
-        row, column = _place(self.plan, t)
+        row, column = place_of(self.plan, t)
         place = lax.rem(used + n, tiling.parts)
         plgpu.copy_gmem_to_smem(
             self.arrays.other.at[pl.ds(self.own(row) + r, PART), pl.ds(column + c, PART)],
@@ -272,7 +277,7 @@ def _compute(work: GemmWork):
     """A multiplying warpgroup: each of its tiles."""
     plan, memory = work.plan, work.memory
     turns = 1 if plan.tiling.shared else WARPGROUPS
-    rounds, first = _rounds(plan), 0 if plan.tiling.shared else work.warpgroup
+    rounds, first = rounds_of(plan), 0 if plan.tiling.shared else work.warpgroup
     rounds = lax.div(rounds - first + turns - 1, turns)
 
     def free_all():
@@ -285,7 +290,7 @@ def _compute(work: GemmWork):
         pl.when(work.warpgroup == 0)(free_all)
 
     def fetch_first():
-        for n in range(_ahead(plan)):
+        for n in range(parts_ahead(plan)):
             work.fetch(first, n, 0)
 
     if plan.other:
@@ -294,7 +299,7 @@ def _compute(work: GemmWork):
     def tile(i, _):
         t = first + turns * i
         product = pl.run_scoped(
-            lambda acc: _multiply(work, t, i, acc),
+            lambda acc: multiply(work, t, i, acc),
             plgpu.WGMMAAccumulatorRef((plan.tiling.rows, plan.tiling.columns), jnp.float32),
         )
         plgpu.barrier_arrive(memory.free.at[lax.rem((t + 1) * plan.steps - 1, plan.tiling.stages)])
@@ -304,19 +309,19 @@ def _compute(work: GemmWork):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _ahead(plan: GemmPlan) -> int:
+def parts_ahead(plan: GemmPlan) -> int:
     """Parts of the other input that the epilogue of the tile before has brought."""
     return plan.tiling.parts - 1
 
 
-def _multiply(work: GemmWork, t: Any, i: Any, acc: Any):
+def multiply(work: GemmWork, t: Any, i: Any, acc: Any):
     """The sum over a tile's steps; the last step's slot is still taken."""
     plan, memory = work.plan, work.memory
     tiling = plan.tiling
 
     def step(k, first: bool = False):
         slot = lax.rem(t * plan.steps + k, tiling.stages)
-        plgpu.barrier_wait(_full(plan, memory, t, slot))
+        plgpu.barrier_wait(full_barrier(plan, memory, t, slot))
         rows = pl.ds(work.warpgroup * tiling.rows, tiling.rows) if tiling.shared else slice(None)
         b = memory.b.at[slot]
         plgpu.wgmma(acc, memory.a.at[slot, rows], b.T if plan.b_is_NK else b)
@@ -329,7 +334,7 @@ def _multiply(work: GemmWork, t: Any, i: Any, acc: Any):
     if plan.other:
         # All of the last tile has left, or will have soon: the products go on meanwhile.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        work.fetch(t, _ahead(plan), i * len(plan.places))
+        work.fetch(t, parts_ahead(plan), i * len(plan.places))
     lax.fori_loop(1, plan.steps, lambda k, _: step(k), None)
     return acc[...]
 
@@ -337,7 +342,7 @@ def _multiply(work: GemmWork, t: Any, i: Any, acc: Any):
 def _store(work: GemmWork, t: Any, turns: int, i: Any, more: Any, product: Any):
     """A tile's parts, through the epilogue and shared memory to where they belong."""
     plan, tiling = work.plan, work.plan.tiling
-    row, column = _place(plan, t)
+    row, column = place_of(plan, t)
     used = i * len(plan.places)
     for n, (r, c) in enumerate(plan.places):
         place = lax.rem(used + n, tiling.parts)
@@ -354,7 +359,7 @@ def _store(work: GemmWork, t: Any, turns: int, i: Any, more: Any, product: Any):
         )
         if plan.other and n > 0:
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the part before has left
-            following, count = n + _ahead(plan), len(plan.places)
+            following, count = n + parts_ahead(plan), len(plan.places)
             if following < count:
                 work.fetch(t, following, used)
             else:

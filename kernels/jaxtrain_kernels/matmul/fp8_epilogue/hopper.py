@@ -1,0 +1,329 @@
+"""For Hopper, in Pallas Mosaic GPU: the casts in the epilogue of a product in float8.
+
+The product is that of `matmul.hopper.gemm`, with steps of 128 columns. Its epilogue rounds 64 x 64
+values to 16 bits, applies the function to them as they lie in registers, and once more as they are
+read transposed from shared memory; TMA takes both float8 tiles out.
+
+Two warpgroups take turns: one's epilogue runs under the other's products. The tensor cores' own
+sum has some 14 bits. Where that is too few (`exact`), each step's product is added to a float32 sum
+in registers. That takes twice the registers of the product, so that the warpgroups then share a
+tile: one adds while the other multiplies, but the epilogue runs under nothing.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from jaxtrain_kernels import hopper
+from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.matmul.hopper import gemm
+from jaxtrain_kernels.matmul.hopper.gemm import PART, WARPGROUPS, GemmPlan, GemmTiling
+
+STEP = 128  # columns of a and b that a step multiplies
+SHARED_BYTES = 226 * 1024  # of a block; 1 KiB of what Hopper has is left to barriers
+# Shared memory of stages of 40 KiB; parts of 16 KiB a warpgroup.
+FAST = GemmTiling(rows=128, columns=192, stages=4, parts=2)
+EXACT = GemmTiling(rows=64, columns=192, shared=True, stages=3, parts=3)
+
+
+def supports(target: Target, options: Any, a_MK, b_NK, *others) -> str | None:
+    if reason := hopper.unsupported_reason(target, *others):
+        return reason
+    if any(x.dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2) for x in (a_MK, b_NK)):
+        return f"needs operands in float8, got {a_MK.dtype} and {b_NK.dtype}"
+    if jnp.dtype(options.product_dtype) != jnp.bfloat16:
+        return f"needs a product in bfloat16, got {jnp.dtype(options.product_dtype)}"
+    (M, K), N = a_MK.shape, len(b_NK)
+    if M % PART or N % PART or K % STEP or not M * N * K:
+        return f"needs rows in multiples of {PART} and a sum of {STEP}, got {(M, N, K)}"
+    return None
+
+
+class EpiloguePlan(NamedTuple):
+    """Everything that is known while tracing. gemm: the product; its `other` is off.
+
+    other: whether a second input of the result's shape is read. keep: whether the product is
+    written. clip: whether values saturate here, and not in the hardware's cast.
+    """
+
+    gemm: GemmPlan
+    function: Any
+    dtype: DTypeLike
+    other: bool
+    keep: bool
+    exact: bool
+    clip: bool
+
+    @property
+    def copies(self) -> int:
+        """Arrays that a part leaves for."""
+        return 2 + self.keep
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the operands' stages, and of the parts: 16 bits, and 8 bits in both layouts."""
+        tiling = self.gemm.tiling
+        stage = (tiling.block_rows + tiling.columns) * STEP
+        return tiling.stages * stage + WARPGROUPS * tiling.parts * PART**2 * 4
+
+
+class EpilogueArrays(NamedTuple):
+    """factors: the product's scale, and what the function is multiplied with before the cast.
+
+    most: of each row, in each column of tiles.
+    """
+
+    gemm: gemm.GemmArrays
+    factors: Any
+    q_MN: Any
+    q_NM: Any
+    most: Any
+    product: Any
+
+
+class EpilogueMemory(NamedTuple):
+    """Shared memory. gemm.parts: products in 16 bits, in the place of the other input's parts,
+    which gemm.arrived is for. q, qt: in float8, as they are and transposed.
+    """
+
+    gemm: gemm.GemmMemory
+    q: Any
+    qt: Any
+
+
+class EpilogueWork(NamedTuple):
+    plan: EpiloguePlan
+    arrays: EpilogueArrays
+    memory: EpilogueMemory
+    gemm: gemm.GemmWork
+
+
+def product_quantized(
+    options,
+    operands,
+    scale,
+    multiplier,
+    *,
+    tiling: GemmTiling | None = None,
+    interpret: hopper.Interpret = False,
+):
+    """As in `reference`. interpret: plgpu.InterpretGPUParams, on a CPU."""
+    factors = jnp.stack([scale.astype(jnp.float32), multiplier.astype(jnp.float32)])
+    q_MN, q_NM, most, *product = _product(options, operands, factors, tiling, interpret)
+    return q_MN, q_NM, jnp.max(most), product[0] if options.keep else None
+
+
+@hopper.jit_kernel("options", "tiling", "interpret")
+def _product(options, operands, factors, tiling, interpret):
+    """[q_MN, q_NM, most, and with `keep` the product]."""
+    a_MK, b_NK, *others = operands
+    (M, K), N = a_MK.shape, len(b_NK)
+    plan = _plan(options, (M, N, K), a_MK.dtype, bool(others), tiling, bool(interpret))
+    tiling, plan_of_gemm = plan.gemm.tiling, plan.gemm
+    down, across = plan_of_gemm.grid
+    rows = down * tiling.cluster * tiling.block_rows
+
+    def fp8_epilogue_matmul(*refs, a, b, parts, q, qt, full, free, arrived=None):
+        inputs, outputs = refs[: 3 + plan.other], refs[3 + plan.other :]
+        given = gemm.GemmArrays(inputs[0], inputs[1], inputs[2] if plan.other else None, None)
+        q_MN, q_NM, most, *kept = outputs
+        arrays = EpilogueArrays(given, inputs[-1], q_MN, q_NM, most, kept[0] if plan.keep else None)
+        memory = EpilogueMemory(gemm.GemmMemory(a, b, parts, full, free, arrived), q, qt)
+        hopper.specialize_warpgroups(
+            WARPGROUPS,
+            lambda: gemm.load_tiles(plan_of_gemm, arrays.gemm, memory.gemm),
+            lambda warpgroup: _compute(
+                EpilogueWork(
+                    plan, arrays, memory,
+                    gemm.GemmWork(plan_of_gemm, arrays.gemm, memory.gemm, warpgroup),
+                )
+            ),
+        )  # fmt: skip
+
+    stages, users = tiling.stages, WARPGROUPS // plan_of_gemm.users
+    scratch = dict(
+        a=hopper.tiles((stages, tiling.block_rows, STEP), a_MK.dtype),
+        b=hopper.tiles((stages, tiling.columns, STEP), b_NK.dtype),
+        parts=hopper.tiles((WARPGROUPS, tiling.parts, PART, PART), options.product_dtype),
+        q=hopper.tiles((WARPGROUPS, tiling.parts, PART, PART), options.dtype),
+        qt=hopper.tiles((WARPGROUPS, tiling.parts, PART, PART), options.dtype),
+        full=plgpu.Barrier(num_barriers=users * stages, num_arrivals=2),
+        free=plgpu.ClusterBarrier(
+            num_barriers=stages, num_arrivals=plan_of_gemm.users, collective_axes=("peer",)
+        ),
+    )
+    if plan.other:
+        scratch["arrived"] = plgpu.Barrier(num_barriers=WARPGROUPS * tiling.parts)
+    out_type = [
+        jax.ShapeDtypeStruct((M, N), options.dtype),
+        jax.ShapeDtypeStruct((N, M), options.dtype),
+        jax.ShapeDtypeStruct((across, rows), jnp.float32),
+    ]
+    if plan.keep:
+        out_type.append(jax.ShapeDtypeStruct((M, N), options.product_dtype))
+    return plgpu.kernel(
+        fp8_epilogue_matmul,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(plan_of_gemm.clusters,),
+        grid_names=("cluster",),
+        cluster=(tiling.cluster,),
+        cluster_names=("peer",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=hopper.compiler_params(approx_math=False),
+        interpret=interpret,
+    )(a_MK, b_NK, *others, factors)
+
+
+def _plan(options, sizes, dtype, other: bool, tiling: GemmTiling | None, clip: bool):
+    """The plan of a call. Raises ValueError for a tiling that cannot do it."""
+    tiling = tiling or (EXACT if options.exact else FAST)
+    if options.exact and not tiling.shared:
+        raise ValueError(f"a sum in float32 needs a tile that warpgroups share, got {tiling}")
+    M, N, K = sizes
+    plan = GemmPlan(M, N, K, dtype, True, lambda product: product, False, tiling, 0)
+    if other and tiling.parts < len(plan.places):
+        raise ValueError(f"a second input needs {len(plan.places)} parts, got {tiling}")
+    blocks = tiling.blocks or hopper.sm_count()
+    clusters = min(blocks // tiling.cluster, plan.grid[0] * plan.grid[1])
+    tiling = tiling._replace(parts=min(tiling.parts, len(plan.places)))
+    plan = plan._replace(tiling=tiling, clusters=clusters)
+    keep, exact = options.keep, options.exact
+    whole = EpiloguePlan(plan, options.function, options.dtype, other, keep, exact, clip)
+    if tiling.rows % PART or tiling.columns % PART or whole.shared_bytes > SHARED_BYTES:
+        raise ValueError(
+            f"a tile needs multiples of {PART} and up to {SHARED_BYTES} bytes, got {tiling} with "
+            f"{whole.shared_bytes}"
+        )
+    return whole
+
+
+def _compute(work: EpilogueWork):
+    """A multiplying warpgroup: each of its tiles."""
+    plan, tiling = work.plan, work.plan.gemm.tiling
+    turns = 1 if tiling.shared else WARPGROUPS
+    first = 0 if tiling.shared else work.gemm.warpgroup
+    rounds = lax.div(gemm.rounds_of(plan.gemm) - first + turns - 1, turns)
+
+    def free_all():
+        for slot in range(tiling.stages):
+            plgpu.barrier_arrive(work.memory.gemm.free.at[slot])
+
+    if tiling.shared:
+        free_all()
+    else:
+        pl.when(work.gemm.warpgroup == 0)(free_all)
+
+    def tile(i, _):
+        t = first + turns * i
+        if plan.other:
+            _fetch_other(work, t)
+        product = _sum_exactly(work, t) if plan.exact else _sum(work, t, i)
+        _store(work, t, i, product)
+
+    lax.fori_loop(0, rounds, tile, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _fetch_other(work: EpilogueWork, t: Any):
+    """Has all parts of a tile's second input brought, while its product is summed."""
+    row, column = gemm.place_of(work.plan.gemm, t)
+    for n, (r, c) in enumerate(work.plan.gemm.places):
+        plgpu.copy_gmem_to_smem(
+            work.arrays.gemm.other.at[pl.ds(work.gemm.own(row) + r, PART), pl.ds(column + c, PART)],
+            work.gemm.part(n),
+            _arrived(work, n),
+        )
+
+
+def _arrived(work: EpilogueWork, n: int) -> Any:
+    tiling = work.plan.gemm.tiling
+    return work.memory.gemm.arrived.at[work.gemm.warpgroup * tiling.parts + n]
+
+
+def _sum(work: EpilogueWork, t: Any, i: Any):
+    """A tile's product as the tensor cores add it up."""
+    plan, tiling = work.plan.gemm, work.plan.gemm.tiling
+    product = pl.run_scoped(
+        lambda acc: gemm.multiply(work.gemm, t, i, acc),
+        plgpu.WGMMAAccumulatorRef((tiling.rows, tiling.columns), jnp.float32),
+    )
+    last = lax.rem((t + 1) * plan.steps - 1, tiling.stages)
+    plgpu.barrier_arrive(work.memory.gemm.free.at[last])
+    return product
+
+
+def _sum_exactly(work: EpilogueWork, t: Any):
+    """The same with the steps' products added up in float32."""
+    plan, memory = work.plan.gemm, work.memory.gemm
+    tiling, shape = plan.tiling, (plan.tiling.rows, plan.tiling.columns)
+    rows = pl.ds(work.gemm.warpgroup * tiling.rows, tiling.rows)
+
+    def step(k, total):
+        slot = lax.rem(t * plan.steps + k, tiling.stages)
+        plgpu.barrier_wait(gemm.full_barrier(plan, memory, t, slot))
+
+        def product(acc):
+            plgpu.wgmma(acc, memory.a.at[slot, rows], memory.b.at[slot].T)
+            return acc[...]  # waits for it
+
+        part = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        plgpu.barrier_arrive(memory.free.at[slot])
+        return total + part
+
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), hopper.MATRIX)
+    return lax.fori_loop(0, plan.steps, step, zeros)
+
+
+def _store(work: EpilogueWork, t: Any, i: Any, product: Any):
+    """A tile's parts: rounded, cast in both layouts, and where they belong."""
+    plan, tiling, arrays = work.plan, work.plan.gemm.tiling, work.arrays
+    row, column = gemm.place_of(plan.gemm, t)
+    row = work.gemm.own(row)
+    scale, multiplier = arrays.factors[0], arrays.factors[1]
+    most: dict[int, Any] = {}
+    for n, (r, c) in enumerate(plan.gemm.places):
+        place = lax.rem(i * len(plan.gemm.places) + n, tiling.parts)
+        part, q, qt = (
+            work.gemm.part(place),
+            *(tiles.at[work.gemm.warpgroup, place] for tiles in (work.memory.q, work.memory.qt)),
+        )
+        plgpu.wait_smem_to_gmem((tiling.parts - 1) * plan.copies, wait_read_only=True)
+        others, others_turned = [], []
+        if plan.other:
+            plgpu.barrier_wait(_arrived(work, n))
+            others = [plgpu.load(part, layout=hopper.MATRIX)]
+            others_turned = [plgpu.load(part.T, layout=hopper.MATRIX)]
+            plgpu.commit_smem()  # the product takes its place
+        rounded = (product[r : r + PART, c : c + PART] * scale).astype(jnp.bfloat16)
+        part[...] = rounded
+        plgpu.commit_smem()
+        values = plan.function(rounded, *others)
+        peaks = jnp.max(jnp.abs(values), 1).astype(jnp.float32)
+        most[r] = jnp.maximum(most[r], peaks) if r in most else peaks
+        q[...] = _quantized(plan, values, multiplier)
+        turned = plan.function(plgpu.load(part.T, layout=hopper.MATRIX), *others_turned)
+        qt[...] = _quantized(plan, turned, multiplier)
+        plgpu.commit_smem()
+        rows, columns = pl.ds(row + r, PART), pl.ds(column + c, PART)
+        plgpu.copy_smem_to_gmem(q, arrays.q_MN.at[rows, columns])
+        plgpu.copy_smem_to_gmem(qt, arrays.q_NM.at[columns, rows])
+        if plan.keep:
+            plgpu.copy_smem_to_gmem(part, arrays.product.at[rows, columns])
+    for r, peaks in most.items():
+        across = lax.div(column, tiling.columns)
+        arrays.most[across, pl.ds(row + r, PART)] = peaks
+
+
+def _quantized(plan: EpiloguePlan, values: Any, multiplier: Any) -> Any:
+    scaled = values.astype(jnp.float32) * multiplier
+    if plan.clip:
+        largest = float(jnp.finfo(plan.dtype).max)
+        scaled = jnp.minimum(jnp.maximum(scaled, -largest), largest)
+    return scaled.astype(plan.dtype)

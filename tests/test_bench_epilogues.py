@@ -1,0 +1,29 @@
+"""The bench of float8 products with the casts in their epilogue."""
+
+import jax.numpy as jnp
+import pytest
+from jaxtrain_kernels.matmul.fp8_epilogue import hopper
+
+from benchmarks import epilogues, timing
+
+
+@pytest.mark.slow
+def test_each_product_has_a_row_with_its_error(monkeypatch):
+    monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.02)
+    backends = {"xla", "mosaic"}
+    rows = list(epilogues.epilogue_rows("small", (64, 128, 64), backends, jnp.bfloat16))
+    names = [(row["name"], row["backend"]) for row in rows]
+    assert names == [("fp8_product_relu2", "xla"), ("fp8_product_relu2_grad", "xla")]
+    assert all(row["ms"] > 0 and row["error"] < 1e-2 for row in rows)
+    assert not list(epilogues.epilogue_rows("small", (64, 128, 64), backends, jnp.float32))
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_every_tiling_that_is_timed_fits_shared_memory(gradient):
+    options, sizes = epilogues.options_of(gradient), (32768, 6144, 1536)
+    for tiling in epilogues.TILINGS[gradient]:
+        plan = hopper._plan(options, sizes, options.dtype, gradient, tiling, False)
+        assert plan.shared_bytes <= hopper.SHARED_BYTES
+    for wrong in (tiling._replace(columns=160), tiling._replace(stages=7)):
+        with pytest.raises(ValueError, match="a tile needs"):
+            hopper._plan(options, sizes, options.dtype, gradient, wrong, False)
