@@ -3,20 +3,21 @@ model says."""
 
 import jax
 import jax.numpy as jnp
+from jaxtrain_kernels.decode_layers import PackedLayers
 from jaxtyping import Array, Int
 
 from jaxtrain.inference.engine.sampling import Sampler, SlotRows, sample_rows
 from jaxtrain.model import Paged, PagedCache, Transformer
-from jaxtrain.model.kv_cache import KeysValues
+from jaxtrain.model.kv_cache import KeysValues, StackedPages
 
 SHORTEST, LONGEST = 2, 3  # tokens of a text's end that are looked for in it
 
 
 def run_model(
-    model: Transformer, tokens_BT: Array, cache: PagedCache
-) -> tuple[Array, tuple[KeysValues, ...]]:
+    model: Transformer, tokens_BT: Array, cache: PagedCache, packed: PackedLayers | None = None
+) -> tuple[Array, tuple[KeysValues, ...] | StackedPages]:
     """States [B, T, D] of new tokens, and the pages with them."""
-    out = model(tokens_BT, mode=Paged(cache))
+    out = model(tokens_BT, mode=Paged(cache, packed))
     assert isinstance(out.cache, PagedCache)
     return out.states, out.cache.kv
 
