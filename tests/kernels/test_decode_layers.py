@@ -13,6 +13,7 @@ from jaxtrain_kernels.decode_layers import (
     LayersShape,
     PackedLayers,
     decode_layers,
+    kernel,
     pack_weights,
     reference,
     triton,
@@ -70,6 +71,16 @@ def test_packed_weights_come_back():
     np.testing.assert_array_equal(
         unpack_weights(pack_weights([w_IO, 2 * w_IO])), jnp.stack([w_IO.T, 2 * w_IO.T])
     )
+
+
+def test_a_wait_has_a_word_for_each_thread():
+    """Else several warps read the same word, and may leave the wait apart."""
+    wait = lambda *words: kernel.poll(jnp.int32(5), lambda: ((), [*words]), ())[1]
+    there, missing = (jnp.full(kernel.THREADS, mark, jnp.int32) for mark in (1, 0))
+    assert (wait(there), wait(there, missing)) == (5, 0)
+    for small in (there[:-1], jnp.int32(1)):
+        with pytest.raises(AssertionError, match="each thread"):
+            wait(there, small)
 
 
 @pytest.mark.slow
