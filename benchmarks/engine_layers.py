@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtrain_kernels import decode_layers as kernels
 from jaxtrain_kernels.decode_layers import PackedLayers
@@ -29,12 +28,15 @@ def layers_row(
     label = {"name": "decode_layers", "shape": f"1 x {held}", "backend": "triton"}
     pages = held // PAGE + 1
     sizes = (c.depth, pages, PAGE, c.kv_heads, c.head_dim)
-    kv = StackedPages(*(jax.random.normal(jax.random.key(i), sizes, jnp.bfloat16) for i in (0, 1)))
-    if why := why_not_packed(c, params, kv):
+    stack = jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    if why := why_not_packed(c, params, (stack, stack)):
         return label | {"failed": why}
+    keys, values = (jax.random.normal(jax.random.key(i), sizes, stack.dtype) for i in (0, 1))
+    kv = StackedPages(keys, values)
     shape, packed = layers_shape(c), pack_layers(graphdef, params)
     x0_D = jax.random.normal(jax.random.key(2), (c.width,), jnp.bfloat16)
-    turns = [f(np.arange(c.head_dim // 2, dtype=np.float32)) for f in (np.cos, np.sin)]
+    angles_h = jnp.arange(c.head_dim // 2, dtype=jnp.float32)
+    cos_h, sin_h = jnp.cos(angles_h), jnp.sin(angles_h)
     values_LC = jnp.zeros((c.depth, c.kv_heads * c.head_dim), jnp.bfloat16)
     table_W = jnp.arange(pages, dtype=jnp.int32)
 
@@ -42,9 +44,11 @@ def layers_row(
     def run(packed: PackedLayers, x0_D: Array, kv: StackedPages, count: Array) -> Array:
         def step(_: int, carry: tuple[Array, StackedPages]) -> tuple[Array, StackedPages]:
             x_D, kv = carry
-            row = values_LC, tuple(kv), table_W, jnp.int32(held), jnp.int32(1)
-            x_D, _, kept = kernels.decode_layers(shape, packed, x_D, *turns, *row)
-            return x_D, StackedPages(*kept)
+            x_D, _, (keys, values) = kernels.decode_layers(
+                shape, packed, x_D, cos_h, sin_h, values_LC, (kv.k_LPpKH, kv.v_LPpKH), table_W,
+                jnp.int32(held), jnp.int32(1),
+            )  # fmt: skip
+            return x_D, StackedPages(keys, values)
 
         return jax.lax.fori_loop(0, count, step, (x0_D, kv))[0]
 

@@ -123,6 +123,9 @@ class StackedPages(NamedTuple):
         return cls(*(jnp.stack(arrays) for arrays in zip(*kv, strict=True)))
 
 
+LayerPages = tuple[KeysValues, ...] | StackedPages
+
+
 class PagedCache(NamedTuple):
     """Pages of keys and values per layer, and where each row's new tokens go.
 
@@ -132,7 +135,7 @@ class PagedCache(NamedTuple):
     the token in front of the new ones; any at the start of a text.
     """
 
-    kv: tuple[KeysValues, ...] | StackedPages  # of each layer that has its own
+    kv: LayerPages  # of each layer that has its own
     table_BW: Int[Array, "B W"]
     starts_B: Int[Array, "B"]
     counts_B: Int[Array, "B"]

@@ -60,8 +60,11 @@ def layers_shape(c: ResolvedModel) -> LayersShape:
     return LayersShape(*sizes, windows, c.depth // 2, c.norm_eps, scale)
 
 
-def why_not_packed(c: ResolvedModel, params: Params, pages: StackedPages) -> str | None:
-    """Why a model's layers cannot be one kernel on this device; None = they can."""
+def why_not_packed(
+    c: ResolvedModel, params: Params, pages: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+) -> str | None:
+    """Why a model's layers cannot be one kernel on this device; None = they can. pages: keys and
+    values of all layers, [L, pages, page size, K, H]."""
     for name in type(c).model_fields:
         if name in NEEDED and getattr(c, name) != NEEDED[name]:
             return f"needs model.{name}={NEEDED[name]}, got {getattr(c, name)}"
@@ -97,9 +100,10 @@ def pack_layers(graphdef: nnx.GraphDef, params: Params) -> PackedLayers:
             gate_DK = gate_DK.at[: len(gate_cK), : c.kv_heads].set(gate_cK.astype(gate_DK.dtype))
         qkv.append(jnp.concatenate([*matrices, gate_DK], axis=1))
     scales = [jnp.stack(layers(x)) for x in (model.residual_scale, model.x0_scale)]
-    others = (layers(x) for x in (block.attention.out, block.ffn.up, block.ffn.down))
+    pack = lambda param: kernels.pack_weights(layers(param))
+    out, up, down = (pack(x) for x in (block.attention.out, block.ffn.up, block.ffn.down))
     scales_L2 = jnp.stack(scales, axis=1).astype(jnp.float32)
-    return PackedLayers(*map(kernels.pack_weights, (qkv, *others)), scales_L2)
+    return PackedLayers(kernels.pack_weights(qkv), out, up, down, scales_L2)
 
 
 def run_stacked(model: "Transformer", tokens_BT: Int[Array, "B T"], mode: Paged) -> Output:
@@ -112,7 +116,7 @@ def run_stacked(model: "Transformer", tokens_BT: Int[Array, "B T"], mode: Paged)
         *states, kv = run_packed(model, packed, x_11D, tokens_BT, cache)
         return Output(model.final_norm(*states), cache=cache._replace(kv=kv))
     out = model(tokens_BT, mode=Paged(cache._replace(kv=cache.kv.apart())))
-    assert isinstance(out.cache, PagedCache) and isinstance(out.cache.kv, tuple)
+    assert isinstance(out.cache, PagedCache) and not isinstance(out.cache.kv, StackedPages)
     return out._replace(cache=cache._replace(kv=StackedPages.of(out.cache.kv)))
 
 

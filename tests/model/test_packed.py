@@ -37,7 +37,7 @@ def reason(c, params):
     shape = (c.depth, PAGES, PAGE, c.kv_heads, c.head_dim)
     one = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     with on_target("cuda", (9, 0)):
-        return why_not_packed(c, params, StackedPages(one, one))
+        return why_not_packed(c, params, (one, one))
 
 
 def check_tokens(c, graphdef, params, prompt, new):

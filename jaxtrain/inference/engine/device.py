@@ -20,7 +20,7 @@ from jaxtrain.cluster.xla_flags import jit
 from jaxtrain.inference.engine.drafts import look_up, model_guesses, run_model
 from jaxtrain.inference.engine.sampling import Draw, Sampler, SlotRows, sample_rows
 from jaxtrain.model import PagedCache, ResolvedModel, Transformer, make_plan, split
-from jaxtrain.model.kv_cache import KeysValues, StackedPages, as_stored
+from jaxtrain.model.kv_cache import LayerPages, StackedPages, as_stored
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
@@ -37,7 +37,7 @@ class DeviceState(NamedTuple):
     is a prompt that is not computed yet.
     """
 
-    kv: tuple[tuple[KeysValues, ...] | StackedPages, ...]
+    kv: tuple[LayerPages, ...]
     texts_SC: Array
     known_S: Array
 
@@ -188,11 +188,11 @@ def decode_slots(
     rows: SlotRows,
     slots_B: Int[Array, "B"],
     table_BW: Int[Array, "B W"],
-    packed: PackedLayers | None = None,
     *,
     steps: int,
     drafts: int,
     sampler: Sampler,
+    packed: PackedLayers | None = None,
 ) -> tuple[DeviceState, Sampled]:
     """The next tokens of some slots, of so many steps; a text that is full gets none. rows: of all
     slots. A row without a text has the slot number of none. packed: the layers for one kernel of

@@ -11,7 +11,6 @@ from jaxtyping import PyTree
 
 from jaxtrain.inference.engine.programs import Drafter
 from jaxtrain.inference.engine.requests import EngineOptions
-from jaxtrain.model.kv_cache import StackedPages
 from jaxtrain.model.packed import pack_layers, why_not_packed
 
 log = logging.getLogger(__name__)
@@ -51,4 +50,4 @@ def why_not_engine(
         return "needs pages of keys and values, equal in all layers"
     one = arrays[0][0]
     stack = jax.ShapeDtypeStruct((len(page), pages, *one.shape[1:]), one.dtype)
-    return why_not_packed(c, params, StackedPages(stack, stack))
+    return why_not_packed(c, params, (stack, stack))

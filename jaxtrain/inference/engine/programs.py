@@ -207,8 +207,8 @@ class Programs(NamedTuple):
                 *self.models, state, rows.sampling.adapter_B, *where, chunk=o.chunk, most=B
             )
         return device.decode_slots.lower(
-            *self.models, state, rows, i32(R), table, self.packed, steps=key.steps,
-            drafts=o.drafts, sampler=key.sampler,
+            *self.models, state, rows, i32(R), table, steps=key.steps, drafts=o.drafts,
+            sampler=key.sampler, packed=self.packed,
         )  # fmt: skip
 
     # ---- calls ----------------------------------------------------------------------------------
@@ -283,6 +283,6 @@ class Programs(NamedTuple):
         slots_B[: len(slots)] = slots
         where = jax.device_put((slots_B, self.table_of(key, table_SW, slots_B)))
         return device.decode_slots(
-            *self.models, state, rows, *where, self.packed, steps=key.steps,
-            drafts=self.options.drafts, sampler=key.sampler,
+            *self.models, state, rows, *where, steps=key.steps, drafts=self.options.drafts,
+            sampler=key.sampler, packed=self.packed,
         )  # fmt: skip
