@@ -42,7 +42,7 @@ def layers_row(
 
     @jax.jit
     def run(packed: PackedLayers, x0_D: Array, kv: StackedPages, count: Array) -> Array:
-        def step(_: int, carry: tuple[Array, StackedPages]) -> tuple[Array, StackedPages]:
+        def step(i: int, carry: tuple[Array, StackedPages]) -> tuple[Array, StackedPages]:
             x_D, kv = carry
             x_D, _, (keys, values) = kernels.decode_layers(
                 shape, packed, x_D, cos_h, sin_h, values_LC, (kv.k_LPpKH, kv.v_LPpKH), table_W,
