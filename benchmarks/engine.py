@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxtrain_kernels.matmul import few_rows
 
 from benchmarks.decode import bandwidth
 from benchmarks.decode_models import COMPUTE, random_weights, weight_bytes
+from benchmarks.engine_layers import layers_row
 from benchmarks.engine_peers import Peers, beside, peer_rows
 from benchmarks.engine_profile import profile_decoding
 from benchmarks.kernels import failure
@@ -40,6 +41,7 @@ BENCH = "engine"
 CONCURRENT = 32  # requests of the time to first token
 PAGE = 32  # tokens
 REPEATS = 3
+LAYERS: Literal["layers"] = "layers"  # of --few-rows
 LONE = 8  # requests alone, and that join others, each time
 SETTLE = 16  # calls of decoding before others join
 FEW, LONG = 8, 512  # new tokens of a request whose first one is waited for; of those it joins
@@ -55,6 +57,7 @@ class Served(NamedTuple):
     vocab_size: int
     drafts: int
     decode_steps: int
+    few_rows: Literal["layers"] | None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -74,13 +77,15 @@ class Served(NamedTuple):
             decode_steps=self.decode_steps,
             prefill_rows=8,
             adapt_steps=adapt_steps,
+            few_rows=self.few_rows,
         )
         return Engine(self.config, self.graphdef, self.params, tokenizer, options=options)
 
 
 class Asked(NamedTuple):
     """What the engine is to serve: requests at once, tokens of a prompt and new ones, dtypes of the
-    cache, guessed tokens of a step, steps of a call, who else is measured."""
+    cache, guessed tokens of a step, steps of a call, whether one row has one kernel for all layers,
+    who else is measured."""
 
     batches: Sequence[int]
     prompt: int
@@ -88,6 +93,7 @@ class Asked(NamedTuple):
     cache_dtypes: Sequence[str]
     drafts: int
     decode_steps: int
+    few_rows: Literal["layers"] | None
     peers: Peers
 
 
@@ -103,8 +109,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--few-rows",
-        choices=(*few_rows.BACKENDS, few_rows.FUSED),
-        help="engine: the backend of products of a few rows; fused: and of what is between them",
+        choices=(*few_rows.BACKENDS, few_rows.FUSED, LAYERS),
+        help="engine: the backend of products of a few rows; fused: and of what is between them; "
+        "layers: all layers of one row are one kernel",
     )
 
 
@@ -113,7 +120,7 @@ def loads_of(a: argparse.Namespace) -> Asked:
     prompt, dtypes = (a.prompts or (512,))[0], a.cache_dtypes or (COMPUTE,)
     return Asked(
         a.batches or (1, 32, 256), prompt, a.new or 256, dtypes, a.drafts or 0, a.decode_steps or 8,
-        Peers(a.transformers, a.peer),
+        LAYERS if a.few_rows == LAYERS else None, Peers(a.transformers, a.peer),
     )  # fmt: skip
 
 
@@ -131,7 +138,7 @@ def bench_engine(
     rate of a copy that is measured in this call. profile_dir: where a trace of each batch goes. The
     peers' rows stand behind ours.
     """
-    batches, prompt, new, cache_dtypes, drafts, steps, who = asked
+    batches, prompt, new, cache_dtypes, drafts, steps, few, who = asked
     sizes = {"batches": batches, "prompt": prompt, "new": new, "many": CONCURRENT}
     peers = peer_rows(who, name, overrides, sizes | {"repeats": REPEATS})
     config = load_config(find_config(name), overrides)
@@ -142,7 +149,7 @@ def bench_engine(
     params = random_weights(specs, dtype)
     read = weight_bytes(model, specs, params)
     take_apart(params, specs)
-    one = Served(model, graphdef, params, read, vocab_size, drafts, steps)
+    one = Served(model, graphdef, params, read, vocab_size, drafts, steps, few)
     limits, rows = ceilings(dtype), list[dict[str, Any]]()
     record = describe(BENCH, name, variant or SHORT[dtype.name], devices=1)
     record |= {"workload": {"prompt": prompt, "new": new, "page_size": PAGE, "drafts": drafts}}
@@ -160,6 +167,8 @@ def bench_engine(
             rows.append(label | shape | found)
             yield record | {"rows": beside(rows, peers), "floor": limits._asdict()}
             rows += attention_rows(one, batch, kept, prompt + new // 2, limits)
+            if batch == 1 and one.few_rows == LAYERS:
+                rows.append(layers_row(one.config, graphdef, params, prompt + new // 2, limits))
         first = first_tokens(one, kept, prompt)
         rows.append(label | {"name": "first_token", "shape": f"{CONCURRENT} x {prompt}"} | first)
         yield record | {"rows": beside(rows, peers), "floor": limits._asdict()}

@@ -5,6 +5,7 @@ back. An inference engine keeps them in pages: rows have any length, and no row 
 begins or ends (Kwon et al. 2023, arXiv:2309.06180).
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -106,6 +107,25 @@ class Cache(NamedTuple):
         return RowsOfLayer(kv, self.lengths_B)
 
 
+class StackedPages(NamedTuple):
+    """Pages of all layers, [L, pages, page size, K, H]: what one kernel of all layers reads."""
+
+    k_LPpKH: Array
+    v_LPpKH: Array
+
+    def apart(self) -> tuple[KeysValues, ...]:
+        """The pages of each layer."""
+        return tuple((k, v) for k, v in zip(self.k_LPpKH, self.v_LPpKH, strict=True))
+
+    @classmethod
+    def of(cls, kv: Iterable[KeysValues]) -> "StackedPages":
+        """The pages of each layer, stacked."""
+        return cls(*(jnp.stack(arrays) for arrays in zip(*kv, strict=True)))
+
+
+LayerPages = tuple[KeysValues, ...] | StackedPages
+
+
 class PagedCache(NamedTuple):
     """Pages of keys and values per layer, and where each row's new tokens go.
 
@@ -115,7 +135,7 @@ class PagedCache(NamedTuple):
     the token in front of the new ones; any at the start of a text.
     """
 
-    kv: tuple[KeysValues, ...]  # of each layer that has its own
+    kv: LayerPages  # of each layer that has its own
     table_BW: Int[Array, "B W"]
     starts_B: Int[Array, "B"]
     counts_B: Int[Array, "B"]

@@ -8,6 +8,7 @@ out = model(tokens_BT, mode=Paged(cache))                        # more tokens o
 
 from typing import NamedTuple
 
+from jaxtrain_kernels.decode_layers import PackedLayers
 from jaxtyping import Array
 
 from jaxtrain.model.branches import Branches
@@ -61,9 +62,11 @@ class Decode(NamedTuple):
 class Paged(NamedTuple):
     """More tokens of each row, [B, T]: a part of a prompt, one new token, or several drafts.
 
-    Only the first `cache.counts_B` of a row count; the states have all T."""
+    Only the first `cache.counts_B` of a row count; the states have all T. packed: the layers'
+    weights for one kernel of all layers, which runs where there is one row with one token."""
 
     cache: PagedCache
+    packed: PackedLayers | None = None
 
 
 Mode = Forward | Pipelined | Prefill | Decode | Paged

@@ -32,10 +32,11 @@ from jaxtrain.model.branches import Branches, branched_attention, take_before
 from jaxtrain.model.config import ResolvedModel, check_decoder, round_up
 from jaxtrain.model.fused_ops import PLAIN, fastest, of_decoding
 from jaxtrain.model.init import SCHEMES, constant, uniform
-from jaxtrain.model.kv_cache import Cache, PagedCache, init_kv_cache
+from jaxtrain.model.kv_cache import Cache, PagedCache, StackedPages, init_kv_cache
 from jaxtrain.model.layers import FeedForward, lookup, rms_norm, rotary
 from jaxtrain.model.modes import FORWARD, Decode, Forward, Mode, Output, Paged, Pipelined, Prefill
 from jaxtrain.model.moe import MixtureOfExperts
+from jaxtrain.model.packed import run_stacked
 from jaxtrain.model.pipelined import (
     PipelineParts,
     Texts,
@@ -137,6 +138,8 @@ class Transformer(nnx.Module):
             case Decode():
                 return self._decode(tokens_BT, mode)
             case Paged():
+                if isinstance(mode.cache.kv, StackedPages):
+                    return run_stacked(self, tokens_BT, mode)
                 return self._paged(tokens_BT, mode.cache)
 
     def _forward(

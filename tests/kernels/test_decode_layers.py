@@ -2,6 +2,7 @@
 lowering, and on a GPU tokens in a row against the reference."""
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,14 @@ from jaxtrain_kernels.decode_layers import (
     LayersShape,
     PackedLayers,
     decode_layers,
+    kernel,
     pack_weights,
     reference,
     triton,
 )
 from jaxtrain_kernels.decode_layers.packing import unpack_weights
 from jaxtrain_kernels.dispatch import Target, on_target
+from layer_phases import check_phases
 
 BF16 = jnp.bfloat16
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
@@ -32,7 +35,11 @@ def inputs(s, start, tokens, seed=0):
     """All arguments but the shape; pages for so many tokens in a mixed order, and as many more."""
     rng = np.random.default_rng(seed)
     L, KH, W = s.depth, s.kv_heads * s.head_dim, -(-tokens // PAGE)
-    array = lambda *shape, scale=1.0: jnp.asarray(rng.normal(size=shape) * scale, BF16)
+
+    def array(*shape, scale=1.0):  # made on the device: gpt_d24 has 680 million of them
+        key = jax.random.key(int(rng.integers(2**31)))
+        return (jax.random.normal(key, shape) * scale).astype(BF16)
+
     stack = lambda i, o: pack_weights([array(i, o, scale=i**-0.5) for _ in range(L)])
     qkv = []
     for _ in range(L):
@@ -64,6 +71,16 @@ def test_packed_weights_come_back():
     np.testing.assert_array_equal(
         unpack_weights(pack_weights([w_IO, 2 * w_IO])), jnp.stack([w_IO.T, 2 * w_IO.T])
     )
+
+
+def test_a_wait_has_a_word_for_each_thread():
+    """Else several warps read the same word, and may leave the wait apart."""
+    wait = lambda *words: kernel.poll(jnp.int32(5), lambda: ((), [*words]), ())[1]
+    there, missing = (jnp.full(kernel.THREADS, mark, jnp.int32) for mark in (1, 0))
+    assert (wait(there), wait(there, missing)) == (5, 0)
+    for small in (there[:-1], jnp.int32(1)):
+        with pytest.raises(AssertionError, match="each thread"):
+            wait(there, small)
 
 
 @pytest.mark.slow
@@ -107,17 +124,64 @@ def test_it_is_one_kernel_of_xla():
     assert "dot_general" not in text
 
 
+def launched(s, arrays, **how):
+    """Two launches of the same, with what the phases of each layer handed on."""
+    plan = triton.layers_plan(s, arrays[5], len(arrays[6]), **how)
+    run = lambda *arrays: triton.launch(s, *arrays, **how)[1:]
+    if not how.get("interpret"):  # which launches many times, each a program of its own
+        run = jax.jit(run).lower(*arrays).compile()
+    return [triton.Launched(plan, *run(*arrays)) for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_phases_of_an_interpreted_launch_are_right_and_a_wrong_word_is_found():
+    s = shape_of(windows=(9, 40))
+    arrays = inputs(s, 37, 48)
+    first, again = launched(s, arrays, programs=9, held=2, interpret=True)
+    found = check_phases(s, arrays, first, again)
+    assert all(one.is_right for one in found), "\n".join(map(str, found))
+    at = first.plan.places["end"] + first.plan.places["out"]  # of the second layer
+    wrong = first._replace(slots=first.slots.at[at].add(3 << 24).at[0].set(0))
+    found = {one.phase: one for one in check_phases(s, arrays, wrong, again)}
+    assert not found["out"].is_right and found["out"].error > 1 and found["out"].worst == 1
+    assert (found["qkv"].missing, found["out"].missing) == (1, 0)
+    assert (found["qkv"].changed, found["out"].changed, found["heads"].changed) == (1, 1, 0)
+
+
+GPU_SIZES = {
+    "small": {"D": 256, "F": 768, "N": 8, "K": 2, "H": 64},
+    "grouped": {"D": 768, "F": 3072, "N": 6, "K": 1, "H": 128},
+    "gpt_d12": {"D": 768, "F": 3072, "N": 6, "K": 6, "H": 128},
+    "gpt_d24": {"D": 1536, "F": 6144, "N": 12, "K": 12, "H": 128},
+}
+DEPTHS = {"gpt_d12": 12, "gpt_d24": 24}  # of the others 4
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"D": 768, "F": 3072, "N": 6, "K": 6, "H": 128},  # gpt_d12
-        {"D": 1536, "F": 6144, "N": 12, "K": 12, "H": 128},  # gpt_d24
-        {"D": 768, "F": 3072, "N": 6, "K": 1, "H": 128},
-        {"D": 256, "F": 768, "N": 8, "K": 2, "H": 64},
-    ],
-    ids=str,
-)
+def test_on_a_gpu_each_phase_of_each_layer_is_right():
+    """Run first: says which phase of which size is wrong. Kernels are compiled beside each other.
+
+    -s prints the table; a failure has it, too."""
+    shapes, arrays = {}, {}
+    for name, sizes in GPU_SIZES.items():
+        windows = ((512, 512, 512, 2047) * 6)[: DEPTHS.get(name, 4)]
+        shapes[name] = shape_of(**sizes, windows=windows, middle=len(windows) // 2)
+        arrays[name] = inputs(shapes[name], 600, 1024)
+    with ThreadPoolExecutor() as pool:
+        coming = {name: pool.submit(launched, shapes[name], arrays[name]) for name in GPU_SIZES}
+    lines, are_right = [], True
+    for name, one in coming.items():
+        first, again = one.result()
+        found = check_phases(shapes[name], arrays[name], first, again)
+        gave_up = int((np.asarray(first.status_G) == 0).sum())
+        are_right = are_right and not gave_up and all(x.is_right for x in found)
+        lines += [f"{name}: {gave_up} programs gave up", *(f"  {x}" for x in found)]
+    print("\n" + "\n".join(lines))
+    assert are_right, "\n".join(lines)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", GPU_SIZES.values(), ids=GPU_SIZES)
 def test_on_a_gpu_it_equals_the_reference(sizes):
     s = shape_of(**sizes, windows=(512, 64, 512, 2047), middle=2)
     run = jax.jit(functools.partial(decode_layers, s, implementation="triton"))

@@ -13,13 +13,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtrain_kernels.decode_layers import PackedLayers
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxtrain.cluster.xla_flags import jit
 from jaxtrain.inference.engine.drafts import look_up, model_guesses, run_model
 from jaxtrain.inference.engine.sampling import Draw, Sampler, SlotRows, sample_rows
 from jaxtrain.model import PagedCache, ResolvedModel, Transformer, make_plan, split
-from jaxtrain.model.kv_cache import KeysValues, as_stored
+from jaxtrain.model.kv_cache import LayerPages, StackedPages, as_stored
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
@@ -36,7 +37,7 @@ class DeviceState(NamedTuple):
     is a prompt that is not computed yet.
     """
 
-    kv: tuple[tuple[KeysValues, ...], ...]
+    kv: tuple[LayerPages, ...]
     texts_SC: Array
     known_S: Array
 
@@ -62,12 +63,18 @@ class Sampled(NamedTuple):
     top_logprob_KBTn: Array | None = None
 
 
-@functools.partial(jax.jit, static_argnames=("page", "pages", "slots", "context"))
-def init_device_state(page: PyTree, pages: int, slots: int, context: int) -> DeviceState:
-    """Empty pages and texts. page: of each model, shapes (`model.kv_cache.page_shapes`)."""
+@functools.partial(jax.jit, static_argnames=("page", "pages", "slots", "context", "stacked"))
+def init_device_state(
+    page: PyTree, pages: int, slots: int, context: int, stacked: bool = False
+) -> DeviceState:
+    """Empty pages and texts. page: of each model, shapes (`model.kv_cache.page_shapes`). stacked:
+    the pages of all layers are two arrays."""
     many = lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype)
     texts_SC = jnp.zeros((slots, context), jnp.int32)
-    return pinned(DeviceState(jax.tree.map(many, page), texts_SC, jnp.zeros(slots, jnp.int32)))
+    kv = jax.tree.map(many, page)
+    if stacked:
+        kv = tuple(map(StackedPages.of, kv))
+    return pinned(DeviceState(kv, texts_SC, jnp.zeros(slots, jnp.int32)))
 
 
 def pinned(state: DeviceState) -> DeviceState:
@@ -185,9 +192,11 @@ def decode_slots(
     steps: int,
     drafts: int,
     sampler: Sampler,
+    packed: PackedLayers | None = None,
 ) -> tuple[DeviceState, Sampled]:
     """The next tokens of some slots, of so many steps; a text that is full gets none. rows: of all
-    slots. A row without a text has the slot number of none."""
+    slots. A row without a text has the slot number of none. packed: the layers for one kernel of
+    all, for stacked pages."""
     active_B = slots_B < len(state.known_S)
     rows = jax.tree.map(lambda x_S: x_S.at[slots_B].get(mode="clip"), rows)
     adapted = choose_adapters(params[0], rows.sampling.adapter_B), *params[1:]
@@ -196,7 +205,9 @@ def decode_slots(
     known_B = state.known_S.at[slots_B].get(mode="fill", fill_value=0)
 
     def step(some: DeviceState, _: None) -> tuple[DeviceState, Sampled]:
-        some, one, new_B = decode_step(models, some, rows, active_B, table_BW, drafts, sampler)
+        some, one, new_B = decode_step(
+            models, some, rows, active_B, table_BW, drafts, sampler, packed
+        )
         counts_BT = jnp.arange(drafts + 1)[None] < new_B[:, None]
         return some, Sampled(jnp.where(counts_BT, one.token_B, -1), *one[1:])
 
@@ -215,6 +226,7 @@ def decode_step(
     table_SW: Int[Array, "S W"],
     drafts: int,
     sampler: Sampler,
+    packed: PackedLayers | None = None,
 ) -> tuple[DeviceState, Draw, Int[Array, "S"]]:
     """The next token of every active slot; with drafts, up to so many more that were guessed right.
     Returns what was sampled, [S, T, ..], and how many of the tokens count.
@@ -241,7 +253,7 @@ def decode_step(
     starts_S = jnp.maximum(known_S - 1, 0)
     tokens_ST, before_S1 = take(places_ST - 1), take(starts_S[:, None] - 1)
     cache = PagedCache(state.kv[0], table_SW, starts_S, counts_S, before_S1[:, 0])
-    states_STD, kv = run_model(models[0], tokens_ST, cache)
+    states_STD, kv = run_model(models[0], tokens_ST, cache, packed)
     logits_STV = models[0].logits(states_STD)
     each = lambda x: jnp.repeat(x, T, axis=0) if T > 1 else x
     one = sample_rows(

@@ -3,20 +3,21 @@ model says."""
 
 import jax
 import jax.numpy as jnp
+from jaxtrain_kernels.decode_layers import PackedLayers
 from jaxtyping import Array, Int
 
 from jaxtrain.inference.engine.sampling import Sampler, SlotRows, sample_rows
 from jaxtrain.model import Paged, PagedCache, Transformer
-from jaxtrain.model.kv_cache import KeysValues
+from jaxtrain.model.kv_cache import LayerPages
 
 SHORTEST, LONGEST = 2, 3  # tokens of a text's end that are looked for in it
 
 
 def run_model(
-    model: Transformer, tokens_BT: Array, cache: PagedCache
-) -> tuple[Array, tuple[KeysValues, ...]]:
+    model: Transformer, tokens_BT: Array, cache: PagedCache, packed: PackedLayers | None = None
+) -> tuple[Array, LayerPages]:
     """States [B, T, D] of new tokens, and the pages with them."""
-    out = model(tokens_BT, mode=Paged(cache))
+    out = model(tokens_BT, mode=Paged(cache, packed))
     assert isinstance(out.cache, PagedCache)
     return out.states, out.cache.kv
 
@@ -50,14 +51,14 @@ def look_up(
 
 def model_guesses(
     model: Transformer,
-    kv: tuple[KeysValues, ...],
+    kv: LayerPages,
     rows: SlotRows,
     texts_SC: Int[Array, "S C"],
     known_S: Int[Array, "S"],
     room_S: Int[Array, "S"],
     table_SW: Int[Array, "S W"],
     drafts: int,
-) -> tuple[Int[Array, "S k"], tuple[KeysValues, ...]]:
+) -> tuple[Int[Array, "S k"], LayerPages]:
     """What a small model (Leviathan et al. 2022, arXiv:2211.17192) says next, and its pages.
 
     It samples with the keys of the places that it guesses, the noise of the large model's samples:
@@ -67,8 +68,8 @@ def model_guesses(
     take = lambda places_S: jnp.take_along_axis(texts_SC, places_S[:, None], 1, mode="clip")[:, 0]
 
     def one(
-        carry: tuple[tuple[KeysValues, ...], Array, Array], i: Array
-    ) -> tuple[tuple[tuple[KeysValues, ...], Array, Array], Array]:
+        carry: tuple[LayerPages, Array, Array], i: Array
+    ) -> tuple[tuple[LayerPages, Array, Array], Array]:
         kv, token_S, before_S = carry
         starts_S = jnp.maximum(known_S - 1 + i, 0)
         counts_S = (i < room_S).astype(jnp.int32)

@@ -25,6 +25,7 @@ from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.compiler import EngineCompiler
 from jaxtrain.inference.engine.device import Sampled
 from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
+from jaxtrain.inference.engine.one_kernel import packed_layers
 from jaxtrain.inference.engine.pace import Pace
 from jaxtrain.inference.engine.pages import PagePool, affordable_pages
 from jaxtrain.inference.engine.programs import (
@@ -98,15 +99,16 @@ class Engine:
         )
         self.virtual = config.virtual // options.page_size  # pages that all rows begin with
         pages, places = self.pool.total + self.virtual, self.context + options.drafts + 1
+        packed = packed_layers(options, self.models[0], both, page[0], pages, mesh)
         with self.on_mesh():
-            self.state = device.init_device_state(page, pages, options.slots, places)
+            self.state = device.init_device_state(page, pages, options.slots, places, bool(packed))
         in_place = all(reads_in_place(x, one, pages) for x, one in zip(both, page))
         sizes = table_sizes(options, self.width, in_place)
-        self.programs = Programs(self.models, options, self.virtual, sizes, config.width)
+        self.programs = Programs(self.models, options, self.virtual, sizes, config.width, packed)
         self.compiler, self.pace = EngineCompiler(self.on_mesh), Pace(options.decode_steps)
         self.table_SW = np.zeros((options.slots, self.virtual + self.width), np.int32)
         self.table_SW[:, : self.virtual] = self.pool.total + np.arange(self.virtual)
-        self.fresh = True  # no request has joined yet
+        self.fresh, self.arrivals = True, 0  # no request has joined yet
         self.more_prompts = False  # beside those that are computed now
         self.rows = SlotTable(options.slots, tokenizer.vocab_size)
         self.slots: list[Sequence | None] = [None] * options.slots
@@ -115,7 +117,6 @@ class Engine:
         self.pending: deque[Pending] = deque()
         self.ready: list[Update] = []
         self.counts = EngineStats(0, 0, 0, self.pool.total, 0, 0, 0, 0, 0, 0)
-        self.arrivals = 0
         self.grammars: Grammars | None = None  # made when the first request asks for one
 
     @property

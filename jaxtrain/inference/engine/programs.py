@@ -29,6 +29,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 from jaxtrain_kernels.attention.paged import triton
+from jaxtrain_kernels.decode_layers import PackedLayers
 from jaxtrain_kernels.dispatch import target
 from jaxtyping import Array, PyTree
 
@@ -120,13 +121,15 @@ def table_sizes(options: EngineOptions, width: int, in_place: bool) -> tuple[int
 
 class Programs(NamedTuple):
     """What the programs of an engine are made of. virtual: pages that all rows begin with; sizes:
-    pages of a row, in ascending order; state_dim: of a token's last state."""
+    pages of a row, in ascending order; state_dim: of a token's last state; packed: the layers for
+    one kernel of all."""
 
     models: tuple[GraphDefs, tuple[Params, ...]]
     options: EngineOptions
     virtual: int
     sizes: tuple[int, ...]
     state_dim: int
+    packed: PackedLayers | None = None
 
     @property
     def prefill_rows(self) -> int:
@@ -205,7 +208,7 @@ class Programs(NamedTuple):
             )
         return device.decode_slots.lower(
             *self.models, state, rows, i32(R), table, steps=key.steps, drafts=o.drafts,
-            sampler=key.sampler,
+            sampler=key.sampler, packed=self.packed,
         )  # fmt: skip
 
     # ---- calls ----------------------------------------------------------------------------------
@@ -281,5 +284,5 @@ class Programs(NamedTuple):
         where = jax.device_put((slots_B, self.table_of(key, table_SW, slots_B)))
         return device.decode_slots(
             *self.models, state, rows, *where, steps=key.steps, drafts=self.options.drafts,
-            sampler=key.sampler,
+            sampler=key.sampler, packed=self.packed,
         )  # fmt: skip

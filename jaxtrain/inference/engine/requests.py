@@ -115,7 +115,8 @@ class EngineOptions(NamedTuple):
     tensor: devices that split heads and hidden units. adapters: (name, folder) of each LoRA
     adapter that a request may name. A folder is a run with LoRA or an adapter from peft.
     least_tokens: of a row that a step looks at, shorter ones too: with as many as `context`, one
-    program is compiled in the place of several.
+    program is compiled in the place of several. few_rows: "layers", all layers of a decode step
+    are one kernel (`model.packed`), an experiment for one slot; None: kernels of their own.
     """
 
     slots: int = 32
@@ -135,6 +136,7 @@ class EngineOptions(NamedTuple):
     adapters: tuple[tuple[str, Path], ...] = ()
     least_tokens: int = 256
     adapt_steps: bool = False
+    few_rows: Literal["layers"] | None = None
 
     def most(self, steps: int) -> int:
         """New tokens of a row that so many steps bring at most."""

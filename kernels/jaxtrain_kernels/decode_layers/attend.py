@@ -10,6 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtrain_kernels.decode_layers.kernel import (
     FLOOR,
     LOG2E,
+    THREADS,
     Context,
     high,
     join_words,
@@ -88,23 +89,25 @@ def new_token(c: Context, left, layer, base, refs: TokenRefs, part: KeyRange):
     """The new token's queries, key and value, and the reads that are left."""
     s = c.plan.shape
     half, H, G, k = s.head_dim // 2, s.head_dim, s.heads // s.kv_heads, part.k
-    R = pl.next_power_of_2(G + 2)
+    R = max(pl.next_power_of_2(G + 3), THREADS // half)
     r_R, h_1h = jnp.arange(R), jnp.arange(half)[None]
     head_R = jnp.where(r_R < G, k * G + r_R, s.heads + (r_R - G) * s.kv_heads + k)
-    at_R1 = (base + c.plan.places["qkv"] + head_R * H)[:, None]
-    needed_Rh = (r_R < G + 2)[:, None] & (h_1h < half)
-    gate_at = base + c.plan.places["qkv"] + (s.heads + 2 * s.kv_heads) * H + k
+    gate_at = (s.heads + 2 * s.kv_heads) * H + k
+    row_at_R = jnp.where(r_R < G + 2, head_R * H, gate_at)
+    at_Rh = (base + c.plan.places["qkv"] + row_at_R)[:, None] + h_1h
+    # Row G + 2 is the gate, and nothing behind it.
+    is_head_R1 = (r_R < G + 2)[:, None]
+    needed_Rh = is_head_R1 | ((r_R == G + 2)[:, None] & (h_1h == 0))
 
     def read():
         halves = [
-            plgpu.load(c.slots.at[at_R1 + side + h_1h], mask=needed_Rh, other=1, volatile=True)
-            for side in (0, half)
+            plgpu.load(c.slots.at[at_Rh + side], mask=needed, other=1, volatile=True)
+            for side, needed in ((0, needed_Rh), (half, is_head_R1 & (h_1h < half)))
         ]
-        gate = plgpu.load(c.slots.at[gate_at], volatile=True)
         # Both halves of a pair have their marks: one sum instead of two.
-        return (*halves, gate), [(halves[0] & halves[1], needed_Rh), (gate, True)]
+        return halves, [halves[0] & halves[1]]
 
-    (a_Rh, b_Rh, gate), left = poll(left, read, ((R, half), (R, half), ()))
+    (a_Rh, b_Rh), left = poll(left, read, ((R, half),) * 2)
     a_Rh, b_Rh = high(a_Rh), high(b_Rh)
     h_h = jnp.arange(half)
     cos_1h, sin_1h = refs.turns[0, h_h][None], refs.turns[1, h_h][None]
@@ -115,7 +118,7 @@ def new_token(c: Context, left, layer, base, refs: TokenRefs, part: KeyRange):
         rounded((b_Rh * cos_1h + a_Rh * sin_1h) * factor_R1),
     )
     pick = lambda x_Rh, r: jnp.where((r_R == r)[:, None], x_Rh, 0.0).sum(0)
-    gate = rounded(3 * rounded(1 / (1 + jnp.exp(-high(gate)))))
+    gate = rounded(3 * rounded(1 / (1 + jnp.exp(-pick(a_Rh, G + 2).sum(0)))))
     own = [refs.values[layer, k * H + i * half + h_h].astype(jnp.float32) for i in range(2)]
     value = [rounded(pick(x, G + 1) + rounded(gate * v_h)) for x, v_h in zip((a_Rh, b_Rh), own)]
     queries = [tuple(pick(x_Rh, g) for x_Rh in turned) for g in range(G)]
@@ -194,27 +197,24 @@ def join(c: Context, left, base):
     plan, H = c.plan, c.plan.shape.head_dim
     blocks = H // JOINED
     n, block = jax.lax.div(c.program, blocks), jax.lax.rem(c.program, blocks)
-    i_I, h_1J = jnp.arange(plan.padded_splits), jnp.arange(JOINED)[None]
+    I = max(plan.padded_splits, THREADS // JOINED)
+    i_I, h_1J = jnp.arange(I), jnp.arange(JOINED)[None]
     unit_I = n * plan.splits + i_I
     at_I1 = (base + plan.places["parts"] + unit_I * (2 * H) + block * JOINED)[:, None]
-    stat_I = base + plan.places["stats"] + unit_I * 4
+    stat_I1 = (base + plan.places["stats"] + unit_I * 4)[:, None]
     needed_I = i_I < plan.splits
     needed_IJ = needed_I[:, None] & (h_1J < JOINED)
 
     def read():
-        halves = [
-            plgpu.load(c.slots.at[at_I1 + side + h_1J], mask=needed_IJ, other=1, volatile=True)
-            for side in (0, H)
+        places = [(at_I1, needed_IJ), (at_I1 + H, needed_IJ), (stat_I1, needed_IJ & (h_1J < 4))]
+        words = [
+            plgpu.load(c.slots.at[at + h_1J], mask=needed, other=1, volatile=True)
+            for at, needed in places
         ]
-        stats = [
-            plgpu.load(c.slots.at[stat_I + i], mask=needed_I, other=1, volatile=True)
-            for i in range(4)
-        ]
-        marks = stats[0] & stats[1] & stats[2] & stats[3]
-        return (*halves, *stats), [(halves[0] & halves[1], needed_IJ), (marks, needed_I)]
+        return words, [words[0] & words[1] & words[2]]
 
-    shapes = ((len(i_I), JOINED),) * 2 + ((len(i_I),),) * 4
-    (above, below, *stats), left = poll(left, read, shapes)
+    (above, below, stats_IJ), left = poll(left, read, ((I, JOINED),) * 3)
+    stats = [jnp.where(h_1J == i, stats_IJ, 0).sum(1) for i in range(4)]
     peak_I = jnp.where(needed_I, join_words(stats[0], stats[1]), FLOOR)
     share_I = jnp.where(needed_I, jnp.exp2(peak_I - peak_I.max(0)), 0.0)
     total = (share_I * join_words(stats[2], stats[3])).sum(0)

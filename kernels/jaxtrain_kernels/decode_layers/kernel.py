@@ -2,7 +2,9 @@
 
 What one phase hands to the next lies in `slots`, zeros at first: words of 32 bits, a bfloat16
 above and a 1 below. Who needs a vector reads it until each word has its 1. No other memory orders
-programs: a word is written and read whole. Each layer has slots of its own, which are written once.
+programs: a word is written and read whole, so that no fence is needed. Each layer has slots of its
+own, which are written once. Each read of them is volatile: past the processor's own cache, where
+another processor's word would never arrive.
 
 Phases of a layer, and what they wait for:
     qkv     branch of the layer before  ->  q, k, v, gates
@@ -131,15 +133,21 @@ def join_words(above, below):
 def poll(left, read, shapes):
     """(words, reads that are left): read() until all words have their marks.
 
-    read: returns (words, checks); a check is some words and a mask of those that need a mark.
-    shapes: of the words. The kernel holds read() once, as compiling takes the cube of its size.
+    read: returns (words, checks), arrays of words in which those that nobody needs are 1; each word
+    of `words` is in a check. shapes: of the words. The kernel holds read() once, as compiling takes
+    the cube of its size.
+
+    All warps leave the loop together only if they see the same words. Triton has an array of fewer
+    words than threads in several warps, each of which reads for itself, at another moment; a
+    scalar, too. So an array has a word for each thread, or more.
     """
 
     def look(carry):
         words, checks = read()
+        assert all(word.size >= THREADS for word in (*words, *checks)), "a word for each thread"
         missing = 0
-        for word, needed in checks:
-            absent = jnp.where(needed, 1 - (word & 1), 0)
+        for word in checks:
+            absent = 1 - (word & 1)
             while absent.ndim:  # one axis a time: Triton has no sum over several
                 absent = absent.sum(absent.ndim - 1)
             missing += absent
@@ -154,11 +162,9 @@ def poll(left, read, shapes):
 def wait_vector(c: Context, left, begin, size: int):
     """The reads that are left when the words begin .. begin + size are there."""
     at = jnp.arange(pl.next_power_of_2(max(size, THREADS)))
-    needed = at < size
 
     def read():
-        word = plgpu.load(c.slots.at[begin + at], mask=needed, other=1, volatile=True)
-        return (), [(word, needed)]
+        return (), [plgpu.load(c.slots.at[begin + at], mask=at < size, other=1, volatile=True)]
 
     return poll(left, read, ())[1]
 
@@ -240,13 +246,17 @@ def multiply(c: Context, product: Product, layer, ahead, inputs, begin, finish):
 
 
 def read_inputs(c: Context, begin, size: int):
-    """A vector in the slots, as `multiply` takes it."""
+    """A vector in the slots, which has been waited for, as `multiply` takes it."""
     parts = parts_of(size // 2)
 
     def inputs(i: int):
         first, chunks = parts[i]
-        begins = (begin + half + first * COLUMNS for half in (0, size // 2))
-        return tuple(high(plgpu.load(c.slots.at[at + tile_places(chunks)])) for at in begins)
+        at = jnp.arange(chunks)[:, None] * COLUMNS + jnp.arange(COLUMNS)[None]
+        begins = [begin + half + first * COLUMNS for half in (0, size // 2)]
+        words = [plgpu.load(c.slots.at[at_ + at], volatile=True) for at_ in begins]
+        # Read once, then handed to all warps.
+        shape = chunks, ROWS, COLUMNS
+        return tuple(high(jnp.broadcast_to(word[:, None], shape)) for word in words)
 
     return inputs
 

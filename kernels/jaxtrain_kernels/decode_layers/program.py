@@ -85,11 +85,14 @@ def run_layers_kernel(plan: LayersPlan, *refs: Any) -> None:
         multiply(c, qkv, layer, ahead[0], norm_inputs(c, x), base + place["qkv"], SAME)
         touched = use(touched, ahead[1])
         window = windows_ref[layer]
+        # 0, from memory: else LLVM would move the conditions out of the loop, which it would have
+        # three times for it, and three times the compiling.
+        nothing = jnp.minimum(window, 0)
         run = lambda c, left: attend(c, left, layer, base, token, window)
-        left = only(s.kv_heads * plan.splits, program, run, left)
+        left = only(s.kv_heads * plan.splits + nothing, program, run, left)
         # Those that have no part of the keys come first.
         run = lambda c, left: join(c, left, base)
-        left = only(joins(c), plan.programs - 1 - program, run, left)
+        left = only(joins(c) + nothing, plan.programs - 1 - program, run, left)
         ahead, more = more, load_ahead(c, up, layer)
         left = wait_vector(c, left, base + place["heads"], 2 * out.columns)
         inputs = read_inputs(c, base + place["heads"], 2 * out.columns)

@@ -1,62 +1,109 @@
-"""The specification in plain jnp: one row, bfloat16 between the steps, sums in float32."""
+"""The specification in plain jnp: one row, bfloat16 between the steps, sums in float32.
+
+Sums of products are exact to float32 on a GPU, too, where XLA would take TF32 for them.
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from jaxtrain_kernels.decode_layers.packing import unpack_weights
+from jaxtrain_kernels.decode_layers.packing import LayersShape, unpack_weights
 from jaxtrain_kernels.dispatch import Target
+
+Pages = tuple[Array, Array]
 
 
 def supports(target: Target, shape, x0_D, pages) -> None:
     return None
 
 
+class TokenPlace(NamedTuple):
+    """Where the new token is: its angles, its pages and its place in them, and whether it counts.
+    As the arguments of the public function."""
+
+    cos_h: Array
+    sin_h: Array
+    table_W: Array
+    start: Array
+    count: Array
+
+
+def wide(x: Array) -> Array:
+    return x.astype(jnp.float32)
+
+
+def packed_matmul(packed_Oi: Array, x_I: Array) -> Array:
+    """A packed matrix times a vector: [O], in float32."""
+    w_OI = wide(unpack_weights(packed_Oi))
+    return jnp.matmul(w_OI, wide(x_I), precision=jax.lax.Precision.HIGHEST)
+
+
+def rms_normed(s: LayersShape, x: Array) -> Array:
+    y = wide(x)
+    return (y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + s.eps)).astype(x.dtype)
+
+
+def rotated(s: LayersShape, x_NH: Array, place: TokenPlace) -> Array:
+    """Rotated, then over the root mean square."""
+    x = wide(x_NH)
+    a, b = jnp.split(x, 2, axis=-1)
+    cos_1h, sin_1h = place.cos_h[None], place.sin_h[None]
+    y = jnp.concatenate([a * cos_1h - b * sin_1h, b * cos_1h + a * sin_1h], axis=-1)
+    return (y * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + s.eps)).astype(x_NH.dtype)
+
+
+def add_scaled(scales_2: Array, x_D: Array, x0_D: Array) -> Array:
+    """The stream at the start of a layer: a x + b x0."""
+    a, b = scales_2
+    return (a * wide(x_D) + b * wide(x0_D)).astype(x0_D.dtype)
+
+
+def attend_token(
+    s: LayersShape, y_R: Array, values_C: Array, place: TokenPlace, pages: Pages,
+    window: Array | int,
+) -> tuple[Float[Array, "C"], Pages]:  # fmt: skip
+    """What the heads find, in float32, of a layer's first product; its pages with the new token.
+    pages: of one layer."""
+    N, K, H = s.heads, s.kv_heads, s.head_dim
+    q_C, k_C, v_C, gate_k = jnp.split(y_R, [N * H, (N + K) * H, (N + 2 * K) * H])
+    gate_K = 3 * jax.nn.sigmoid(gate_k[:K])
+    v_KH = v_C.reshape(K, H) + gate_K[:, None] * values_C.reshape(K, H)
+    q_NH, k_KH = rotated(s, q_C.reshape(N, H), place), rotated(s, k_C.reshape(K, H), place)
+    size = pages[0].shape[1]
+    page, slot = place.table_W[place.start // size], place.start % size
+    page = jnp.where(place.count > 0, page, len(pages[0]))  # beyond the last: dropped
+    kept = [x.at[page, slot].set(new, mode="drop") for x, new in zip(pages, (k_KH, v_KH))]
+    k_SKH, v_SKH = (wide(x[place.table_W].reshape(-1, K, H)) for x in kept)
+    place_S = jnp.arange(len(k_SKH))
+    seen_S = (place_S <= place.start) & (place_S >= place.start - window)
+    exact = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("kgh,skh->kgs", wide(q_NH.reshape(K, -1, H)), k_SKH, precision=exact)
+    p_KGS = jax.nn.softmax(jnp.where(seen_S[None, None], scores * s.scale, -jnp.inf), axis=-1)
+    return jnp.einsum("kgs,skh->kgh", p_KGS, v_SKH, precision=exact).reshape(-1), (kept[0], kept[1])
+
+
+def squared_relu(h_F: Array) -> Array:
+    """Of a product that was rounded."""
+    return jnp.where(h_F > 0, wide(h_F) * wide(h_F), 0)
+
+
 def decode_layers(shape, weights, x0_D, cos_h, sin_h, values_LC, pages, table_W, start, count):
     """As the public function."""
     dtype, s = x0_D.dtype, shape
-    N, K, H = s.heads, s.kv_heads, s.head_dim
-    wide = lambda x: x.astype(jnp.float32)
-    matrices = [wide(unpack_weights(w)) for w in weights[:4]]
-    product = lambda w_OI, x_I: (w_OI @ wide(x_I)).astype(dtype)
-
-    def normed(x):
-        x = wide(x)
-        return (x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + s.eps)).astype(dtype)
-
-    def turned(x_NH):
-        """Rotated, then over the root mean square."""
-        x = wide(x_NH)
-        a, b = jnp.split(x, 2, axis=-1)
-        cos_1h, sin_1h = cos_h[None], sin_h[None]
-        y = jnp.concatenate([a * cos_1h - b * sin_1h, b * cos_1h + a * sin_1h], axis=-1)
-        return (y * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + s.eps)).astype(dtype)
-
+    place = TokenPlace(cos_h, sin_h, table_W, start, count)
     x_D, middle_D, branch_D, kept = x0_D, x0_D, jnp.zeros_like(x0_D), []
     for layer, window in enumerate(s.windows):
-        qkv, out, up, down = (w[layer] for w in matrices)
-        a, b = weights.scales_L2[layer]
-        x_D = (a * wide((x_D + branch_D).astype(dtype)) + b * wide(x0_D)).astype(dtype)
-        y_R = product(qkv, normed(x_D))
-        q_C, k_C, v_C, gate_k = jnp.split(y_R, [N * H, (N + K) * H, (N + 2 * K) * H])
-        gate_K = 3 * jax.nn.sigmoid(gate_k[:K])
-        v_KH = v_C.reshape(K, H) + gate_K[:, None] * values_LC[layer].reshape(K, H)
-        q_NH, k_KH = turned(q_C.reshape(N, H)), turned(k_C.reshape(K, H))
-        k_pages, v_pages = (x[layer] for x in pages)
-        size = k_pages.shape[1]
-        page, place = table_W[start // size], start % size
-        page = jnp.where(count > 0, page, len(k_pages))  # beyond the last: dropped
-        k_pages = k_pages.at[page, place].set(k_KH, mode="drop")
-        v_pages = v_pages.at[page, place].set(v_KH, mode="drop")
-        kept.append((k_pages, v_pages))
-        k_SKH, v_SKH = (p[table_W].reshape(-1, K, H) for p in (k_pages, v_pages))
-        place_S = jnp.arange(len(k_SKH))
-        seen_S = (place_S <= start) & (place_S >= start - window)
-        scores = jnp.einsum("kgh,skh->kgs", wide(q_NH.reshape(K, -1, H)), wide(k_SKH)) * s.scale
-        p_KGS = jax.nn.softmax(jnp.where(seen_S[None, None], scores, -jnp.inf), axis=-1)
-        y_C = jnp.einsum("kgs,skh->kgh", p_KGS, wide(v_SKH)).astype(dtype).reshape(-1)
-        x_D = x_D + product(out, y_C)
-        h_F = wide(product(up, normed(x_D)))
-        branch_D = product(down, jnp.where(h_F > 0, h_F * h_F, 0).astype(dtype))
+        qkv, out, up, down = (w[layer] for w in weights[:4])
+        x_D = add_scaled(weights.scales_L2[layer], x_D + branch_D, x0_D)
+        y_R = packed_matmul(qkv, rms_normed(s, x_D)).astype(dtype)
+        own = pages[0][layer], pages[1][layer]
+        y_C, own = attend_token(s, y_R, values_LC[layer], place, own, window)
+        kept.append(own)
+        x_D = x_D + packed_matmul(out, y_C.astype(dtype)).astype(dtype)
+        h_F = squared_relu(packed_matmul(up, rms_normed(s, x_D)).astype(dtype)).astype(dtype)
+        branch_D = packed_matmul(down, h_F).astype(dtype)
         if layer == s.middle:
             middle_D = x_D + branch_D
     return x_D + branch_D, middle_D, tuple(jnp.stack(x) for x in zip(*kept))

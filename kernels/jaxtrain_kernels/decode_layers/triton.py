@@ -5,11 +5,17 @@ A launch takes about 5 us, and begins with cold loads; a product of a layer of g
 imported by the first call).
 """
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jaxtrain_kernels.decode_layers.packing import LayersShape, PackedLayers
 from jaxtrain_kernels.dispatch import Target, triton_unsupported
+
+if TYPE_CHECKING:
+    from jaxtrain_kernels.decode_layers.kernel import LayersPlan
 
 PROCESSORS = 132  # of a Hopper
 MOST_SPLITS = 32
@@ -51,32 +57,77 @@ def processors() -> int:
     return getattr(device, "core_count", PROCESSORS) if device.platform == "gpu" else PROCESSORS
 
 
+class Launched(NamedTuple):
+    """What a launch leaves. states: behind attention of the last and of the middle layer. status:
+    of each program the reads of a vector that were left, 0 where it gave up. slots: what the phases
+    of each layer handed on (`LayersPlan.places`)."""
+
+    plan: "LayersPlan"
+    states_2D: Float[Array, "2 D"]
+    status_G: Array  # of each program of the grid
+    slots: Array
+    pages: tuple[Array, Array]
+
+    def words(self, layer: int, phase: str) -> Array:
+        """What a phase of a layer handed on."""
+        begin = layer * self.plan.places["end"] + self.plan.places[phase]
+        return self.slots[begin : begin + self.plan.sizes[phase]]
+
+    def values(self, layer: int, phase: str) -> tuple[Array, Array]:
+        """The same as numbers, and which of them were written."""
+        words = self.words(layer, phase)
+        numbers = jax.lax.bitcast_convert_type(words & -65536, jnp.float32)
+        return numbers, (words & 1) > 0
+
+
 def decode_layers(
     shape, weights: PackedLayers, x0_D, cos_h, sin_h, values_LC, pages, table_W, start, count,
     *, programs: int | None = None, held: int | None = None, interpret: bool = False,
 ):  # fmt: skip
-    """As the public function. interpret: on a CPU, where programs run one after the other and
-    cannot wait: launches are repeated until all have read what the others wrote."""
-    from jaxtrain_kernels.decode_layers import kernel, program
+    """As the public function. Other arguments: of `launch`."""
+    row = x0_D, cos_h, sin_h, values_LC, pages, table_W, start, count
+    how = {"programs": programs, "held": held, "interpret": interpret}
+    done = launch(shape, weights, *row, **how)
+
+    def total(layer: int):
+        x_D = done.states_2D[int(layer == shape.middle)]
+        return (x_D + done.values(layer, "down")[0]).astype(x0_D.dtype)
+
+    # A program that has waited too long gives up: better no numbers than wrong ones.
+    x_D = jnp.where((done.status_G > 0).all(), total(shape.depth - 1), jnp.nan)
+    return x_D, total(shape.middle), done.pages
+
+
+def layers_plan(
+    shape: LayersShape, pages, table: int, programs: int | None = None, held: int | None = None,
+    interpret: bool = False,
+) -> "LayersPlan":  # fmt: skip
+    """What is compiled into the kernel. table: pages of a row. Other arguments: of `launch`."""
+    from jaxtrain_kernels.decode_layers import kernel
 
     many = programs or processors()
     held = held or next(tiles for width, tiles in HELD.items() if shape.width <= width)
     splits = max(1, min(many // shape.kv_heads, MOST_SPLITS))
     sizes = pages[0].shape[2], pages[0].shape[1]
     spins = 1 if interpret else SPINS
-    plan = kernel.LayersPlan(shape, many, splits, TOKENS, *sizes, len(table_W), held, spins)
+    return kernel.LayersPlan(shape, many, splits, TOKENS, *sizes, table, held, spins)
+
+
+def launch(
+    shape: LayersShape, weights: PackedLayers, x0_D, cos_h, sin_h, values_LC, pages, table_W, start,
+    count, *, programs: int | None = None, held: int | None = None, interpret: bool = False,
+) -> Launched:  # fmt: skip
+    """The kernel and all it leaves. programs: of the grid, all of which must run at once; default
+    the processors. held: tiles that a program loads ahead. interpret: on a CPU, where programs run
+    one after the other and cannot wait: launches are repeated until all have read what the others
+    wrote."""
+    from jaxtrain_kernels.decode_layers import program
+
+    plan = layers_plan(shape, pages, len(table_W), programs, held, interpret)
     place_2 = jnp.stack([start, count]).astype(jnp.int32)
     x0_32, turns_2h = x0_D.astype(jnp.float32), jnp.stack([cos_h, sin_h])
     arrays = weights, x0_32, turns_2h, values_LC, place_2, table_W
     slots = jnp.zeros(plan.words, jnp.int32)
     for _ in range(LAUNCHES * shape.depth + 1 if interpret else 1):
         states_2D, status, slots, pages = program.call(plan, interpret, *arrays, slots, pages)
-
-    def total(layer: int):
-        x_D = states_2D[int(layer == shape.middle)]
-        begin = layer * plan.places["end"] + plan.places["down"]
-        return (x_D + kernel.high(slots[begin : begin + shape.width])).astype(x0_D.dtype)
-
-    # A program that has waited too long gives up: better no numbers than wrong ones.
-    x = jnp.where((status[:, 0] > 0).all(), total(shape.depth - 1), jnp.nan)
-    return x, total(shape.middle), pages
+    return Launched(plan, states_2D, status[:, 0], slots, pages)

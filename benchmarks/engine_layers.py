@@ -1,0 +1,64 @@
+"""All layers of a decode step of one row in one kernel, alone: microseconds of a layer, GB/s."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtrain_kernels import decode_layers as kernels
+from jaxtrain_kernels.decode_layers import PackedLayers
+from jaxtyping import Array
+
+from benchmarks.decode_rate import step_seconds
+from benchmarks.timing import Ceilings
+from jaxtrain.model.config import ResolvedModel
+from jaxtrain.model.kv_cache import StackedPages
+from jaxtrain.model.packed import layers_shape, pack_layers, why_not_packed
+from jaxtrain.weights.params import Params
+
+REPEATS = 5
+PAGE = 32  # tokens
+
+
+def layers_row(
+    c: ResolvedModel, graphdef: nnx.GraphDef, params: Params, held: int, limits: Ceilings
+) -> dict[str, Any]:
+    """A row of the kernel with a text of `held` tokens. GB/s: of weights, keys and values."""
+    label = {"name": "decode_layers", "shape": f"1 x {held}", "backend": "triton"}
+    pages = held // PAGE + 1
+    sizes = (c.depth, pages, PAGE, c.kv_heads, c.head_dim)
+    stack = jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    if why := why_not_packed(c, params, (stack, stack)):
+        return label | {"failed": why}
+    keys, values = (jax.random.normal(jax.random.key(i), sizes, stack.dtype) for i in (0, 1))
+    kv = StackedPages(keys, values)
+    shape, packed = layers_shape(c), pack_layers(graphdef, params)
+    x0_D = jax.random.normal(jax.random.key(2), (c.width,), jnp.bfloat16)
+    angles_h = jnp.arange(c.head_dim // 2, dtype=jnp.float32)
+    cos_h, sin_h = jnp.cos(angles_h), jnp.sin(angles_h)
+    values_LC = jnp.zeros((c.depth, c.kv_heads * c.head_dim), jnp.bfloat16)
+    table_W = jnp.arange(pages, dtype=jnp.int32)
+
+    @jax.jit
+    def run(packed: PackedLayers, x0_D: Array, kv: StackedPages, count: Array) -> Array:
+        def step(i: int, carry: tuple[Array, StackedPages]) -> tuple[Array, StackedPages]:
+            x_D, kv = carry
+            x_D, _, (keys, values) = kernels.decode_layers(
+                shape, packed, x_D, cos_h, sin_h, values_LC, (kv.k_LPpKH, kv.v_LPpKH), table_W,
+                jnp.int32(held), jnp.int32(1),
+            )  # fmt: skip
+            return x_D, StackedPages(keys, values)
+
+        return jax.lax.fori_loop(0, count, step, (x0_D, kv))[0]
+
+    seconds = step_seconds(functools.partial(run, packed, x0_D, kv), REPEATS)
+    seen = sum(min(held, window) for window in shape.windows)
+    size = sum(x.nbytes for x in packed) + seen * 2 * sizes[-1] * sizes[-2] * 2
+    gbps = size / seconds / 1e9
+    return label | {
+        "ms": 1e3 * seconds,
+        "us_a_layer": 1e6 * seconds / c.depth,
+        "gbps": gbps,
+        "of_copy": gbps / limits.copy_gbps,
+    }

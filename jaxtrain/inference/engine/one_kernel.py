@@ -1,0 +1,53 @@
+"""All layers of a decode step in one kernel: whether an engine can have it, and its weights."""
+
+import logging
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtrain_kernels.decode_layers import PackedLayers
+from jaxtyping import PyTree
+
+from jaxtrain.inference.engine.programs import Drafter
+from jaxtrain.inference.engine.requests import EngineOptions
+from jaxtrain.model.packed import pack_layers, why_not_packed
+
+log = logging.getLogger(__name__)
+
+
+def packed_layers(
+    options: EngineOptions, graphdefs: Sequence[nnx.GraphDef], models: Sequence[Drafter],
+    page: PyTree, pages: int, mesh: Mesh | None,
+) -> PackedLayers | None:  # fmt: skip
+    """The first model's layers, packed; None where `few_rows` does not ask for it, and, after a
+    line in the log, where the kernel does not serve. page: shapes of the pages of the first model's
+    layers (`page_shapes`). pages: of a layer."""
+    if options.few_rows is None:
+        return None
+    if why := why_not_engine(options, models, page, pages, mesh):
+        log.warning("few_rows=layers: each layer has kernels of its own; one for all %s", why)
+        return None
+    return pack_layers(graphdefs[0], models[0].params)
+
+
+def why_not_engine(
+    options: EngineOptions, models: Sequence[Drafter], page: PyTree, pages: int, mesh: Mesh | None
+) -> str | None:
+    """Why one kernel does not serve an engine; None = it does."""
+    c, params = models[0].config, models[0].params
+    context = options.context or c.context_length
+    if options.slots > 1:
+        return f"needs slots=1, got {options.slots}"
+    if options.drafts or len(models) > 1:
+        return "has no drafts"
+    if mesh is not None:
+        return "needs one device"
+    if context > c.context_length:
+        return f"needs a context up to the model's {c.context_length}, got {context}"
+    arrays = [jax.tree.leaves(layer) for layer in page]
+    if any(len(layer) != 2 or layer[0].shape != arrays[0][0].shape for layer in arrays):
+        return "needs pages of keys and values, equal in all layers"
+    one = arrays[0][0]
+    stack = jax.ShapeDtypeStruct((len(page), pages, *one.shape[1:]), one.dtype)
+    return why_not_packed(c, params, (stack, stack))
