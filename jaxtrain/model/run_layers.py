@@ -18,7 +18,7 @@ from jaxtrain.model import prefix, remat
 from jaxtrain.model.attention import LayerInputs
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import Stream, fastest, prenorm, residual_out
-from jaxtrain.model.kv_cache import Cache, KeysValues, LayerCache, PagedCache
+from jaxtrain.model.kv_cache import Cache, KeysValues, LayerCache, PagedCache, StackedPages
 from jaxtrain.model.plan import LayerSpec, Plan
 from jaxtrain.model.saved_activations import COMPRESSIONS, draw_of_layer
 from jaxtrain.model.stack import LayerWeights, Stack, in_form, layer_weights, only_repeat, periods
@@ -89,7 +89,9 @@ def run_period(
     c, (stream, middle_BTD) = modules.config, carry
     stack = stack._replace(shared=shared)
     kv: list[KeysValues | None] = []
-    kept = iter(() if cache is None else cache.kv)
+    pages = () if cache is None else cache.kv
+    assert not isinstance(pages, StackedPages)  # `run_stacked` has taken them apart
+    kept = iter(pages)
     for i, (spec, source) in enumerate(zip(period, layer_weights(period, stack, scanned))):
         if spec.kv_from:
             source = with_kv(*source, kv[i - spec.kv_from])
