@@ -30,7 +30,7 @@ from jaxtrain.model import ResolvedModel, Transformer, split
 from jaxtrain.model.config import check_decoder
 from jaxtrain.objectives.base import DeviceBatch
 from jaxtrain.objectives.next_token import next_token_loss
-from jaxtrain.runs.saved import Saved, is_quantized, load_saved, save_model
+from jaxtrain.runs.saved import Saved, is_quantized, load_saved, save_model, without_mtp
 from jaxtrain.settings import UserError, command
 from jaxtrain.weights.contract import flatten
 
@@ -250,6 +250,7 @@ def shrink(saved: Saved, rows: Sequence[data.Batch], wanted: Size) -> Saved:
     """Layers first, then channels of the stream, then heads and hidden channels; each ranks in the
     model without what went before."""
     check_shrunk_size(saved.config.model, wanted)
+    saved = without_mtp(saved, "they read the states of the model as it was")
     kept = layers_to_keep(saved, rows, wanted.depth)
     if len(kept) < saved.config.model.depth:
         saved = cut_layers(saved, kept)

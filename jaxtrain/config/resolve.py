@@ -27,6 +27,7 @@ from jaxtrain.model import (
     resolve_model,
     split,
 )
+from jaxtrain.objectives.mtp import MTPConfig
 from jaxtrain.optim import DECAY, MuonConfig, Scale, resolve_optimizer, shorten_warmup
 from jaxtrain.parallel import BATCH, bubble_fraction, check_context_chunks, check_stages
 from jaxtrain.parallel.mesh import check_divides, make_mesh, num_batch_shards
@@ -56,8 +57,10 @@ def vocab_size_of(data: DataConfig) -> int:
 def horizon(model: ResolvedModel, vocab_size: int, ratio: float) -> float:
     """Training tokens: ratio x (matrices + head), nanochat's scaling parameters.
 
-    Of the experts count those that a token meets.
+    Of the experts count those that a token meets. Modules of multi-token prediction do not count:
+    they train beside a model whose horizon they leave as it is.
     """
+    model = model.model_copy(update={"mtp": None})
     return ratio * active(model, split(Transformer(model, vocab_size))[1])
 
 
@@ -198,7 +201,15 @@ def with_ramps(c: Config, batch: int) -> Config:
 
 
 def inserted(c: Config) -> dict[str, int]:
-    """What tuning puts into the model. UserError where the model has other such parts already."""
+    """What the objective or tuning puts into the model. UserError where the model has other such
+    parts already."""
+    if isinstance(c.objective, MTPConfig):
+        if c.model.mtp not in (None, c.objective.depth):
+            raise UserError(
+                f"objective.depth {c.objective.depth}: the model has {c.model.mtp} modules "
+                f"(model.mtp); say objective.depth={c.model.mtp} to go on with those"
+            )
+        return {"mtp": c.objective.depth}
     if c.finetune.name == "adapter":
         size, field, before = c.finetune.width, "width", c.model.adapter
     elif isinstance(c.finetune, PromptLearningConfig):

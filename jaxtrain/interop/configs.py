@@ -32,7 +32,8 @@ DERIVED = {
     "qk_scale", "attention_scale", "rope_base_short",
 }  # fmt: skip
 FREE = EXECUTION | DERIVED
-ADDED_MODULES = ("adapter", "prompt", "prefix")  # what tuning put into a model
+# What tuning or the objective put into a model.
+ADDED_MODULES = ("adapter", "prompt", "prefix", "mtp")
 
 
 def family_of(config: Json) -> Family:

@@ -29,7 +29,7 @@ from jaxtrain.interop.load import (
     pin_revision,
 )
 from jaxtrain.interop.tensors import WEIGHTS, metadata_of, read, read_header
-from jaxtrain.model import ModelConfig, Params, ParamSpec, path_name
+from jaxtrain.model import ModelConfig, Params, ParamSpec, initialize, path_name
 from jaxtrain.model.sections import Experts
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_saved
@@ -235,6 +235,24 @@ def load_init_params(
         )
 
     return jax.tree_util.tree_map_with_path(value, specs, shardings)
+
+
+def load_base(
+    path: str,
+    specs: Specs,
+    shardings: Shardings,
+    store: Store = lambda name, x: x,
+    seed: int = 0,
+) -> Params:
+    """`load_init_params`; modules of multi-token prediction that the model there does not have
+    begin with initial values."""
+    new = {n: specs[n] for n in ("mtp",) if n in specs and not has_params(path, {n: specs[n]})}
+    part = lambda tree: {name: tree[name] for name in tree if name not in new}
+    base = load_init_params(path, part(specs), part(shardings), store)
+    if not new:
+        return base
+    where = {name: shardings[name] for name in new}
+    return base | jax.jit(lambda: initialize(new, seed), out_shardings=where)()
 
 
 def has_params(path: str, specs: Specs) -> bool:

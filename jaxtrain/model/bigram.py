@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxtrain.model.branches import Branches, take_before
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import constant
+from jaxtrain.model.kv_cache import Cache, PagedCache
 from jaxtrain.model.layers import lookup
 from jaxtrain.parallel import constrain, previous_token
 from jaxtrain.weights.params import declare
@@ -54,3 +55,11 @@ def tokens_before(
     if branches is not None:
         before_BT = take_before(before_BT[..., None], tokens_BT[..., None], branches)[..., 0]
     return before_BT
+
+
+def tokens_ahead(tokens_BT: Array, cache: Cache | PagedCache) -> Array:
+    """The token in front of each new one of a cache's rows; 0 at the start of a text."""
+    if isinstance(cache, Cache):
+        return cache.last_B[:, None]
+    first_B1 = jnp.where(cache.starts_B > 0, cache.before_B, 0)[:, None]
+    return jnp.concatenate([first_B1, tokens_BT[:, :-1]], axis=1)

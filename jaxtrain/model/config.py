@@ -148,6 +148,13 @@ class ModelFields[Size: int | None](Settings):
         description="virtual tokens with learned keys and values in every layer; "
         "finetune.name=prefix sets it",
     )
+    mtp: int | None = Field(
+        None,
+        ge=1,
+        le=16,
+        description="modules of multi-token prediction behind the layers (DeepSeek-V3); "
+        "objective.name=mtp sets it",
+    )
     block_norm: bool = Field(True, description="RMS-normalise what each branch reads")
     embedding_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="storage of the token and value embeddings"

@@ -38,18 +38,20 @@ def flops_per_token(
         share = keep * length / sequence_length / (3 if layer.frozen else 1)
         keys += share * min(layer.window or length, length)
         weights -= (1 - share) * blocks / c.depth
+    keys += (c.mtp or 0) * sequence_length
     return weights + 6.0 * c.heads * (c.qk_dim + c.head_dim) * keys
 
 
 def active(c: ResolvedModel, specs: Specs) -> float:
     """Weights of matrices and head in one token's forward pass.
 
-    `top_k` experts of a layer count. Shared weights count once for each layer that uses them.
+    `top_k` experts of a layer count. Shared weights count once for each layer that uses them, and
+    the head once more for each module of multi-token prediction.
     """
-    weights: float = count(specs, "matrix") + count(specs, "head")
+    weights: float = count(specs, "matrix")
     weights += (c.layers_per_set - 1) * count(specs.get("blocks", {}), "matrix")
-    if c.tied_head and "embed" in specs:
-        weights += specs["embed"].size
+    head = specs["embed"].size if c.tied_head and "embed" in specs else count(specs, "head")
+    weights += (1 + (c.mtp or 0)) * head
     if c.moe is not None:
         weights -= sizes(specs).get("experts", 0) * (1 - c.moe.top_k / c.moe.experts)
     return float(weights)

@@ -26,22 +26,18 @@ from jaxtrain.model.attention import (
     ValueEmbedding,
     attend_rows,
 )
-from jaxtrain.model.bigram import BigramEmbedding, tokens_before
+from jaxtrain.model.bigram import BigramEmbedding, tokens_ahead, tokens_before
 from jaxtrain.model.block import Block, declare_norm, normed
 from jaxtrain.model.branches import Branches, branched_attention, take_before
 from jaxtrain.model.config import ResolvedModel, check_decoder, round_up
 from jaxtrain.model.fused_ops import PLAIN, fastest, of_decoding
 from jaxtrain.model.init import SCHEMES, constant, uniform
-from jaxtrain.model.kv_cache import Cache, PagedCache, init_kv_cache
+from jaxtrain.model.kv_cache import Cache, KeysValues, LayerCache, PagedCache, init_kv_cache
 from jaxtrain.model.layers import FeedForward, lookup, rms_norm, rotary
 from jaxtrain.model.modes import FORWARD, Decode, Forward, Mode, Output, Paged, Pipelined, Prefill
 from jaxtrain.model.moe import MixtureOfExperts
-from jaxtrain.model.pipelined import (
-    PipelineParts,
-    Texts,
-    run_pipelined,
-    run_pipelined_loss,
-)
+from jaxtrain.model.mtp import MultiTokenPrediction
+from jaxtrain.model.pipelined import PipelineParts, Texts, run_pipelined, run_pipelined_loss
 from jaxtrain.model.plan import make_plan, make_runs
 from jaxtrain.model.rope import Divisors
 from jaxtrain.model.run_layers import LayerModules, LayersOutput, run_layers
@@ -114,6 +110,7 @@ class Transformer(nnx.Module):
         self.head = (
             None if c.tied_head else declare((D, vocab), ("embed", "vocab"), scheme.head, "head")
         )
+        self.mtp = MultiTokenPrediction(c) if c.mtp else None
 
     def __call__(
         self,
@@ -388,6 +385,26 @@ class Transformer(nnx.Module):
             x_BTD = (x_BTD - self.backout_scale[...] * middle_BTD).astype(x_BTD.dtype)
         return normed(self.config, x_BTD, self.final_gain, self.final_shift)
 
+    def predict_ahead(
+        self,
+        module: int,
+        states_BTD: Float[Array, "B T D"],
+        texts: Texts,
+        attend: Attend = attend_rows,
+        key: Array | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
+        """States of a module of `model/mtp.py`, which the head reads, and its keys and values.
+
+        states_BTD: of the module before. texts: with the tokens `module` + 1 places later.
+        """
+        assert self.mtp is not None
+        x_BTD = self.scale_embedding(lookup(self.embed[...], texts[0]))
+        choose = of_decoding if cache else functools.partial(fastest, self.config.kernels)
+        inputs = self.layer_inputs(x_BTD, *texts, attend, choose(self.config, x_BTD), key)
+        x_BTD, kv = self.mtp(module, states_BTD, x_BTD, inputs, cache)
+        return normed(self.config, x_BTD, self.final_gain, self.final_shift), kv
+
     def modules(self) -> LayerModules:
         """What the layers compute, without their weights."""
         modules = {"block": self.blocks} | {name: getattr(self, name) for name in self.parts()}
@@ -428,11 +445,3 @@ class Transformer(nnx.Module):
         logits_BV = (x_BD @ self.head_DV())[..., : self.vocab_size].astype(jnp.float32)
         cap = self.config.logit_softcap
         return logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)
-
-
-def tokens_ahead(tokens_BT: Array, cache: Cache | PagedCache) -> Array:
-    """The token in front of each new one of a cache's rows; 0 at the start of a text."""
-    if isinstance(cache, Cache):
-        return cache.last_B[:, None]
-    first_B1 = jnp.where(cache.starts_B > 0, cache.before_B, 0)[:, None]
-    return jnp.concatenate([first_B1, tokens_BT[:, :-1]], axis=1)

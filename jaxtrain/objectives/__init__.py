@@ -17,6 +17,7 @@ from jaxtrain.objectives.dpo import DPOConfig, dpo_loss
 from jaxtrain.objectives.ipo import IPOConfig, ipo_loss
 from jaxtrain.objectives.kto import KTOConfig, kto_loss, kto_reference_point
 from jaxtrain.objectives.masked_lm import MaskedLMConfig, make_masked_lm, masked_rows
+from jaxtrain.objectives.mtp import MTPConfig, make_mtp
 from jaxtrain.objectives.multi_token import MultiTokenConfig, make_multi_token
 from jaxtrain.objectives.next_token import NEXT_TOKEN, NextTokenConfig, make_next_token
 from jaxtrain.objectives.orpo import ORPOConfig, orpo_loss
@@ -28,6 +29,7 @@ from jaxtrain.objectives.selective import SelectiveConfig, make_selective
 ObjectiveConfig = Annotated[
     NextTokenConfig
     | MultiTokenConfig
+    | MTPConfig
     | PrefixTokenConfig
     | SampledSoftmaxConfig
     | SelectiveConfig
@@ -48,6 +50,7 @@ PREFERENCES: dict[str, PreferenceMethod] = {
 OBJECTIVES: dict[str, Callable[[Any, LossOptions], Objective]] = {
     "next_token": make_next_token,
     "multi_token": make_multi_token,
+    "mtp": make_mtp,
     "prefix_token": make_prefix_token,
     "sampled_softmax": make_sampled_softmax,
     "selective": make_selective,

@@ -12,7 +12,7 @@ from jaxtrain.interop.configs import Json, family_of, fitting_family
 from jaxtrain.interop.families import Family
 from jaxtrain.interop.keys import text_part
 from jaxtrain.model import Params, ResolvedModel, Transformer, split
-from jaxtrain.runs.saved import Saved, apply_weight_form, load_saved
+from jaxtrain.runs.saved import Saved, apply_weight_form, load_saved, without_mtp
 from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Specs
 
@@ -38,6 +38,7 @@ def prepare_export(run: Path, family: str | None) -> ExportModel:
     Raises UserError for a model that no checkpoint has a place for.
     """
     saved = apply_weight_form(load_saved(run))
+    saved = without_mtp(saved, "checkpoints of the families that can be written have no place")
     check_exportable(saved.config, run)
     source_config = text_part(read_json(saved.tokenizer_dir / FOLDER / "config.json"))
     rows = source_config.get("vocab_size", saved.tokenizer.vocab_size)

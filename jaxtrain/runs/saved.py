@@ -1,6 +1,7 @@
 """A trained model on disk: `model/` holds safetensors, the resolved config and the tokenizer."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from jaxtrain.interop.companions import FOLDER, Prompting, chat_template, prompt
 from jaxtrain.interop.load import origin
 from jaxtrain.interop.peft import write_adapter
 from jaxtrain.interop.peft_prompt import write_prompt_adapter
-from jaxtrain.interop.pretrained import copy_aux_files, load_init_params
+from jaxtrain.interop.pretrained import copy_aux_files, load_base
 from jaxtrain.interop.tensors import Stored, metadata_of, read, read_header, write
 from jaxtrain.model import ParamSpec, Transformer, path_name, split
 from jaxtrain.parallel import partition_spec
@@ -43,6 +44,8 @@ from jaxtrain.weights.stored import (
     rebuild,
     stored_shape,
 )
+
+log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 QUANTIZED = "quantized"  # key of the file's metadata: JSON, the form of each quantized matrix
@@ -157,6 +160,18 @@ def apply_weight_form(saved: Saved) -> Saved:
     return saved._replace(config=config, graphdef=graphdef, params=params)
 
 
+def without_mtp(saved: Saved, why: str) -> Saved:
+    """The model without its modules of multi-token prediction, which the log names with `why`."""
+    if saved.config.model.mtp is None:
+        return saved
+    log.warning("model.mtp: the modules of multi-token prediction are left out: %s", why)
+    model = saved.config.model.model_copy(update={"mtp": None})
+    graphdef, specs = split(Transformer(model, saved.tokenizer.vocab_size))
+    config = saved.config.model_copy(update={"model": model})
+    params = {name: x for name, x in saved.params.items() if name != "mtp"}
+    return saved._replace(config=config, graphdef=graphdef, specs=specs, params=params)
+
+
 def is_quantized(saved: Saved) -> bool:
     """Whether `jaxtrain quantize` wrote the model."""
     return any(is_weight(x) for x in flatten(saved.params).values())
@@ -257,8 +272,9 @@ def load_checkpoint_params(
         return partition.merge(trained, None)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = jax.tree.map(lambda spec: here, partition.base)
-    base = load_init_params(config.train.init_from or "", partition.base, where, partition.store)
-    return partition.merge(trained, partition.init(base, config.run.seed)[0])
+    start, seed = config.train.init_from or "", config.run.seed
+    base = load_base(start, partition.base, where, partition.store, seed)
+    return partition.merge(trained, partition.init(base, seed)[0])
 
 
 def check_finite(params: Params, path: Path) -> None:

@@ -19,7 +19,7 @@ from jaxtrain.finetune import (
 )
 from jaxtrain.interop.peft import read_adapter
 from jaxtrain.interop.peft_prompt import read_prompt_adapter
-from jaxtrain.interop.pretrained import has_params, load_init_params
+from jaxtrain.interop.pretrained import has_params, load_base, load_init_params
 from jaxtrain.parallel import shardings
 from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.train.growth import Growth
@@ -39,7 +39,8 @@ def load_pretrained(
     if c.train.init_from is None or (resumed and partition.init is None):
         return None, None
     place = shardings(partition.base, mesh)
-    base = load_init_params(c.train.init_from, partition.base, place, partition.store_on(mesh))
+    store = partition.store_on(mesh)
+    base = load_base(c.train.init_from, partition.base, place, store, c.run.seed)
     if partition.init is None:
         begin = jax.device_put(
             partition.begin(base, c.run.seed), shardings(partition.trainable, mesh)

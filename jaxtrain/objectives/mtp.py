@@ -1,0 +1,94 @@
+"""Multi-token prediction with modules of their own (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+
+Module k reads the states of module k - 1 (the model's are those of module 0) and the token k places
+later, and predicts the one behind it. Evaluation is of the next token alone; the modules can draft
+tokens for the inference engine.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+from pydantic import Field
+
+from jaxtrain import parallel
+from jaxtrain.model.attention import attend_rows
+from jaxtrain.model.mtp import tokens_later
+from jaxtrain.objectives.base import DeviceBatch, LossOptions, Objective, SumsByName
+from jaxtrain.objectives.multi_token import ahead
+from jaxtrain.objectives.next_token import (
+    Hidden,
+    count_tokens,
+    head_loss,
+    hidden_states,
+    sharded_labels,
+    token_metrics,
+)
+from jaxtrain.settings import Settings
+from jaxtrain.weights.params import Params
+
+
+class MTPConfig(Settings):
+    """The next token, and by modules with parameters of their own those after it."""
+
+    name: Literal["mtp"] = "mtp"
+    depth: int = Field(
+        1, ge=1, le=16, description="modules, one behind the other; becomes model.mtp"
+    )
+    weight: float = Field(
+        0.3, ge=0, description="weight of the mean of the modules' losses; that of the model is 1"
+    )
+
+
+def module_losses(
+    h: Hidden, batch: DeviceBatch, depth: int, options: LossOptions, key: Array | None = None
+) -> list[Array]:
+    """Of each module the sum over tokens of weight x negative log-likelihood, in nats, float32.
+
+    h: the model's states of the batch [B, T]. A label counts where it is in the row and in the
+    document of its place.
+    """
+    positions_BT = batch.positions_BT
+    if positions_BT is None:
+        positions_BT = jnp.arange(batch.tokens_BT.shape[1], dtype=jnp.int32)[None]
+    segments_BT = batch.segments_BT if h.model.config.document_mask else None
+    attend = functools.partial(attend_rows, zigzag=True)
+    states_BTD, losses = h.x_BTD, []
+    for k in range(1, depth + 1):
+        texts = tokens_later(batch.tokens_BT, k), positions_BT, segments_BT
+        rows = parallel.zigzag_shard(texts)
+        states_BTD, _ = h.model.predict_ahead(k - 1, states_BTD, rows, attend, key)
+        later = ahead(batch.targets_BT, batch.weights_BT, batch.segments_BT, k)
+        losses.append(head_loss(h._replace(x_BTD=states_BTD), *sharded_labels(*later), options))
+    return losses
+
+
+def make_mtp(c: MTPConfig, options: LossOptions) -> Objective:
+    """The next token's loss + weight x the mean of the modules'; `loss` logs the first alone."""
+    names = tuple(f"loss_mtp_{k}" for k in range(1, c.depth + 1))
+
+    def loss(
+        graphdef: nnx.GraphDef,
+        params: Params,
+        batch: DeviceBatch,
+        shared: None,
+        **step: Array | None,
+    ) -> tuple[Array, SumsByName]:
+        key = step.get("key")
+        h = hidden_states(graphdef, params, batch, options, key)
+        first = head_loss(h, h.targets_BT, h.weights_BT, options)
+        found = module_losses(h, batch, c.depth, options, key)
+        sums = dict(zip(("next", *names), (first, *found)))
+        total = first + c.weight * sum(found) / c.depth + h.balance_loss
+        return total, jax.lax.stop_gradient(sums)
+
+    def metrics(
+        loss: Array, tokens: Array, text_bytes: Array, sums: SumsByName, shared: None
+    ) -> dict[str, Array]:
+        found = token_metrics(sums["next"], tokens, text_bytes, sums, None)
+        return found | {name: sums[name] / tokens for name in names}
+
+    return Objective(loss, count_tokens, metrics, ("next", *names))
