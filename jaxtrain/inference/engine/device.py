@@ -16,7 +16,14 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxtrain.cluster.xla_flags import jit
-from jaxtrain.inference.engine.drafts import look_up, model_guesses, run_model
+from jaxtrain.inference.engine.drafts import (
+    LastStates,
+    look_up,
+    model_guesses,
+    module_guesses,
+    run_model,
+    run_module,
+)
 from jaxtrain.inference.engine.sampling import Draw, Sampler, SlotRows, sample_rows
 from jaxtrain.model import PagedCache, ResolvedModel, Transformer, make_plan, split
 from jaxtrain.model.kv_cache import KeysValues, as_stored
@@ -24,21 +31,24 @@ from jaxtrain.parallel import constrain
 from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
 
+WRONG = -2  # in the place of a token that was guessed, and not sampled
 LEAST_PAGE = 8  # tokens, if a page need not be as small as the virtual tokens are few
 
 
 class DeviceState(NamedTuple):
     """What lies on the device.
 
-    kv: keys and values in pages, of the model and, where there is one, of the small model that
-    guesses; both have a token in the same page and place. texts_SC: the tokens of each slot's text;
-    known_S: how many. Of all but the last of them the pages hold keys and values, unless the text
-    is a prompt that is not computed yet.
+    kv: keys and values in pages, of the model and, where there is one, of what guesses, a small
+    model or the model's module; both have a token in the same page and place. texts_SC: the tokens
+    of each slot's text; known_S: how many. Of all but the last of them the pages hold keys and
+    values, unless the text is a prompt that is not computed yet. last: what the model's module
+    guesses from, if it is to.
     """
 
     kv: tuple[tuple[KeysValues, ...], ...]
     texts_SC: Array
     known_S: Array
+    last: LastStates | None = None
 
 
 class GraphDefs(tuple[nnx.GraphDef, ...]):
@@ -53,8 +63,8 @@ class GraphDefs(tuple[nnx.GraphDef, ...]):
 
 
 class Sampled(NamedTuple):
-    """What some steps sampled for rows, [steps, B, ..]: new tokens, -1 in the place of none, and of
-    `Sampler.ALL` logprobs where they are wanted."""
+    """What some steps sampled for rows, [steps, B, ..]: new tokens, -1 in the place of none and
+    WRONG behind a guess that was wrong, and of `Sampler.ALL` logprobs where they are wanted."""
 
     tokens_KBT: Array
     logprob_KBT: Array | None = None
@@ -62,25 +72,30 @@ class Sampled(NamedTuple):
     top_logprob_KBTn: Array | None = None
 
 
-@functools.partial(jax.jit, static_argnames=("page", "pages", "slots", "context"))
-def init_device_state(page: PyTree, pages: int, slots: int, context: int) -> DeviceState:
-    """Empty pages and texts. page: of each model, shapes (`model.kv_cache.page_shapes`)."""
+@functools.partial(jax.jit, static_argnames=("page", "pages", "slots", "context", "states"))
+def init_device_state(
+    page: PyTree, pages: int, slots: int, context: int, states: jax.ShapeDtypeStruct | None = None
+) -> DeviceState:
+    """Empty pages and texts. page: of each model, shapes (`model.kv_cache.page_shapes`). states:
+    the shape [T, D] of a slot's `LastStates`, if there are any."""
     many = lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype)
-    texts_SC = jnp.zeros((slots, context), jnp.int32)
-    return pinned(DeviceState(jax.tree.map(many, page), texts_SC, jnp.zeros(slots, jnp.int32)))
+    texts_SC, none_S = jnp.zeros((slots, context), jnp.int32), jnp.zeros(slots, jnp.int32)
+    last = None
+    if states is not None:
+        last = LastStates(jnp.zeros((slots, *states.shape), states.dtype), none_S)
+    return pinned(DeviceState(jax.tree.map(many, page), texts_SC, none_S, last))
 
 
 def pinned(state: DeviceState) -> DeviceState:
     """The state in its place: pages split by heads over the mesh's axis `tensor`, texts whole."""
     heads = lambda x: constrain(x, None, None, "kv_heads", *(None for _ in x.shape[3:]))
     kv = jax.tree.map(heads, state.kv)
-    whole = constrain(state.texts_SC, None, None), constrain(state.known_S, None)
-    return DeviceState(kv, *whole)
+    return DeviceState(kv, *replicated(state[1:]))
 
 
-def replicated(sampled: Sampled) -> Sampled:
+def replicated[Tree](tree: Tree) -> Tree:
     """Whole on every device, so that every process can read it."""
-    return jax.tree.map(lambda x: constrain(x, *(None for _ in x.shape)), sampled)
+    return jax.tree.map(lambda x: constrain(x, *(None for _ in x.shape)), tree)
 
 
 @jit("cublas", static_argnames="graphdef", donate_argnames="state")
@@ -111,7 +126,7 @@ def put_texts(
     """The state with texts in some slots; that of a slot that is none is dropped."""
     texts_SC = state.texts_SC.at[slots_N].set(texts_NC, mode="drop")
     known_S = state.known_S.at[slots_N].set(lengths_N, mode="drop")
-    return pinned(DeviceState(state.kv, texts_SC, known_S))
+    return pinned(state._replace(texts_SC=texts_SC, known_S=known_S))
 
 
 @jit("cublas", static_argnames=("graphdefs", "chunk", "most"), donate_argnames="state")
@@ -144,6 +159,9 @@ def prefill_slots(
     caches = [PagedCache(kv, *where) for kv in state.kv]
     ran = [run_model(model, tokens_RT, cache) for model, cache in zip(models, caches)]
     states_RTD, kv = ran[0][0], tuple(kv for _, kv in ran)
+    if state.last is not None:  # of a text's last token the next one is not known: read again then
+        next_RT = jnp.take_along_axis(texts_RC, places_RT + 1, axis=1, mode="clip")
+        kv = (*kv, run_module(models[0], states_RTD, next_RT, caches[1])[1])
     last_RD = states_RTD[jnp.arange(len(slots_R)), jnp.maximum(counts_R - 1, 0)]
     last_BD = jnp.pad(last_RD, ((0, most - len(slots_R)), (0, 0)))
     return pinned(state._replace(kv=kv)), constrain(last_BD, None, None)
@@ -170,7 +188,10 @@ def sample_first(
     texts_SC = state.texts_SC.at[slots_B, lengths_B].set(one.token_B, mode="drop")
     known_S = state.known_S.at[slots_B].set(lengths_B + 1, mode="drop")
     sampled = Sampled(*jax.tree.map(lambda x: x[None, :, None], one))
-    return pinned(DeviceState(state.kv, texts_SC, known_S)), replicated(sampled)
+    if (last := state.last) is not None:
+        states_STD = last.states_STD.at[slots_B, 0].set(states_BD, mode="drop")
+        last = LastStates(states_STD, last.count_S.at[slots_B].set(1, mode="drop"))
+    return pinned(DeviceState(state.kv, texts_SC, known_S, last)), replicated(sampled)
 
 
 @jit("cublas", static_argnames=("graphdefs", "steps", "drafts", "sampler"), donate_argnames="state")
@@ -192,19 +213,19 @@ def decode_slots(
     rows = jax.tree.map(lambda x_S: x_S.at[slots_B].get(mode="clip"), rows)
     adapted = choose_adapters(params[0], rows.sampling.adapter_B), *params[1:]
     models = [nnx.merge(*pair) for pair in zip(graphdefs, adapted)]
-    texts_BC = state.texts_SC.at[slots_B].get(mode="fill", fill_value=0)
-    known_B = state.known_S.at[slots_B].get(mode="fill", fill_value=0)
+    own, take = state[1:], lambda x_S: x_S.at[slots_B].get(mode="fill", fill_value=0)
 
     def step(some: DeviceState, _: None) -> tuple[DeviceState, Sampled]:
-        some, one, new_B = decode_step(models, some, rows, active_B, table_BW, drafts, sampler)
-        counts_BT = jnp.arange(drafts + 1)[None] < new_B[:, None]
-        return some, Sampled(jnp.where(counts_BT, one.token_B, -1), *one[1:])
+        some, one, counts = decode_step(models, some, rows, active_B, table_BW, drafts, sampler)
+        new_BT, tried_BT = (jnp.arange(drafts + 1)[None] < n_B[:, None] for n_B in counts)
+        tokens_BT = jnp.where(new_BT, one.token_B, jnp.where(tried_BT, WRONG, -1))
+        return some, Sampled(tokens_BT, *one[1:])
 
-    some = pinned(DeviceState(state.kv, texts_BC, known_B))
+    some = pinned(DeviceState(state.kv, *jax.tree.map(take, own)))
     some, sampled = jax.lax.scan(step, some, length=steps)
-    texts_SC = state.texts_SC.at[slots_B].set(some.texts_SC, mode="drop")
-    known_S = state.known_S.at[slots_B].set(some.known_S, mode="drop")
-    return pinned(DeviceState(some.kv, texts_SC, known_S)), replicated(sampled)
+    put = lambda x_S, x_B: x_S.at[slots_B].set(x_B, mode="drop")
+    state = DeviceState(some.kv, *jax.tree.map(put, own, some[1:]))
+    return pinned(state), replicated(sampled)
 
 
 def decode_step(
@@ -215,9 +236,9 @@ def decode_step(
     table_SW: Int[Array, "S W"],
     drafts: int,
     sampler: Sampler,
-) -> tuple[DeviceState, Draw, Int[Array, "S"]]:
+) -> tuple[DeviceState, Draw, tuple[Int[Array, "S"], Int[Array, "S"]]]:
     """The next token of every active slot; with drafts, up to so many more that were guessed right.
-    Returns what was sampled, [S, T, ..], and how many of the tokens count.
+    Returns what was sampled, [S, T, ..], how many of the tokens count, and how many were tried.
 
     A guess is right if it is the token that is sampled in its place, with the key of its place: so
     the text is that without drafts.
@@ -226,8 +247,11 @@ def decode_step(
     sampling = rows.sampling
     room_S = jnp.where(active_S, jnp.maximum(sampling.limit_B - known_S, 0), 0)
     guesses = state.kv[1:]
-    if guesses:
-        text = state.texts_SC, known_S, room_S, table_SW
+    text = state.texts_SC, known_S, room_S, table_SW
+    if state.last is not None:
+        guess_Sk, kv = module_guesses(models[0], guesses[0], state.last, rows, *text, drafts)
+        found_S, guesses = jnp.full(S, drafts), (kv,)
+    elif guesses:
         guess_Sk, kv = model_guesses(models[1], guesses[0], rows, *text, drafts)
         found_S, guesses = jnp.full(S, drafts), (kv,)
     else:
@@ -256,8 +280,9 @@ def decode_step(
     new_S = jnp.minimum(counts_S, 1 + accepted_S)
     kept_ST = jnp.where(jnp.arange(T)[None] < new_S[:, None], places_ST, state.texts_SC.shape[1])
     texts_SC = state.texts_SC.at[rows_S1, kept_ST].set(one.token_B, mode="drop")
-    state = pinned(DeviceState((kv, *guesses), texts_SC, known_S + new_S))
-    return state, one, new_S
+    last = state.last and LastStates(states_STD, new_S)
+    state = pinned(DeviceState((kv, *guesses), texts_SC, known_S + new_S, last))
+    return state, one, (new_S, counts_S)
 
 
 def longest_window(c: ResolvedModel) -> int:

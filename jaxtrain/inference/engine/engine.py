@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.compiler import EngineCompiler
-from jaxtrain.inference.engine.device import Sampled
+from jaxtrain.inference.engine.device import WRONG, Sampled
 from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
 from jaxtrain.inference.engine.pace import Pace
 from jaxtrain.inference.engine.pages import PagePool, affordable_pages
@@ -31,7 +31,9 @@ from jaxtrain.inference.engine.programs import (
     Drafter,
     ProgramKey,
     Programs,
+    draft_modules,
     fewest,
+    last_states,
     reads_in_place,
     table_sizes,
 )
@@ -84,23 +86,21 @@ class Engine:
         self.options, self.tokenizer, self.stops = options, tokenizer, stops
         self.graphdef, self.params, self.mesh = graphdef, params, mesh
         self.adapters = {name: i for i, name in enumerate(adapters, 1)}  # their numbers
-        self.window = max(device.longest_window(one.config) for one in both)
-        fit = lambda one: device.for_context(
-            one.config, one.graphdef, tokenizer.vocab_size, self.context
-        )
+        parts = [*both, *draft_modules(both[0], options)]  # each has pages of its own
+        self.window = max(device.longest_window(one.config) for one in parts)
+        fit = lambda x: device.for_context(x.config, x.graphdef, tokenizer.vocab_size, self.context)
         self.models = device.GraphDefs(map(fit, both)), tuple(one.params for one in both)
         shape = options.page_size, options.cache_dtype
-        page = tuple(page_shapes(x.config, x.params["embed"].dtype, *shape) for x in both)
+        page = tuple(page_shapes(x.config, x.params["embed"].dtype, *shape) for x in parts)
         self.width = -(-self.context // options.page_size)  # pages of the longest text
-        self.pool = PagePool(
-            options.pages
-            or affordable_pages(page, options.slots * self.width, params, options.memory_share)
-        )
+        room = affordable_pages(page, options.slots * self.width, params, options.memory_share)
+        self.pool = PagePool(options.pages or room)
         self.virtual = config.virtual // options.page_size  # pages that all rows begin with
         pages, places = self.pool.total + self.virtual, self.context + options.drafts + 1
         with self.on_mesh():
-            self.state = device.init_device_state(page, pages, options.slots, places)
-        in_place = all(reads_in_place(x, one, pages) for x, one in zip(both, page))
+            states = last_states(both[0], options)
+            self.state = device.init_device_state(page, pages, options.slots, places, states)
+        in_place = all(reads_in_place(x, one, pages) for x, one in zip(parts, page))
         sizes = table_sizes(options, self.width, in_place)
         self.programs = Programs(self.models, options, self.virtual, sizes, config.width)
         self.compiler, self.pace = EngineCompiler(self.on_mesh), Pace(options.decode_steps)
@@ -114,7 +114,7 @@ class Engine:
         self.by_id: dict[str, Sequence] = {}
         self.pending: deque[Pending] = deque()
         self.ready: list[Update] = []
-        self.counts = EngineStats(0, 0, 0, self.pool.total, 0, 0, 0, 0, 0, 0)
+        self.counts = EngineStats(0, 0, 0, self.pool.total, 0, 0, 0, 0, 0, 0, 0)
         self.arrivals = 0
         self.grammars: Grammars | None = None  # made when the first request asks for one
 
@@ -431,19 +431,20 @@ class Engine:
         """The tokens of a step, to whom they belong."""
         with self.pace.waiting():
             tokens_KBT = np.asarray(step.sampled.tokens_KBT)
-        guessed_B = (tokens_KBT[:, :, 1:] >= 0).sum((0, 2))
-        tokens_Bk = tokens_KBT.swapaxes(0, 1).reshape(len(guessed_B), -1).tolist()
-        new = accepted = 0
+        right_B, wrong_B = (x.sum((0, 2)) for x in (tokens_KBT[:, :, 1:] >= 0, tokens_KBT == WRONG))
+        tokens_Bk = tokens_KBT.swapaxes(0, 1).reshape(len(right_B), -1).tolist()
+        new = tried = accepted = 0
         for row, one in step.rows:
             if one.done:
                 continue
             one.ahead -= step.most
             tokens = [token for token in tokens_Bk[row] if token >= 0]
             update = one.read(tokens, read_logprobs(step.sampled, row, one.request))
-            new, accepted = new + len(update.tokens), accepted + int(guessed_B[row])
+            new, accepted = new + len(update.tokens), accepted + int(right_B[row])
+            tried += int(right_B[row] + wrong_B[row])
             self.ready.append(update)
             if update.finish_reason:
                 self.finish(one)
             else:
                 self.constrain(one)
-        self.count(new_tokens=new, accepted_drafts=accepted)
+        self.count(new_tokens=new, drafts=tried, accepted_drafts=accepted)

@@ -38,6 +38,8 @@ from jaxtrain.inference.engine.requests import EngineOptions, Request
 from jaxtrain.inference.engine.rows import sampler_of
 from jaxtrain.inference.engine.sampling import Sampler, SlotRows
 from jaxtrain.model import ResolvedModel
+from jaxtrain.model.mtp import layer_config
+from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Params
 
 GROWTH = 4  # of a size of the table of pages over the one below
@@ -53,6 +55,34 @@ class Drafter(NamedTuple):
     config: ResolvedModel
     graphdef: nnx.GraphDef
     params: Params
+
+
+def draft_modules(model: Drafter, o: EngineOptions) -> list[Drafter]:
+    """The module of multi-token prediction that guesses as `o` says, as if it were a model of one
+    layer. UserError where it cannot."""
+    if not o.draft_mtp:
+        return []
+    c = model.config
+    if c.mtp is None:
+        raise UserError(
+            "draft_mtp: this model has no module of multi-token prediction; train it with "
+            "objective.name=mtp, or guess with drafts alone"
+        )
+    if c.virtual:
+        raise UserError("draft_mtp: virtual tokens stand in front of the text, and the module has "
+                        "none; guess with drafts alone")  # fmt: skip
+    if not o.drafts:
+        raise UserError("draft_mtp guesses tokens; say how many a step with drafts, as 1")
+    if o.draft_run is not None:
+        raise UserError("draft_mtp and draft_run both guess; leave out one of them")
+    layer = layer_config(c).model_copy(update={"depth": 1})
+    return [model._replace(config=layer)]
+
+
+def last_states(model: Drafter, o: EngineOptions) -> jax.ShapeDtypeStruct | None:
+    """The shape of what a slot's module guesses from, if it is to."""
+    shape = o.drafts + 1, model.config.width
+    return jax.ShapeDtypeStruct(shape, model.params["embed"].dtype) if o.draft_mtp else None
 
 
 class ProgramKey(NamedTuple):

@@ -93,8 +93,14 @@ class EngineStats(NamedTuple):
     prefix_hits: int  # tokens of prompts that were found in the prefix cache
     prompt_tokens: int  # tokens of prompts, found or computed
     new_tokens: int
-    accepted_drafts: int  # guessed tokens that were right
+    drafts: int  # guessed tokens that were tried
+    accepted_drafts: int  # those that were right
     steps: int
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of guessed tokens that were right; None before the first guess."""
+        return self.accepted_drafts / self.drafts if self.drafts else None
 
 
 class EngineOptions(NamedTuple):
@@ -112,6 +118,7 @@ class EngineOptions(NamedTuple):
     adapt_steps: one step at a time where the device takes longer for it than the host for a call,
     so that a new request waits less; for one process, as it goes by the clock.
     draft_run: run directory of a small model that guesses them instead, of the same tokenizer.
+    draft_mtp: the model's own module of multi-token prediction does (`objective.name=mtp`).
     tensor: devices that split heads and hidden units. adapters: (name, folder) of each LoRA
     adapter that a request may name. A folder is a run with LoRA or an adapter from peft.
     least_tokens: of a row that a step looks at, shorter ones too: with as many as `context`, one
@@ -131,6 +138,7 @@ class EngineOptions(NamedTuple):
     drafts: int = 0
     decode_steps: int = 8
     draft_run: Path | None = None
+    draft_mtp: bool = False
     tensor: int = 1
     adapters: tuple[tuple[str, Path], ...] = ()
     least_tokens: int = 256

@@ -106,6 +106,10 @@ def add_engine(parser: Parser) -> None:
         "--draft-run", type=local, metavar="RUN", help="a small model that guesses them instead"
     )
     parser.add_argument(
+        "--draft-mtp", action="store_true",
+        help="the model's module of multi-token prediction (objective.name=mtp) guesses them",
+    )  # fmt: skip
+    parser.add_argument(
         "--tensor", type=whole(1), default=1, metavar="N", help="devices that split the model "
         "(default 1)",
     )  # fmt: skip

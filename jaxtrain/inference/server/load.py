@@ -86,7 +86,7 @@ def load_service(a: argparse.Namespace) -> Service:
     options = EngineOptions(
         slots=a.max_concurrency, max_queue=a.max_concurrency + a.max_queue, context=context,
         cache_dtype=a.cache_dtype, drafts=a.drafts, decode_steps=a.decode_steps,
-        draft_run=a.draft_run, tensor=a.tensor, adapters=tuple(a.adapter),
+        draft_run=a.draft_run, draft_mtp=a.draft_mtp, tensor=a.tensor, adapters=tuple(a.adapter),
         adapt_steps=True,
     )  # fmt: skip
     # What ends an answer of one of them ends every text.

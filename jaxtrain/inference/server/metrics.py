@@ -20,6 +20,8 @@ COUNTS = {
     "prefix_hits": "Tokens of prompts that were found in the prefix cache",
     "prompt_tokens": "Tokens of prompts, found or computed",
     "new_tokens": "Tokens of answers",
+    "drafts": "Tokens that were guessed and tried (speculative decoding)",
+    "accepted_drafts": "Guessed tokens that were right",
     "steps": "Steps of the engine",
 }
 
