@@ -41,7 +41,7 @@ MODELS = {
         "window_pattern": "L", "depth": 2,
     },
 }  # fmt: skip
-SHORT = {"two_layers": {"depth": 2}, "mtp": MODELS["plain"] | {"mtp": 1}}  # of nanochat's, plain's
+SHORT = {"two_layers": {"depth": 2}}  # of nanochat's
 OPTIONS = EngineOptions(slots=4, page_size=4, chunk=6, prefill_rows=2, context=48)
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_stop=True)
 

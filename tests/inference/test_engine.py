@@ -155,24 +155,6 @@ def test_what_a_small_model_guesses_changes_nothing(guesser):
     assert right > 0.5 if guesser == "plain" else right < 0.3
 
 
-@pytest.mark.parametrize("drafts", [1, 3])
-@pytest.mark.slow
-def test_what_the_module_of_multi_token_prediction_guesses_changes_nothing(drafts):
-    requests = requests_of(prompts(3, 17, 9, 1, 20, 8))
-    engine = make_engine("mtp", OPTIONS._replace(drafts=drafts, draft_mtp=True))
-    assert run(engine, requests) == run(make_engine("mtp"), requests)
-    stats = engine.stats()
-    assert 0 < stats.accepted_drafts < stats.drafts
-    assert stats.acceptance == stats.accepted_drafts / stats.drafts
-
-
-def test_a_model_without_a_module_cannot_draft_with_it():
-    with pytest.raises(UserError, match="no module of multi-token prediction"):
-        make_engine("plain", OPTIONS._replace(drafts=1, draft_mtp=True))
-    with pytest.raises(UserError, match="say how many a step"):
-        make_engine("mtp", OPTIONS._replace(draft_mtp=True))
-
-
 def test_a_text_that_repeats_itself_is_guessed():
     texts = [[5, 6, 7, 8, 5, 6, 9, 0], [1, 2, 3, 1, 2, 4, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8]]
     texts_SC = jnp.array(texts)
