@@ -148,6 +148,7 @@ ROWS = {
     "base_width": Row(64, initial_values, {"init": "mup"}),
     "adapter": Row(4, parameters),
     "prompt": Row(3, parameters),
+    "mtp": Row(1, parameters),
     "prefix": Row(3, parameters),
     "block_norm": Row(False, outputs),
     "embedding_dtype": Row("bfloat16", parameters),

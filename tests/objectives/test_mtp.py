@@ -134,6 +134,7 @@ def test_packed_documents_have_the_losses_of_their_own():
     np.testing.assert_allclose(losses(whole), parts, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_model_is_the_one_without_modules_and_gradients_flow():
     _, with_it, specs, params = build(mtp=2, depth=1)
     _, without, plain_specs, _ = build(depth=1)
