@@ -153,7 +153,7 @@ def bench_engine(
     limits, rows = ceilings(dtype), list[dict[str, Any]]()
     record = describe(BENCH, name, variant or SHORT[dtype.name], devices=1)
     record |= {"workload": {"prompt": prompt, "new": new, "page_size": PAGE, "drafts": drafts}}
-    record["workload"]["decode_steps"] = steps
+    record["workload"] |= {"decode_steps": steps, "few_rows": few}
     for cache_dtype in cache_dtypes:
         kept = None if cache_dtype == COMPUTE else cache_dtype
         label = {"name": "engine", "backend": kept or SHORT[dtype.name]}
@@ -167,8 +167,12 @@ def bench_engine(
             rows.append(label | shape | found)
             yield record | {"rows": beside(rows, peers), "floor": limits._asdict()}
             rows += attention_rows(one, batch, kept, prompt + new // 2, limits)
-            if batch == 1 and one.few_rows == LAYERS:
-                rows.append(layers_row(one.config, graphdef, params, prompt + new // 2, limits))
+            if batch == 1 and kept is None and one.few_rows == LAYERS:
+                try:
+                    row = layers_row(one.config, graphdef, params, prompt + new // 2, limits)
+                except jax.errors.JaxRuntimeError as error:  # of an experiment: the others go on
+                    row = {"name": "decode_layers", "failed": failure(error)}
+                rows.append(row)
         first = first_tokens(one, kept, prompt)
         rows.append(label | {"name": "first_token", "shape": f"{CONCURRENT} x {prompt}"} | first)
         yield record | {"rows": beside(rows, peers), "floor": limits._asdict()}

@@ -11,20 +11,22 @@ from jaxtrain_kernels.decode_layers import PackedLayers
 from jaxtyping import Array
 
 from benchmarks.decode_rate import step_seconds
-from benchmarks.timing import Ceilings
+from benchmarks.timing import Ceilings, relative_error
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.kv_cache import StackedPages
 from jaxtrain.model.packed import layers_shape, pack_layers, why_not_packed
 from jaxtrain.weights.params import Params
 
 REPEATS = 5
+TOLERANCE = 0.05  # of the stream behind all layers, in 16 bits
 PAGE = 32  # tokens
 
 
 def layers_row(
     c: ResolvedModel, graphdef: nnx.GraphDef, params: Params, held: int, limits: Ceilings
 ) -> dict[str, Any]:
-    """A row of the kernel with a text of `held` tokens. GB/s: of weights, keys and values."""
+    """A row of the kernel with a text of `held` tokens. GB/s: of weights, keys and values. error:
+    of the stream against the reference; a kernel that is further off is not timed."""
     label = {"name": "decode_layers", "shape": f"1 x {held}", "backend": "triton"}
     pages = held // PAGE + 1
     sizes = (c.depth, pages, PAGE, c.kv_heads, c.head_dim)
@@ -40,13 +42,21 @@ def layers_row(
     values_LC = jnp.zeros((c.depth, c.kv_heads * c.head_dim), jnp.bfloat16)
     table_W = jnp.arange(pages, dtype=jnp.int32)
 
+    place = table_W, jnp.int32(held), jnp.int32(1)
+    given = shape, packed, x0_D, cos_h, sin_h, values_LC, (keys, values), *place
+    found, expected = (
+        kernels.decode_layers(*given, implementation=name)[0] for name in ("triton", "reference")
+    )
+    if not (error := relative_error(found, expected)) <= TOLERANCE:
+        return label | {"failed": f"off by {error:.2g}", "error": error}
+
     @jax.jit
     def run(packed: PackedLayers, x0_D: Array, kv: StackedPages, count: Array) -> Array:
         def step(i: int, carry: tuple[Array, StackedPages]) -> tuple[Array, StackedPages]:
             x_D, kv = carry
             x_D, _, (keys, values) = kernels.decode_layers(
-                shape, packed, x_D, cos_h, sin_h, values_LC, (kv.k_LPpKH, kv.v_LPpKH), table_W,
-                jnp.int32(held), jnp.int32(1),
+                shape, packed, x_D, cos_h, sin_h, values_LC, (kv.k_LPpKH, kv.v_LPpKH), *place,
+                implementation="triton",
             )  # fmt: skip
             return x_D, StackedPages(keys, values)
 
@@ -57,6 +67,7 @@ def layers_row(
     size = sum(x.nbytes for x in packed) + seen * 2 * sizes[-1] * sizes[-2] * 2
     gbps = size / seconds / 1e9
     return label | {
+        "error": error,
         "ms": 1e3 * seconds,
         "us_a_layer": 1e6 * seconds / c.depth,
         "gbps": gbps,

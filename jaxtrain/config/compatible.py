@@ -272,6 +272,7 @@ REFUSALS = (
             "model.fp8_history=16"),
     Refusal("fp8_epilogue", "other ffn", "its kernel has the squared ReLU", NO_EPILOGUE),
     Refusal("fp8_epilogue", "ffn_bias", "biases take the unfused path", "model.ffn_bias=false"),
+    Refusal("fp8_epilogue", "moe", "experts have products of their own", NO_EPILOGUE),
     *(Refusal("fp8_epilogue", axis, "its kernel runs on one device", f"mesh.{axis}=1")
       for axis in AXES if axis != "pipeline"),
     Refusal("fp8_history", "ffn_tiles", ONE_CALL, "model.ffn_tiles=1"),

@@ -41,7 +41,8 @@ def test_every_field_keeps_every_matrix_in_reach_or_is_refused(case):
         if (c := changed(case, field)) is None:
             continue
         specs = split(Transformer(c, 64))[1]
-        matrices = matrices_of(specs)
+        # Modules that predict ahead are of pretraining: the table refuses them beside adapters.
+        matrices = {name for name in matrices_of(specs) if not name.startswith("mtp/")}
         try:
             adapted = partition_of(specs, name="lora", rank=1).trainable
             store = partition_of(specs, name="ia3", base_quantization="int8").store

@@ -65,6 +65,17 @@ def test_the_tokens_are_those_of_layers_one_by_one(by_reference):
     assert by_reference
 
 
+def test_a_kernel_that_gives_up_ends_the_engine(monkeypatch):
+    def nothing(*args, **kwargs):
+        x_D, middle_D, pages = reference.decode_layers(*args, **kwargs)
+        return x_D * jnp.nan, middle_D, pages
+
+    serve_by(monkeypatch, nothing)
+    with pytest.raises(RuntimeError, match="gave up"):
+        # A model of its own: programs of another test have that test's kernel in them.
+        tokens_of(engine_with(LAYERS, {"depth": 1, "qk_scale": 1.1}), prompts(3), GREEDY)
+
+
 @pytest.mark.slow
 def test_several_steps_of_a_call_have_the_same_tokens(by_reference):
     assert_same_tokens({"depth": 2}, steps=3)

@@ -56,7 +56,7 @@ CHANGED = dict.fromkeys(FLIPPED, "flipped") | {
     "weight_form": "fake_int8", "remat": "block",
     "remat_short": "block", "stochastic_depth": 0.5, "frozen_layers": 1, "ffn_tiles": 2,
     "token_dropping": 0.5, "share_layers": "all", "share_kv": "global",
-    "mla": {"kv_rank": 8, "rope_dim": 2},
+    "mla": {"kv_rank": 8, "rope_dim": 2}, "mtp": 1,
 }  # fmt: skip
 NEEDS = {"fp8_history": {"fp8": "blocks"}, "frozen_layers": {"depth": 2}}
 # What a message says in the place of the field.

@@ -33,6 +33,7 @@ from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
 
 WRONG = -2  # in the place of a token that was guessed, and not sampled
+GAVE_UP = -3  # of a step whose one kernel of all layers has waited in vain for a part of itself
 LEAST_PAGE = 8  # tokens, if a page need not be as small as the virtual tokens are few
 
 
@@ -286,6 +287,9 @@ def decode_step(
         places_ST.reshape(-1), sampler,
     )  # fmt: skip
     one = jax.tree.map(lambda x: x.reshape(S, T, *x.shape[1:]), one)
+    if packed is not None:
+        lost_S = ~jnp.isfinite(states_STD).all((1, 2))
+        one = one._replace(token_B=jnp.where(lost_S[:, None], GAVE_UP, one.token_B))
     right_Sk = (guess_Sk == one.token_B[:, :drafts]) & (
         jnp.arange(drafts)[None] + 1 < counts_S[:, None]
     )

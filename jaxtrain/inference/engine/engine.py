@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.compiler import EngineCompiler
-from jaxtrain.inference.engine.device import WRONG, Sampled
+from jaxtrain.inference.engine.device import GAVE_UP, WRONG, Sampled
 from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
 from jaxtrain.inference.engine.one_kernel import packed_layers
 from jaxtrain.inference.engine.pace import Pace
@@ -94,8 +94,8 @@ class Engine:
         shape = options.page_size, options.cache_dtype
         page = tuple(page_shapes(x.config, x.params["embed"].dtype, *shape) for x in parts)
         self.width = -(-self.context // options.page_size)  # pages of the longest text
-        room = affordable_pages(page, options.slots * self.width, params, options.memory_share)
-        self.pool = PagePool(options.pages or room)
+        most, share = options.slots * self.width, options.memory_share
+        self.pool = PagePool(options.pages or affordable_pages(page, most, params, share))
         self.virtual = config.virtual // options.page_size  # pages that all rows begin with
         pages, places = self.pool.total + self.virtual, self.context + options.drafts + 1
         packed = packed_layers(options, self.models[0], both, page[0], pages, mesh)
@@ -433,6 +433,8 @@ class Engine:
         """The tokens of a step, to whom they belong."""
         with self.pace.waiting():
             tokens_KBT = np.asarray(step.sampled.tokens_KBT)
+        if (tokens_KBT == GAVE_UP).any():
+            raise RuntimeError("few_rows=layers: the kernel of all layers gave up; leave it out")
         right_B, wrong_B = (x.sum((0, 2)) for x in (tokens_KBT[:, :, 1:] >= 0, tokens_KBT == WRONG))
         tokens_Bk = tokens_KBT.swapaxes(0, 1).reshape(len(right_B), -1).tolist()
         new = tried = accepted = 0

@@ -38,6 +38,8 @@ def supports(target: Target, options: Any, a_MK, b_NK, *others) -> str | None:
         return f"needs operands in float8, got {a_MK.dtype} and {b_NK.dtype}"
     if jnp.dtype(options.product_dtype) != jnp.bfloat16:
         return f"needs a product in bfloat16, got {jnp.dtype(options.product_dtype)}"
+    if options.keep and others:
+        return "keeps no product where a second input is read"
     (M, K), N = a_MK.shape, len(b_NK)
     if M % PART or N % PART or K % STEP or not M * N * K:
         return f"needs rows in multiples of {PART} and a sum of {STEP}, got {(M, N, K)}"
