@@ -102,7 +102,7 @@ WHAT = {
     "population": "N small models at once beside one after another: population --members 1 4 16",
     "memory": "what a step needs: here, or on --devices N virtual ones; --techniques, --longest",
     "optim": "an update of every optimizer on a configuration's parameters: optim [NAME ...]",
-    "products": "a step's matmuls at the power limit: XLA, each of cuBLASLt's kernels, ours",
+    "products": "a step's matmuls at the power limit: XLA, cuBLASLt's candidates, ours",
     "projection": "hours to GPT-2's CORE on eight GPUs, computed from records",
     "quickstart": "the quickstart's run on this machine, three seeds",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",

@@ -1,7 +1,7 @@
-"""Every kernel that cuBLASLt's heuristic offers for a product, called by ctypes on JAX's arrays.
+"""The kernels that cuBLASLt's heuristic offers for a product, called by ctypes on JAX's arrays.
 
 XLA takes the one that is fastest in a short burst. At its power limit a GPU lowers its clock, and
-another one, which needs fewer joules, may be faster. Names and numbers are those of cublasLt.h.
+another one, which needs fewer joules, may be faster. Numbers are those of cublasLt.h.
 """
 
 import ctypes
@@ -24,7 +24,11 @@ COMPUTE_FLOAT32 = 68  # cublasComputeType
 TRANSPOSE_A, TRANSPOSE_B = 3, 4  # cublasLtMatmulDescAttributes
 MOST_WORKSPACE = 1  # cublasLtMatmulPreferenceAttributes
 WORKSPACE_BYTES = 64 << 20
-TILE, SPLIT_K, STAGES, CLUSTER = 1, 2, 6, 8  # cublasLtMatmulAlgoConfigAttributes
+# cublasLtMatmulAlgoConfigAttributes, each with its type.
+ATTRIBUTES = {
+    "tile": (1, ctypes.c_uint32), "split_k": (2, ctypes.c_int32), "stages": (6, ctypes.c_uint32),
+    "cluster": (8, ctypes.c_uint16),
+}  # fmt: skip
 MOST_KERNELS = 64
 
 
@@ -112,6 +116,14 @@ class Products:
         self._lt("cublasLtMatmulAlgoGetHeuristic", self.handle, self.matmul, self.b, self.a, self.y,
                  self.y, preference, MOST_KERNELS, self.found, byref(count))  # fmt: skip
         self.count = count.value
+        self._lt("cublasLtMatmulPreferenceDestroy", preference)
+
+    def close(self) -> None:
+        """Gives back what the library holds."""
+        for layout in (self.a, self.b, self.y):
+            self._lt("cublasLtMatrixLayoutDestroy", layout)
+        self._lt("cublasLtMatmulDescDestroy", self.matmul)
+        self._lt("cublasLtDestroy", self.handle)
 
     def _lt(self, name: str, *arguments: object) -> None:
         _check(getattr(self.lt, name)(*arguments), name)
@@ -142,12 +154,10 @@ class Products:
 
     def describe(self, i: int) -> dict[str, int]:
         """What the library tells of kernel i, in its own numbers."""
-        attributes = {"tile": TILE, "stages": STAGES, "split_k": SPLIT_K, "cluster": CLUSTER}
-        return {name: self._attribute(i, number) for name, number in attributes.items()}
+        return {name: self._attribute(i, *kind) for name, kind in ATTRIBUTES.items()}
 
-    def _attribute(self, i: int, number: int) -> int:
-        value, written = c_int(-1), c_size_t()
-        self.lt.cublasLtMatmulAlgoConfigGetAttribute(
-            byref(self.found[i].algorithm), number, byref(value), c_size_t(4), byref(written)
-        )
-        return value.value
+    def _attribute(self, i: int, number: int, kind: type[ctypes.c_uint32]) -> int:
+        value, written = kind(), c_size_t()
+        self._lt("cublasLtMatmulAlgoConfigGetAttribute", byref(self.found[i].algorithm), number,
+                 byref(value), c_size_t(ctypes.sizeof(value)), byref(written))  # fmt: skip
+        return int(value.value)
