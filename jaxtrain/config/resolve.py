@@ -57,8 +57,8 @@ def vocab_size_of(data: DataConfig) -> int:
 def horizon(model: ResolvedModel, vocab_size: int, ratio: float) -> float:
     """Training tokens: ratio x (matrices + head), nanochat's scaling parameters.
 
-    Of the experts count those that a token meets. Modules of multi-token prediction do not count:
-    they train beside a model whose horizon they leave as it is.
+    Experts count as far as a token meets them. Modules of multi-token prediction do not count: the
+    model's horizon is the same with and without them.
     """
     model = model.model_copy(update={"mtp": None})
     return ratio * active(model, split(Transformer(model, vocab_size))[1])

@@ -159,9 +159,9 @@ DEPTHS = {"gpt_d12": 12, "gpt_d24": 24}  # of the others 4
 
 @pytest.mark.gpu
 def test_on_a_gpu_each_phase_of_each_layer_is_right():
-    """Run first: says which phase of which size is wrong. Kernels are compiled beside each other.
+    """Run this first: it tells the phase, and the size, that is wrong.
 
-    -s prints the table; a failure has it, too."""
+    -s prints the table; a failure has it, too. Kernels are compiled beside each other."""
     shapes, arrays = {}, {}
     for name, sizes in GPU_SIZES.items():
         windows = ((512, 512, 512, 2047) * 6)[: DEPTHS.get(name, 4)]

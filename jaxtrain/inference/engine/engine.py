@@ -100,9 +100,8 @@ class Engine:
         pages, places = self.pool.total + self.virtual, self.context + options.drafts + 1
         packed = packed_layers(options, self.models[0], both, page[0], pages, mesh)
         with self.on_mesh():
-            states, stacked = last_states(both[0], options), bool(packed)
-            sizes = pages, options.slots, places
-            self.state = device.init_device_state(page, *sizes, states, stacked)
+            how = last_states(both[0], options), bool(packed)
+            self.state = device.init_device_state(page, pages, options.slots, places, *how)
         in_place = all(reads_in_place(x, one, pages) for x, one in zip(parts, page))
         sizes = table_sizes(options, self.width, in_place)
         self.programs = Programs(self.models, options, self.virtual, sizes, config.width, packed)

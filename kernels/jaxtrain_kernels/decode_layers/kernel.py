@@ -137,9 +137,9 @@ def poll(left, read, shapes):
     of `words` is in a check. shapes: of the words. The kernel holds read() once, as compiling takes
     the cube of its size.
 
-    All warps leave the loop together only if they see the same words. Triton has an array of fewer
-    words than threads in several warps, each of which reads for itself, at another moment; a
-    scalar, too. So an array has a word for each thread, or more.
+    All warps must leave the loop together, so they must see the same words. Triton gives each warp
+    its own copy of a scalar, and of an array with fewer words than threads. Each warp then reads at
+    another moment. So an array has a word for each thread, or more.
     """
 
     def look(carry):

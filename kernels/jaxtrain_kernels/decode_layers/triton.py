@@ -117,8 +117,8 @@ def launch(
     shape: LayersShape, weights: PackedLayers, x0_D, cos_h, sin_h, values_LC, pages, table_W, start,
     count, *, programs: int | None = None, held: int | None = None, interpret: bool = False,
 ) -> Launched:  # fmt: skip
-    """The kernel and all it leaves. programs: of the grid, all of which must run at once; default
-    the processors. held: tiles that a program loads ahead. interpret: on a CPU, where programs run
+    """Runs the kernel. programs: of the grid; all must run at once, so by default as many as
+    processors. held: tiles that a program loads ahead. interpret: on a CPU, where programs run
     one after the other and cannot wait: launches are repeated until all have read what the others
     wrote."""
     from jaxtrain_kernels.decode_layers import program

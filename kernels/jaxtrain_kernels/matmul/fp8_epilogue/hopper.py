@@ -75,7 +75,7 @@ class EpiloguePlan(NamedTuple):
 
 
 class EpilogueArrays(NamedTuple):
-    """factors: the product's scale, and what the function is multiplied with before the cast.
+    """factors: the product's scale, and the multiplier of the function's value before the cast.
 
     most: of each row, in each column of tiles.
     """
