@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from engine_cases import GREEDY, OPTIONS, letters, prompts, tokens_of
 from jaxtrain_kernels import decode_layers
-from jaxtrain_kernels.decode_layers import reference, triton
+from jaxtrain_kernels.decode_layers import reference
 from tiny import build
 
 from jaxtrain.inference.engine import Engine
@@ -19,7 +19,6 @@ from jaxtrain.model.stack import take_apart
 
 ONE_ROW = OPTIONS._replace(slots=1, decode_steps=1, context=32)
 LAYERS = ONE_ROW._replace(few_rows="layers")
-WIDE = {"width": 256, "hidden": 512, "head_dim": 64, "depth": 2}
 
 
 @functools.cache
@@ -80,14 +79,6 @@ def test_a_kernel_that_gives_up_ends_the_engine(monkeypatch):
 def test_several_steps_of_a_call_have_the_same_tokens(by_reference):
     assert_same_tokens({"depth": 2}, steps=3)
     assert by_reference
-
-
-@pytest.mark.slow
-def test_the_tokens_of_the_interpreted_kernel_are_the_same(monkeypatch):
-    run = functools.partial(triton.decode_layers, programs=9, held=2, interpret=True)
-    calls = serve_by(monkeypatch, run)
-    assert_same_tokens(WIDE, new=4)
-    assert calls
 
 
 def test_it_is_off_by_default(by_reference):
