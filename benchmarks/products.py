@@ -11,7 +11,7 @@ each product.
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -138,7 +138,7 @@ def multiply(p: Problem, a: jax.Array, b: jax.Array, y: jax.Array) -> jax.Array:
     return y + found if p.adds else found
 
 
-def our_product(p: Problem) -> Any:
+def our_product(p: Problem) -> Callable[..., jax.Array] | None:
     """The kernel of `gemm`, if it can serve."""
     a = jax.ShapeDtypeStruct((p.M, p.K), p.dtype)
     if p.a_turned or p.adds or gemm.supports(target(), a):
@@ -194,7 +194,7 @@ def library_kernel(
     return {"ms": ms, "burst_ms": burst, **products.describe(i), "error": error} | meter.figures()
 
 
-def burst_ms(call: Any, sets: Sequence[tuple[jax.Array, ...]]) -> float:
+def burst_ms(call: Callable[..., Products], sets: Sequence[tuple[jax.Array, ...]]) -> float:
     begin = time.perf_counter()
     for i in range(BURST_CALLS):
         products = call(*sets[i % len(sets)])

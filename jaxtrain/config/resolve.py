@@ -57,8 +57,8 @@ def vocab_size_of(data: DataConfig) -> int:
 def horizon(model: ResolvedModel, vocab_size: int, ratio: float) -> float:
     """Training tokens: ratio x (matrices + head), nanochat's scaling parameters.
 
-    Experts count as far as a token meets them. Modules of multi-token prediction do not count: the
-    model's horizon is the same with and without them.
+    Of a mixture, only the experts of one token count. Modules of multi-token prediction do not: a
+    model has the same horizon with and without them.
     """
     model = model.model_copy(update={"mtp": None})
     return ratio * active(model, split(Transformer(model, vocab_size))[1])

@@ -5,7 +5,7 @@ With delayed scaling the scale is known before the product. So its epilogue can 
 in 16 bits. Numbers are those of `fp8_product` and of the cast after it: rounded to 16 bits first.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxtyping import Array, DTypeLike, Float
 
@@ -59,7 +59,7 @@ def fp8_product_quantized(
     return QuantizedProduct(Fp8(q_MN, q_NM, cast_scale), seen, product_MN)
 
 
-def _choose(implementation: str | None, options: Any, *arrays: Any) -> str:
+def _choose(implementation: str | None, options: reference.ProductOptions, *arrays: Array) -> str:
     reasons = {name: b.supports(target(), options, *arrays) for name, b in BACKENDS.items()}
     signature = " ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
     return choose_backend("fp8_product_quantized", reasons, implementation, signature)
