@@ -27,7 +27,7 @@ from benchmarks.curves import draw_curves
 from benchmarks.data import bench_data
 from benchmarks.decode import bench_decode
 from benchmarks.decode_models import COMPUTE, bench_decode_models
-from benchmarks.engine import LAYERS, add_engine, bench_engine, loads_of
+from benchmarks.engine import MEGAKERNEL, add_engine, bench_engine, loads_of
 from benchmarks.figures import update_figure_pages
 from benchmarks.filters import bench_filters
 from benchmarks.finetune import bench_finetune
@@ -325,7 +325,7 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     for record in bench_step(config, a.overrides, a.variant, folder):
                         yield record | ({"beside": beside} if beside else {})
             elif a.what == "engine":
-                with preferring(None if a.few_rows == LAYERS else a.few_rows):
+                with preferring(None if a.few_rows == MEGAKERNEL else a.few_rows):
                     yield from bench_engine(config, a.overrides, a.variant, loads_of(a), folder)
             elif a.what in whole:
                 yield from whole[a.what](config, a.overrides, a.variant)

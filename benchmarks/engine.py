@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ BENCH = "engine"
 CONCURRENT = 32  # requests of the time to first token
 PAGE = 32  # tokens
 REPEATS = 3
-LAYERS: Literal["layers"] = "layers"  # of --few-rows
+MEGAKERNEL = "megakernel"  # of --few-rows
 LONE = 8  # requests alone, and that join others, each time
 SETTLE = 16  # calls of decoding before others join
 FEW, LONG = 8, 512  # new tokens of a request whose first one is waited for; of those it joins
@@ -57,7 +57,7 @@ class Served(NamedTuple):
     vocab_size: int
     drafts: int
     decode_steps: int
-    few_rows: Literal["layers"] | None
+    megakernel: bool | None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -77,7 +77,7 @@ class Served(NamedTuple):
             decode_steps=self.decode_steps,
             prefill_rows=8,
             adapt_steps=adapt_steps,
-            few_rows=self.few_rows,
+            megakernel=self.megakernel,
         )
         return Engine(self.config, self.graphdef, self.params, tokenizer, options=options)
 
@@ -93,7 +93,7 @@ class Asked(NamedTuple):
     cache_dtypes: Sequence[str]
     drafts: int
     decode_steps: int
-    few_rows: Literal["layers"] | None
+    megakernel: bool | None
     peers: Peers
 
 
@@ -109,9 +109,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--few-rows",
-        choices=(*few_rows.BACKENDS, few_rows.FUSED, LAYERS),
+        choices=(*few_rows.BACKENDS, few_rows.FUSED, MEGAKERNEL),
         help="engine: the backend of products of a few rows; fused: and of what is between them; "
-        "layers: all layers of one row are one kernel",
+        "megakernel (one row's default where it serves): all layers are one kernel",
     )
 
 
@@ -120,7 +120,7 @@ def loads_of(a: argparse.Namespace) -> Asked:
     prompt, dtypes = (a.prompts or (512,))[0], a.cache_dtypes or (COMPUTE,)
     return Asked(
         a.batches or (1, 32, 256), prompt, a.new or 256, dtypes, a.drafts or 0, a.decode_steps or 8,
-        LAYERS if a.few_rows == LAYERS else None, Peers(a.transformers, a.peer),
+        {MEGAKERNEL: True, None: None}.get(a.few_rows, False), Peers(a.transformers, a.peer),
     )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def bench_engine(
     rate of a copy that is measured in this call. profile_dir: where a trace of each batch goes. The
     peers' rows stand behind ours.
     """
-    batches, prompt, new, cache_dtypes, drafts, steps, few, who = asked
+    batches, prompt, new, cache_dtypes, drafts, steps, mega, who = asked
     sizes = {"batches": batches, "prompt": prompt, "new": new, "many": CONCURRENT}
     peers = peer_rows(who, name, overrides, sizes | {"repeats": REPEATS})
     config = load_config(find_config(name), overrides)
@@ -149,11 +149,11 @@ def bench_engine(
     params = random_weights(specs, dtype)
     read = weight_bytes(model, specs, params)
     take_apart(params, specs)
-    one = Served(model, graphdef, params, read, vocab_size, drafts, steps, few)
+    one = Served(model, graphdef, params, read, vocab_size, drafts, steps, mega)
     limits, rows = ceilings(dtype), list[dict[str, Any]]()
     record = describe(BENCH, name, variant or SHORT[dtype.name], devices=1)
     record |= {"workload": {"prompt": prompt, "new": new, "page_size": PAGE, "drafts": drafts}}
-    record["workload"] |= {"decode_steps": steps, "few_rows": few}
+    record["workload"] |= {"decode_steps": steps, "megakernel": mega}
     for cache_dtype in cache_dtypes:
         kept = None if cache_dtype == COMPUTE else cache_dtype
         label = {"name": "engine", "backend": kept or SHORT[dtype.name]}
@@ -167,7 +167,7 @@ def bench_engine(
             rows.append(label | shape | found)
             yield record | {"rows": beside(rows, peers), "floor": limits._asdict()}
             rows += attention_rows(one, batch, kept, prompt + new // 2, limits)
-            if batch == 1 and kept is None and one.few_rows == LAYERS:
+            if batch == 1 and kept is None and one.megakernel:
                 try:
                     row = layers_row(one.config, graphdef, params, prompt + new // 2, limits)
                 except jax.errors.JaxRuntimeError as error:  # of an experiment: the others go on

@@ -18,7 +18,8 @@ from jaxtrain.model.kv_cache import StackedPages
 from jaxtrain.model.stack import take_apart
 
 ONE_ROW = OPTIONS._replace(slots=1, decode_steps=1, context=32)
-LAYERS = ONE_ROW._replace(few_rows="layers")
+LAYERS = ONE_ROW._replace(megakernel=True)
+APART = ONE_ROW._replace(megakernel=False)
 
 
 @functools.cache
@@ -56,7 +57,7 @@ def assert_same_tokens(fields, new=GREEDY.max_tokens, steps=1):
     how = GREEDY._replace(max_tokens=new)
     one = engine_with(LAYERS._replace(decode_steps=steps), fields)
     assert isinstance(one.state.kv[0], StackedPages)
-    assert tokens_of(one, texts, how) == tokens_of(engine_with(ONE_ROW, fields), texts, how)
+    assert tokens_of(one, texts, how) == tokens_of(engine_with(APART, fields), texts, how)
 
 
 def test_the_tokens_are_those_of_layers_one_by_one(by_reference):
@@ -81,10 +82,14 @@ def test_several_steps_of_a_call_have_the_same_tokens(by_reference):
     assert by_reference
 
 
-def test_it_is_off_by_default(by_reference):
-    engine = engine_with(ONE_ROW, {"depth": 2})
-    assert engine.programs.packed is None and isinstance(engine.state.kv[0], tuple)
-    assert not isinstance(engine.state.kv[0], StackedPages)
+def test_one_slot_has_it_by_default_where_it_serves(by_reference, caplog):
+    assert engine_with(ONE_ROW, {"depth": 2}).programs.packed is not None
+    with caplog.at_level(logging.WARNING):
+        for options in (APART, ONE_ROW._replace(slots=2)):
+            engine = engine_with(options, {"depth": 2})
+            assert engine.programs.packed is None and isinstance(engine.state.kv[0], tuple)
+            assert not isinstance(engine.state.kv[0], StackedPages)
+    assert not caplog.records  # nobody asked for it
 
 
 def reason(caplog, options, fields):
@@ -92,7 +97,7 @@ def reason(caplog, options, fields):
     with caplog.at_level(logging.WARNING):
         engine = engine_with(options, fields)
     assert engine.programs.packed is None and not isinstance(engine.state.kv[0], StackedPages)
-    (line,) = [one.getMessage() for one in caplog.records if "few_rows" in one.getMessage()]
+    (line,) = [one.getMessage() for one in caplog.records if "megakernel" in one.getMessage()]
     return line
 
 

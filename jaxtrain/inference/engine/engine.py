@@ -433,7 +433,7 @@ class Engine:
         with self.pace.waiting():
             tokens_KBT = np.asarray(step.sampled.tokens_KBT)
         if (tokens_KBT == GAVE_UP).any():
-            raise RuntimeError("few_rows=layers: the kernel of all layers gave up; leave it out")
+            raise RuntimeError("the kernel of all layers gave up; megakernel=False leaves it out")
         right_B, wrong_B = (x.sum((0, 2)) for x in (tokens_KBT[:, :, 1:] >= 0, tokens_KBT == WRONG))
         tokens_Bk = tokens_KBT.swapaxes(0, 1).reshape(len(right_B), -1).tolist()
         new = tried = accepted = 0

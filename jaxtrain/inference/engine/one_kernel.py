@@ -20,13 +20,14 @@ def packed_layers(
     options: EngineOptions, graphdefs: Sequence[nnx.GraphDef], models: Sequence[Drafter],
     page: PyTree, pages: int, mesh: Mesh | None,
 ) -> PackedLayers | None:  # fmt: skip
-    """The first model's layers, packed; None where `few_rows` does not ask for it, and, after a
-    line in the log, where the kernel does not serve. page: shapes of the pages of the first model's
-    layers (`page_shapes`). pages: of a layer."""
-    if options.few_rows is None:
+    """The first model's layers, packed; None where the kernel does not serve, with a line in the
+    log where it was asked for. page: shapes of the pages of the first model's layers
+    (`page_shapes`). pages: of a layer."""
+    if options.megakernel is False:
         return None
     if why := why_not_engine(options, models, page, pages, mesh):
-        log.warning("few_rows=layers: each layer has kernels of its own; one for all %s", why)
+        if options.megakernel:
+            log.warning("megakernel: each layer has kernels of its own; one for all %s", why)
         return None
     return pack_layers(graphdefs[0], models[0].params)
 

@@ -122,8 +122,8 @@ class EngineOptions(NamedTuple):
     tensor: devices that split heads and hidden units. adapters: (name, folder) of each LoRA
     adapter that a request may name. A folder is a run with LoRA or an adapter from peft.
     least_tokens: of a row that a step looks at, shorter ones too: with as many as `context`, one
-    program is compiled in the place of several. few_rows: "layers", all layers of a decode step
-    are one kernel (`model.packed`), an experiment for one slot; None: kernels of their own.
+    program is compiled in the place of several. megakernel: all layers of a decode step are one
+    kernel (`model.packed`); None: where one slot, the device and the model allow it.
     """
 
     slots: int = 32
@@ -144,7 +144,7 @@ class EngineOptions(NamedTuple):
     adapters: tuple[tuple[str, Path], ...] = ()
     least_tokens: int = 256
     adapt_steps: bool = False
-    few_rows: Literal["layers"] | None = None
+    megakernel: bool | None = None
 
     def most(self, steps: int) -> int:
         """New tokens of a row that so many steps bring at most."""

@@ -4,9 +4,7 @@ A layer is x = a (x + branch) + b x0, attention of norm(x) with a QK norm behind
 gated embeddings added to the values, and a squared ReLU network, whose result is the next layer's
 branch. The bfloat16 roundings are those of the layers one by one.
 
-An experiment that only an engine with few_rows="layers" uses: interpreted on a CPU it equals its
-reference, but its first run on an H200 did not (gpt_d12's sizes; LOG.md). Warps of a program could
-leave a wait apart then; since that was mended no GPU has run it.
+An engine with one slot has it by default (`EngineOptions.megakernel`).
 """
 
 from jaxtyping import Array, Float, Int
