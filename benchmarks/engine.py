@@ -75,7 +75,6 @@ class Served(NamedTuple):
             cache_dtype=cache_dtype,
             drafts=self.drafts,
             decode_steps=self.decode_steps,
-            prefill_rows=8,
             adapt_steps=adapt_steps,
             megakernel=self.megakernel,
         )

@@ -63,10 +63,13 @@ class Paged(NamedTuple):
     """More tokens of each row, [B, T]: a part of a prompt, one new token, or several drafts.
 
     Only the first `cache.counts_B` of a row count; the states have all T. packed: the layers'
-    weights for one kernel of all layers, which runs where there is one row with one token."""
+    weights for one kernel of all layers, which runs where there is one row with one token.
+    begins: no row has tokens in its pages yet, so that the new ones attend to each other alone, by
+    the kernels of whole rows."""
 
     cache: PagedCache
     packed: PackedLayers | None = None
+    begins: bool = False
 
 
 Mode = Forward | Pipelined | Prefill | Decode | Paged

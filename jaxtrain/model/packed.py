@@ -109,13 +109,14 @@ def pack_layers(graphdef: nnx.GraphDef, params: Params) -> PackedLayers:
 def run_stacked(model: "Transformer", tokens_BT: Int[Array, "B T"], mode: Paged) -> Output:
     """As the model with pages of each layer: in one kernel where a row has one new token, else
     layer by layer, with the pages taken apart for it."""
-    cache, packed = mode
+    cache, packed = mode.cache, mode.packed
     assert isinstance(cache.kv, StackedPages)
     if packed is not None and tokens_BT.shape == (1, 1):
         x_11D, _ = model.embed_tokens(tokens_BT, cache)
         *states, kv = run_packed(model, packed, x_11D, tokens_BT, cache)
         return Output(model.final_norm(*states), cache=cache._replace(kv=kv))
-    out = model(tokens_BT, mode=Paged(cache._replace(kv=cache.kv.apart())))
+    apart = cache._replace(kv=cache.kv.apart())
+    out = model(tokens_BT, mode=Paged(apart, begins=mode.begins))
     assert isinstance(out.cache, PagedCache) and not isinstance(out.cache.kv, StackedPages)
     return out._replace(cache=cache._replace(kv=StackedPages.of(out.cache.kv)))
 

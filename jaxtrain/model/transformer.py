@@ -29,7 +29,7 @@ from jaxtrain.model.attention import (
 from jaxtrain.model.bigram import BigramEmbedding, tokens_ahead, tokens_before
 from jaxtrain.model.block import Block, declare_norm, normed
 from jaxtrain.model.branches import Branches, branched_attention, take_before
-from jaxtrain.model.config import ResolvedModel, check_decoder, round_up
+from jaxtrain.model.config import ResolvedModel, round_up
 from jaxtrain.model.fused_ops import PLAIN, fastest, of_decoding
 from jaxtrain.model.init import SCHEMES, constant, uniform
 from jaxtrain.model.kv_cache import (
@@ -38,7 +38,6 @@ from jaxtrain.model.kv_cache import (
     LayerCache,
     PagedCache,
     StackedPages,
-    init_kv_cache,
 )
 from jaxtrain.model.layers import FeedForward, lookup, rms_norm, rotary
 from jaxtrain.model.modes import FORWARD, Decode, Forward, Mode, Output, Paged, Pipelined, Prefill
@@ -47,6 +46,7 @@ from jaxtrain.model.mtp import MultiTokenPrediction
 from jaxtrain.model.packed import run_stacked
 from jaxtrain.model.pipelined import PipelineParts, Texts, run_pipelined, run_pipelined_loss
 from jaxtrain.model.plan import make_plan, make_runs
+from jaxtrain.model.prompts import begin_texts, run_prompts
 from jaxtrain.model.rope import Divisors
 from jaxtrain.model.run_layers import LayerModules, LayersOutput, run_layers
 from jaxtrain.model.sections import FusedOps
@@ -59,7 +59,6 @@ from jaxtrain.weights.params import declare
 
 SMEAR_CHANNELS = 24
 BEHIND_LAYERS = ("backout_scale", "final_gain", "final_shift", "head")  # what the loss reads
-CACHE_MULTIPLE = 128  # of the tokens that a cache has room for, so that it can be split
 
 
 class Transformer(nnx.Module):
@@ -138,13 +137,14 @@ class Transformer(nnx.Module):
             case Pipelined():
                 return self._pipelined(tokens_BT, positions_BT, segments_BT, mode)
             case Prefill():
-                return self._prefill(tokens_BT, mode)
+                return run_prompts(self, tokens_BT, mode)
             case Decode():
                 return self._decode(tokens_BT, mode)
             case Paged():
                 if isinstance(mode.cache.kv, StackedPages):
                     return run_stacked(self, tokens_BT, mode)
-                return self._paged(tokens_BT, mode.cache)
+                run = begin_texts if mode.begins else Transformer._paged
+                return run(self, tokens_BT, mode.cache)
 
     def _forward(
         self, tokens_BT: Array, positions_BT: Array | None, segments_BT: Array | None, mode: Forward
@@ -164,19 +164,6 @@ class Transformer(nnx.Module):
         places = positions_BT, segments_BT, attend, mode.key
         out = self.all_layers(x_BTD, tokens_BT, *places, rope=mode.rope)
         return Output(self.final_norm(out.x_BTD, out.middle_BTD), out.balance_B)
-
-    def _prefill(self, tokens_BT: Array, mode: Prefill) -> Output:
-        check_decoder(self.config)
-        rows, ends = jnp.arange(tokens_BT.shape[0]), mode.lengths_B - 1
-        x_BTD, plain_BTD = self.embed_tokens(tokens_BT, None)
-        out = self.all_layers(x_BTD, tokens_BT, keep_kv=True)
-        states_BTD = self.final_norm(out.x_BTD, out.middle_BTD)
-        capacity = mode.capacity + round_up(self.config.virtual, CACHE_MULTIPLE)
-        keep = lambda x: init_kv_cache(x, capacity, mode.cache_dtype)
-        layers = tuple(tuple(map(keep, kv)) for kv in out.kv)
-        last = plain_BTD[rows, ends], tokens_BT[rows, ends]
-        cache = Cache(layers, mode.lengths_B + self.config.virtual, *last)
-        return Output(states_BTD[rows, ends], cache=cache)
 
     def _decode(self, tokens_B1: Array, mode: Decode) -> Output:
         lengths_B = mode.cache.lengths_B + 1

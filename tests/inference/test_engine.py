@@ -70,7 +70,7 @@ def test_a_sample_depends_on_its_request_alone():
     before = engine.stats().prefix_hits
     assert run(engine, list(reversed(requests))) == alone  # in a crowd, and from known pages
     assert engine.stats().prefix_hits > before
-    few = make_engine(options=OPTIONS._replace(pages=12))
+    few = make_engine(options=OPTIONS._replace(pages=10))
     assert run(few, requests) == alone
     assert few.stats().preemptions > 0
 

@@ -20,9 +20,10 @@ from jaxtrain.parallel.axes import partition_spec
 CONTEXT = 2048
 
 
-def programs(in_place):
+def programs(in_place, begins=False):
     options = EngineOptions(context=CONTEXT)
-    return Programs((), options, 0, table_sizes(options, CONTEXT // options.page_size, in_place), 8)
+    sizes = table_sizes(options, CONTEXT // options.page_size, in_place)
+    return Programs((), options, 0, sizes, 8, begins=begins)
 
 
 def test_a_kernel_that_reads_pages_in_place_needs_few_programs():
@@ -43,6 +44,44 @@ def test_gathered_pages_have_sizes():
     keys = one.needed((), CONTEXT)
     assert len(keys) == 3 * (2 * 5 + 2) + 3 + 1
     assert fewest(keys) == fewest(programs(in_place=True).needed((), CONTEXT))
+
+
+def test_prompts_that_begin_have_programs_of_their_own():
+    """Of one size of pages, and of more rows: nothing is gathered for them."""
+    keys = programs(in_place=False, begins=True).needed((), CONTEXT)
+    found = {key for key in keys if key.name == "prefill_slots"}
+    ones = {key for key in found if key.begins}
+    assert {(key.rows, key.pages) for key in ones} == {(n, 512 * 2 // 32) for n in (1, 4, 16)}
+    assert {(x.rows, x.pages * 32) for x in found - ones} == {
+        (n, size) for n in (1, 4) for size in (256, 1024, 2048)
+    }
+    other = ProgramKey("prefill_slots", 4, 64)
+    assert all(other.serves(key) for key in ones if key.rows < 16)
+    assert not any(key.serves(other) for key in ones)
+
+
+def test_prompts_wait_for_a_program_that_they_fill_to_a_half():
+    one = programs(in_place=True, begins=True)
+    counts = [one.at_once(n, True) for n in (1, 2, 3, 4, 5, 7, 8, 12, 16, 40)]
+    assert counts == [1, 2, 3, 4, 4, 4, 8, 12, 16, 16]
+    assert [one.prefilling(n, 9, True).rows for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 16, 16]
+    assert [one.at_once(n, False) for n in (1, 3, 16)] == [1, 3, 4]
+
+
+def test_a_known_page_or_a_long_prompt_needs_programs_that_gather():
+    one = programs(in_place=True, begins=True)
+    gathers = lambda *texts: (
+        not all(
+            key.begins
+            for key in one.needed(
+                [Request(str(i), x, GREEDY) for i, x in enumerate(texts)], CONTEXT
+            )
+            if key.name == "prefill_slots"
+        )
+    )
+    apart, long = tuple(range(40)), tuple(range(9, 600))
+    assert not gathers(apart, apart[1:], apart[:30])
+    assert gathers(apart, apart[:35]) and gathers(long) and one.needed((), CONTEXT)
 
 
 def test_one_program_serves_in_the_place_of_a_cheaper_one():
@@ -89,7 +128,7 @@ def test_requests_run_by_what_is_compiled_and_a_second_start_compiles_nothing(tm
         jax.clear_caches()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Programs, "lower", lower_gated)
-            assert engine.warm_up(beside=True) == 16
+            assert engine.warm_up(beside=True) == 18
             ready = [one.done() for one in engine.compiler.coming.values()]
             assert ready.count(True) == len(first) == 4
             assert run(engine, requests) == expected

@@ -138,7 +138,7 @@ def put_texts(
     return pinned(state._replace(texts_SC=texts_SC, known_S=known_S))
 
 
-@jit("cublas", static_argnames=("graphdefs", "chunk", "most"), donate_argnames="state")
+@jit("cublas", static_argnames=("graphdefs", "chunk", "most", "begins"), donate_argnames="state")
 def prefill_slots(
     graphdefs: GraphDefs,
     params: tuple[Params, ...],
@@ -151,11 +151,13 @@ def prefill_slots(
     *,
     chunk: int,
     most: int,
+    begins: bool = False,
 ) -> tuple[DeviceState, Float[Array, "B D"]]:
     """Compute counts_R tokens of the texts of some slots, from starts_R on; the state of the last.
 
     An idle row has the slot number of none, and counts_R 0. most: rows of the states that are
-    returned, those behind R are zeros: one program samples from any number of them.
+    returned, those behind R are zeros: one program samples from any number of them. begins: all
+    texts begin here, starts_R is 0.
     """
     texts_RC = state.texts_SC.at[slots_R].get(mode="fill", fill_value=0)
     places_RT = starts_R[:, None] + jnp.arange(chunk)[None]
@@ -166,7 +168,8 @@ def prefill_slots(
     adapted = choose_adapters(params[0], adapter_R), *params[1:]
     models = [nnx.merge(*pair) for pair in zip(graphdefs, adapted)]
     caches = [PagedCache(kv, *where) for kv in state.kv]
-    ran = [run_model(model, tokens_RT, cache) for model, cache in zip(models, caches)]
+    run = functools.partial(run_model, begins=begins)
+    ran = [run(model, tokens_RT, cache) for model, cache in zip(models, caches)]
     states_RTD, kv = ran[0][0], tuple(kv for _, kv in ran)
     if state.last is not None:  # of a text's last token the next one is not known: read again then
         next_RT = jnp.take_along_axis(texts_RC, places_RT + 1, axis=1, mode="clip")

@@ -25,10 +25,11 @@ SHORTEST, LONGEST = 2, 3  # tokens of a text's end that are looked for in it
 
 
 def run_model(
-    model: Transformer, tokens_BT: Array, cache: PagedCache, packed: PackedLayers | None = None
-) -> tuple[Array, LayerPages]:
+    model: Transformer, tokens_BT: Array, cache: PagedCache, packed: PackedLayers | None = None,
+    begins: bool = False,
+) -> tuple[Array, LayerPages]:  # fmt: skip
     """States [B, T, D] of new tokens, and the pages with them."""
-    out = model(tokens_BT, mode=Paged(cache, packed))
+    out = model(tokens_BT, mode=Paged(cache, packed, begins))
     assert isinstance(out.cache, PagedCache)
     return out.states, out.cache.kv
 

@@ -32,6 +32,7 @@ from jaxtrain.inference.engine.programs import (
     Drafter,
     ProgramKey,
     Programs,
+    begins_apart,
     draft_modules,
     fewest,
     last_states,
@@ -104,7 +105,10 @@ class Engine:
             self.state = device.init_device_state(page, pages, options.slots, places, *how)
         in_place = all(reads_in_place(x, one, pages) for x, one in zip(parts, page))
         sizes = table_sizes(options, self.width, in_place)
-        self.programs = Programs(self.models, options, self.virtual, sizes, config.width, packed)
+        begins = begins_apart(options, config, mesh)
+        self.programs = Programs(
+            self.models, options, self.virtual, sizes, config.width, packed, begins
+        )
         self.compiler, self.pace = EngineCompiler(self.on_mesh), Pace(options.decode_steps)
         self.table_SW = np.zeros((options.slots, self.virtual + self.width), np.int32)
         self.table_SW[:, : self.virtual] = self.pool.total + np.arange(self.virtual)
@@ -304,14 +308,19 @@ class Engine:
     # ---- work of the device ---------------------------------------------------------------------
 
     def prefill(self) -> None:
-        """A chunk of the texts that are not computed yet, of some at once."""
+        """A chunk of the texts that are not computed yet, of some at once: all of them begin, or
+        none does, so that a text's numbers do not depend on its neighbours'."""
         o = self.options
-        todo = [one for one in self.running if not one.decoding][: o.prefill_rows]
-        if not todo:
+        if not (todo := [one for one in self.running if not one.decoding]):
             return
         self.pace.reset()
+        if begins := self.programs.begins and not todo[0].computed:
+            todo = [one for one in todo if not one.computed]
+        elif self.programs.begins:
+            todo = [one for one in todo if one.computed]
+        todo = todo[: self.programs.at_once(len(todo), begins)]
         longest = max(one.computed + min(one.left, o.chunk) for one in todo)
-        key = self.compiler.pick(self.programs.prefilling(len(todo), longest))
+        key = self.compiler.pick(self.programs.prefilling(len(todo), longest, begins))
         parts = [(one.place, one.computed, min(one.left, o.chunk)) for one in todo]
         self.state, states_BD = self.programs.prefill(
             key, self.state, self.rows.on_device(), self.table_SW, parts

@@ -11,8 +11,10 @@ bytes of parameters, and of each row `kv` bytes of keys and values a token.
 - Rows that decode: one, or all slots. A matmul of 8 to 64 rows reads the same weights, and the
   kernel of attention reads nothing for an idle row. One row has kernels of its own: gpt_d12 takes
   0.45 ms a step for it on an H200, 0.73 for 32.
-- Prompts of a prefill: one, or `prefill_rows`. A row more is a chunk more to compute: one size
-  would cost a lone prompt as much as four.
+- Prompts of a prefill: one, or sizes of four times as many each, up to `prefill_rows`. A row more
+  is a chunk more to compute: one size would cost a lone prompt as much as all.
+- Prompts that begin: their tokens attend to each other, as whole rows do. Later parts, and prompts
+  whose first pages are known, attend to gathered pages, of GATHERED rows at most.
 - Samplers: top-k and top-p sort rows * vocabulary numbers in each step, and `Sampler.ALL` has the
   host wait for its branches. Several steps at once have a program each. A single step is beside a
   prompt, or for a grammar: there `BEST` runs by `ALL`.
@@ -27,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jaxtrain_kernels.attention.paged import triton
 from jaxtrain_kernels.decode_layers import PackedLayers
 from jaxtrain_kernels.dispatch import target
@@ -43,7 +45,8 @@ from jaxtrain.model.mtp import layer_config
 from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Params
 
-GROWTH = 4  # of a size of the table of pages over the one below
+GROWTH = 4  # of a size of the table of pages, or of the rows of a prefill, over the one below
+GATHERED = 4  # rows of a prefill whose pages are gathered: of a layer, T * S scores a head and row
 
 
 def i32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -86,26 +89,35 @@ def last_states(model: Drafter, o: EngineOptions) -> jax.ShapeDtypeStruct | None
     return jax.ShapeDtypeStruct(shape, model.params["embed"].dtype) if o.draft_mtp else None
 
 
+def begins_apart(o: EngineOptions, c: ResolvedModel, mesh: Mesh | None) -> bool:
+    """Whether prompts that begin are computed as whole rows, with no page read. With 8-bit pages
+    later parts would see the keys of the first one otherwise than it did itself."""
+    plain = o.cache_dtype is None and not c.virtual and mesh is None
+    return plain and min(o.chunk, o.context or c.context_length) <= c.context_length
+
+
 class ProgramKey(NamedTuple):
     """One program. name: the function of `device`. rows: of prompts, or of texts that go on.
-    pages: of a row. steps: of decoding."""
+    pages: of a row. steps: of decoding. begins: the prompts do."""
 
     name: str
     rows: int = 0
     pages: int = 0
     steps: int = 0
     sampler: Sampler = Sampler.TEMPERATURE
+    begins: bool = False
 
     def serves(self, other: "ProgramKey") -> bool:
         """Whether it can run in the place of the other, which would do so at less cost."""
         large = self.rows >= other.rows and self.pages >= other.pages
         sampled = self.sampler >= other.sampler and self.steps <= other.steps
-        return self.name == other.name and large and sampled
+        also = other.begins or not self.begins
+        return self.name == other.name and large and sampled and also
 
     @property
     def cost(self) -> tuple[int, ...]:
         """By which those that serve are compared."""
-        return (-self.steps, self.rows, self.pages, self.sampler)
+        return (-self.steps, self.rows, not self.begins, self.pages, self.sampler)
 
 
 def fewest(keys: Collection[ProgramKey]) -> list[ProgramKey]:
@@ -152,7 +164,7 @@ def table_sizes(options: EngineOptions, width: int, in_place: bool) -> tuple[int
 class Programs(NamedTuple):
     """What the programs of an engine are made of. virtual: pages that all rows begin with; sizes:
     pages of a row, in ascending order; state_dim: of a token's last state; packed: the layers for
-    one kernel of all."""
+    one kernel of all; begins: prompts that begin have programs of their own."""
 
     models: tuple[GraphDefs, tuple[Params, ...]]
     options: EngineOptions
@@ -160,6 +172,7 @@ class Programs(NamedTuple):
     sizes: tuple[int, ...]
     state_dim: int
     packed: PackedLayers | None = None
+    begins: bool = False
 
     @property
     def prefill_rows(self) -> int:
@@ -179,10 +192,44 @@ class Programs(NamedTuple):
         pages = self.pages_for(tokens + self.options.most(steps) - 1)
         return ProgramKey("decode_slots", rows, pages, steps, sampler)
 
-    def prefilling(self, rows: int, tokens: int) -> ProgramKey:
+    def prefill_sizes(self, begins: bool) -> list[int]:
+        """Rows of the programs of a prefill, for prompts that begin or for the others."""
+        most, sizes = min(self.prefill_rows, self.prefill_rows if begins else GATHERED), [1]
+        while sizes[-1] < most:
+            sizes.append(min(sizes[-1] * GROWTH, most))
+        return sizes
+
+    def at_once(self, prompts: int, begins: bool) -> int:
+        """How many of so many prompts a step computes: those of the largest program that they fill
+        to a half at least."""
+        filled = [n for n in self.prefill_sizes(begins) if n == 1 or n <= 2 * prompts]
+        return min(filled[-1], prompts)
+
+    def prefilling(self, rows: int, tokens: int, begins: bool) -> ProgramKey:
         """A part of so many texts. tokens: of the longest one, up to the end of its part."""
-        rows = 1 if rows == 1 else self.prefill_rows
-        return ProgramKey("prefill_slots", rows, self.pages_for(tokens))
+        size = next(n for n in self.prefill_sizes(begins) if n >= rows)
+        pages = self.pages_for(self.options.chunk if begins else tokens)
+        return ProgramKey("prefill_slots", size, pages, begins=begins)
+
+    def parts_of(self, asked: Collection[Request]) -> set[bool]:
+        """Whether parts of prompts begin a text, in prefills of these requests, which come at once;
+        without any, of all."""
+        o = self.options
+        if not (self.begins and asked):
+            return {self.begins, False}
+        pages = [one.prompt[: o.page_size] for one in asked if len(one.prompt) > o.page_size]
+        known = o.prefix_cache and len(set(pages)) < len(pages)
+        return {True, not known and all(len(one.prompt) <= o.chunk for one in asked)}
+
+    def rows_of(self, asked: Collection[Request], begins: bool) -> list[int]:
+        """How many prompts there are in a prefill, as `parts_of`."""
+        if not asked:
+            return self.prefill_sizes(begins)
+        left, counts = len(asked), set[int]()
+        while left:
+            counts.add(now := self.at_once(min(left, self.prefill_rows), begins))
+            left -= now
+        return sorted(counts)
 
     def steps_of(self, asked: Collection[Request]) -> set[int]:
         """Steps of the programs that decode these requests, which come at once; without any, of
@@ -207,7 +254,8 @@ class Programs(NamedTuple):
         computed = {self.pages_for(n) * o.page_size for n in computed}
         sized = {k: {self.pages_for(n + o.most(k) - 1): n for n in decoded}.values() for k in steps}
         for sampler in samplers:
-            keys += [self.prefilling(n, t) for t in sorted(computed) for n in sorted(counts)]
+            keys += [self.prefilling(n, t, begins) for begins in sorted(self.parts_of(asked))
+                     for t in sorted(computed) for n in self.rows_of(asked, begins)]  # fmt: skip
             keys.append(ProgramKey("sample_first", sampler=sampler))
             keys += [self.decoding(r, k, n, sampler) for r in sorted(counts, reverse=True)
                      for k in steps for n in sized[k]]  # fmt: skip
@@ -234,8 +282,9 @@ class Programs(NamedTuple):
         if key.name == "prefill_slots":
             where = i32(R), table, i32(R), i32(R)
             return device.prefill_slots.lower(
-                *self.models, state, rows.sampling.adapter_B, *where, chunk=o.chunk, most=B
-            )
+                *self.models, state, rows.sampling.adapter_B, *where, chunk=o.chunk, most=B,
+                begins=key.begins,
+            )  # fmt: skip
         return device.decode_slots.lower(
             *self.models, state, rows, i32(R), table, steps=key.steps, drafts=o.drafts,
             sampler=key.sampler, packed=self.packed,
@@ -279,7 +328,7 @@ class Programs(NamedTuple):
         where = jax.device_put((slots_R, table_RW, starts_R, counts_R))
         return device.prefill_slots(
             *self.models, state, rows.sampling.adapter_B, *where, chunk=o.chunk,
-            most=self.prefill_rows,
+            most=self.prefill_rows, begins=key.begins,
         )  # fmt: skip
 
     def sample_first(

@@ -132,7 +132,7 @@ class EngineOptions(NamedTuple):
     page_size: int = 32
     context: int | None = None
     chunk: int = 512
-    prefill_rows: int = 4
+    prefill_rows: int = 16
     cache_dtype: str | None = None
     max_queue: int = 1024
     prefix_cache: bool = True
