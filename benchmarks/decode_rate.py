@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtrain.cluster.xla_flags import jit
 from jaxtrain.model import Cache, Decode, Prefill
 from jaxtrain.model.config import round_up
-from jaxtrain.model.transformer import CACHE_MULTIPLE
+from jaxtrain.model.prompts import CACHE_MULTIPLE
 from jaxtrain.weights.params import Params
 
 HELD = 32  # tokens of each row that the cache holds at the start, where no one asks for more
