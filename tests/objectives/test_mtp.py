@@ -1,20 +1,31 @@
 """Multi-token prediction with modules: against a plain computation, in order, within documents."""
 
+import functools
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import (
+    QUICK,
     T,
+    assert_same_run,
     batch,
     begin_random,
     build,
+    close,
+    forget_end,
     make_spec,
     mesh_of,
+    random_params,
     random_run,
     resolved,
+    rows_of,
     run_overrides,
+    same,
     tokens,
+    weights_of,
 )
 
 from jaxtrain.config import load_config
@@ -212,22 +223,54 @@ def test_a_model_without_modules_gets_new_ones(tmp_path):
     jax.tree.map(close, params["mtp"], expected)
 
 
-@pytest.mark.slow
-def test_a_step_is_the_same_in_microbatches_and_on_split_rows():
+SPLITS = [
+    ({}, 2), ({"data": 2}, 4), ({"fsdp": 2}, 4), ({"tensor": 2}, 8), ({"fsdp": 2, "tensor": 2}, 4),
+    ({"context": 2}, 8),
+]  # fmt: skip
+
+
+@functools.cache
+def stepped(micro, **axes):
+    """(metrics, parameters) of a step of two modules, whose microbatches have so many rows."""
     spec, hyperparams = make_spec(resolved(depth=1, mtp=2, window_pattern="L"))
     spec = spec._replace(objective=make_objective(OBJECTIVE, LossOptions()))
-    found = []
-    for mesh, micro in ((mesh_of(), 8), (mesh_of(), 2), (mesh_of(context=2), 8), (mesh_of(2), 4)):
-        with jax.set_mesh(mesh):
-            state = begin_random(spec, mesh)
-            found.append(make_step(spec, mesh)(state, batch(8, micro=micro), hyperparams)[1])
-    for name in ("loss", "loss_mtp_1", "loss_mtp_2", "grad_norm"):
-        for one in found[1:]:
-            np.testing.assert_allclose(found[0][name], one[name], rtol=1e-4)
+    mesh = mesh_of(**axes)
+    with jax.set_mesh(mesh):
+        state = begin_random(spec, mesh)
+        state, metrics = make_step(spec, mesh)(state, batch(8, micro=micro), hyperparams)
+    return jax.device_get((metrics, state.params))
 
 
 @pytest.mark.slow
-def test_a_run_trains_resumes_and_saves_the_modules(tmp_path):
+@pytest.mark.parametrize(("axes", "micro"), SPLITS, ids=str)
+def test_a_step_is_the_same_in_microbatches_and_on_every_mesh(axes, micro):
+    """Weights of labels are random: a mean of microbatches' means would be another number."""
+    (whole, params), (found, split_params) = stepped(8), stepped(micro, **axes)
+    for name in ("loss", "loss_mtp_1", "loss_mtp_2", "grad_norm"):
+        np.testing.assert_allclose(found[name], whole[name], rtol=1e-4)
+    close(split_params, params, rtol=1e-3, atol=1e-4)
+
+
+RESUMED = {"document mask": {"model__document_mask": True, "data__packing__name": "best_fit"}}
+RESUMED |= {"two modules on two devices": {"objective__depth": 2, "mesh__fsdp": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(fields, tmp_path):
+    given = QUICK | {"objective__name": "mtp", "train__steps": 4, "checkpoint__every": 2} | fields
+    given |= {"optim__learning_rate": 0.01}
+    assert main(run_overrides(tmp_path / "whole", **given)) == 0
+    parts = shutil.copytree(tmp_path / "whole" / "tiny", tmp_path / "parts" / "tiny")
+    forget_end(parts, 4)
+    assert main(run_overrides(tmp_path / "parts", **given)) == 0
+    assert_same_run(parts, tmp_path / "whole" / "tiny")
+    assert any(name.startswith("mtp/") for name in weights_of(parts))
+    assert all(row["loss_mtp_1"] > 0 for row in rows_of(parts))
+
+
+@pytest.mark.slow
+def test_a_run_trains_and_saves_the_modules(tmp_path):
     overrides = run_overrides(tmp_path, train__steps=2, objective__name="mtp")
     assert main(overrides) == 0
     run = tmp_path / "tiny"
