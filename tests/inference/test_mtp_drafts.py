@@ -8,14 +8,18 @@ import numpy as np
 import pytest
 from engine_cases import GREEDY, MODELS, OPTIONS, letters, prompts, run
 from flax import nnx
-from tiny import build
+from test_adapters import changes_of, tuned
+from tiny import build, byte_model, random_run
 
-from jaxtrain.inference.engine import Engine, EngineOptions, Request
+from jaxtrain.cli import main
+from jaxtrain.inference.engine import Engine, EngineOptions, Request, load_engine
 from jaxtrain.model.mtp import tokens_later
 from jaxtrain.settings import UserError
+from jaxtrain.weights.multi_lora import with_adapters
 
 WARM = GREEDY._replace(temperature=0.7, seed=5)
 LONG = OPTIONS._replace(pages=60)
+GUESSED = {"drafts": 2, "draft_mtp": True}
 
 
 @functools.cache
@@ -71,6 +75,74 @@ def test_its_guesses_are_those_of_a_full_forward_pass():
         right, at = right + hit, at + 1 + hit
     counts = engine.stats()
     assert (counts.drafts, counts.accepted_drafts) == (tried, right) and right > 0
+
+
+@pytest.mark.slow
+def test_keys_that_the_module_lacks_change_no_token():
+    """Pages that the prefix cache knows hold any keys of the module's: noise here."""
+    first = prompts(17, 9)
+    engine, plain = (engine_of("plain", LONG._replace(**o)) for o in (GUESSED, {}))
+    ends = run(engine, [Request(f"a{i}", text, GREEDY) for i, text in enumerate(first)])
+    # They go on behind their own texts, of which the pages are known, and behind half of a prompt.
+    more = [(*text, *ends[f"a{i}"][0], 3, 1, 4) for i, text in enumerate(first)]
+    more.append((*first[0][:9], *prompts(8, seed=2)[0]))
+    requests = [Request(f"b{i}", text, (GREEDY, WARM)[i % 2]) for i, text in enumerate(more)]
+    noise = lambda x: jax.random.normal(jax.random.key(0), x.shape, x.dtype)
+    of_model, of_module = engine.state.kv
+    engine.state = engine.state._replace(kv=(of_model, jax.tree.map(noise, of_module)))
+    before = engine.stats()
+    assert run(engine, requests) == run(plain, requests)
+    after = engine.stats()
+    assert after.prefix_hits > before.prefix_hits and after.drafts > before.drafts
+
+
+@pytest.mark.slow
+def test_requests_with_adapters_are_guessed_for_too():
+    """Each by the base's module, which reads the states that the adapter makes."""
+    c, graphdef, specs, params = with_module("plain")
+    adapters = [tuned(specs, params, i, rank=2, targets=["attention"]) for i in (1, 2)]
+    both = with_adapters(jax.device_put(params), changes_of(adapters, params))
+    names = "pirate", "poet"
+    asked = [
+        Request(f"r{i}", text, (GREEDY, WARM)[i % 2], adapter=(None, *names)[i % 3])
+        for i, text in enumerate([*prompts(9, 17, 5, 9), prompts(9)[0]])
+    ]
+    make = lambda o: Engine(
+        c, graphdef, both, letters(), options=LONG._replace(**o), adapters=names
+    )
+    engine = make(GUESSED)
+    found = run(engine, asked)
+    assert found == run(make({}), asked) and engine.stats().drafts > 0
+    assert found["r0"] != found["r4"]  # one prompt, without an adapter and with one
+
+
+FOLDERS = {
+    "one module": (["objective.name=mtp"], {}),
+    "the first of two": (["objective={name: mtp, depth: 2}"], {}),
+    "split heads": (["objective.name=mtp"], {"tensor": 2}),
+    "a cache of integers": (["objective.name=mtp"], {"cache_dtype": "int8"}),
+    "packed weights": (["objective.name=mtp"], {"quantized": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fields", "how"), FOLDERS.values(), ids=FOLDERS)
+def test_the_module_of_a_model_on_disk_guesses(fields, how, tmp_path):
+    run_dir = random_run(tmp_path / "a", byte_model(64, "train.precision=float32", *fields))
+    if how.get("quantized"):
+        (text := tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 9)
+        argv = ["quantize", str(run_dir), "--method", "int8", "--out", str(tmp_path / "q")]
+        assert main([*argv, "--text", str(text)]) == 0
+        run_dir, how = tmp_path / "q", {}
+    options = LONG._replace(context=64, page_size=8, **how)
+    texts = ["To be, or not", "A", "We few, we happy few, we band of brothers"]
+    requests = [
+        Request(f"r{i}", (256, *text.encode()), GREEDY._replace(max_tokens=20))
+        for i, text in enumerate(texts)
+    ]
+    engine = load_engine(run_dir, None, options._replace(**GUESSED))
+    assert run(engine, requests) == run(load_engine(run_dir, None, options), requests)
+    assert engine.stats().drafts > 0
 
 
 @pytest.mark.parametrize(

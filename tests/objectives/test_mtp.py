@@ -28,8 +28,11 @@ from tiny import (
     weights_of,
 )
 
+from jaxtrain.cli import main as jaxtrain
 from jaxtrain.config import load_config
 from jaxtrain.config.resolve import resolve
+from jaxtrain.finetune import make_partition
+from jaxtrain.inference.engine import EngineOptions, load_engine
 from jaxtrain.interop.pretrained import load_base
 from jaxtrain.main import main
 from jaxtrain.model import Transformer, flops_per_token, initialize, split
@@ -208,6 +211,50 @@ def test_export_leaves_the_modules_out_and_says_so(tmp_path, caplog):
     assert saved.config.model.mtp == 1 and "mtp" in saved.params
     assert export.model.mtp is None and not {"mtp"} & {*export.params, *export.specs}
     assert "modules of multi-token prediction are left out: checkpoints" in caplog.text
+
+
+def test_the_modules_come_back_from_safetensors_and_not_from_an_export(tmp_path):
+    run = random_run(tmp_path / "a", [*LLAMA_OVERRIDES, "objective.name=mtp"])
+    saved = load_saved(run)
+    same(saved.params, random_params(saved.specs))
+    assert jaxtrain(["export", str(run), str(tmp_path / "out")]) == 0
+    assert jaxtrain(["import", str(tmp_path / "out"), str(tmp_path / "back")]) == 0
+    back = load_saved(tmp_path / "back")
+    assert back.config.model.mtp is None
+    assert "mtp" not in back.params
+    same(back.params["blocks"], saved.params["blocks"])
+    guessed = EngineOptions(slots=1, drafts=1, draft_mtp=True)
+    assert load_engine(run, None, guessed).options.draft_mtp
+    with pytest.raises(UserError, match="this model has no module"):
+        load_engine(tmp_path / "back", None, guessed)
+
+
+def test_fine_tuning_says_what_becomes_of_the_modules(tmp_path):
+    run = random_run(tmp_path / "a", [*LLAMA_OVERRIDES, "objective.name=mtp"])
+    start = [f"train.init_from={run}", "data.train.path=tinyshakespeare", "train.steps=2"]
+    tuned = lambda *more: resolve(load_config(None, [*start, *more]), 257)
+    with pytest.raises(UserError, match="nothing trains them; set model.mtp=null"):
+        tuned("finetune.name=lora")
+    with pytest.raises(UserError, match="the method does not reach the modules"):
+        tuned("finetune.name=lora", "objective.name=mtp")
+    with pytest.raises(UserError, match="say objective.depth=1 to go on with those"):
+        tuned("objective={name: mtp, depth: 2}")
+
+    def parts_of(*more):
+        c = tuned(*more)
+        specs = split(Transformer(c.model, 257))[1]
+        base = load_base(str(run), specs, shardings(specs, mesh_of()))
+        return base, make_partition(c.finetune, specs, jnp.dtype(jnp.float32)).trainable
+
+    base, adapters = parts_of("finetune.name=lora", "model.mtp=null")
+    saved = load_saved(run).params
+    same(base, {name: x for name, x in saved.items() if name != "mtp"})
+    assert all("/attention/" in name or "/ffn/" in name for name in flatten(adapters))
+    # The modules alone, before a model that stays what it is.
+    alone = "finetune={name: freeze, trainable: [mtp/*]}"
+    base, modules = parts_of("objective.name=mtp", alone)
+    same(base, saved)
+    assert flatten(modules).keys() == {n for n in flatten(saved) if n.startswith("mtp/")}
 
 
 def test_a_model_without_modules_gets_new_ones(tmp_path):
