@@ -64,9 +64,10 @@ def rms(x):
     return x / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
-def plain_module(c, params, states, later):
-    """A module of depth 1 as the paper writes it, of one row, in the order of the formula."""
-    own = jax.tree.map(lambda x: x[0], params["mtp"])
+def plain_module(c, params, k, states, later):
+    """Module k as the paper writes it, before the final norm, of one row, in the order of the
+    formula."""
+    own = jax.tree.map(lambda x: x[k - 1], params["mtp"])
     x = jnp.concatenate([rms(states), rms(rms(params["embed"][later]))], axis=-1) @ own["project"]
     h, heads = rms(x), lambda x: x.reshape(1, len(x), -1, c.head_dim)
     q, k, v = (heads(h @ own["block"]["attention"][name]) for name in "qkv")
@@ -81,24 +82,27 @@ def plain_module(c, params, states, later):
     return rms(x + hidden @ own["block"]["ffn"]["down"])
 
 
-def test_the_loss_of_one_module_is_that_of_the_formula():
-    c, graphdef, _, params = build(mtp=1, depth=1)
+def test_the_losses_of_two_modules_are_those_of_the_formula():
+    c, graphdef, _, params = build(mtp=2, depth=1)
     one = on_device(batch(2))
-    objective = make_objective(MTPConfig.model_validate({"weight": 0.3}), LossOptions())
-    loss, sums = jax.jit(lambda p: loss_of(objective, graphdef, p, one))(params)
-    h, expected = hidden_states(graphdef, params, one), 0.0
+    loss, sums = jax.jit(
+        lambda p: loss_of(make_objective(OBJECTIVE, LossOptions()), graphdef, p, one)
+    )(params)
+    h, expected = hidden_states(graphdef, params, one), [0.0, 0.0]
+    assert c.logit_softcap is not None
     for states, row, targets, weights in zip(
         h.x_BTD, one.tokens_BT, one.targets_BT, one.weights_BT
     ):
-        last = T - 1  # the last place has no token behind the next one
-        out = plain_module(c, params, states, jnp.append(row[1:], 0))[:last]
-        assert c.logit_softcap is not None
-        logits = c.logit_softcap * jnp.tanh(out @ params["head"][:, :61] / c.logit_softcap)
-        nll = -jax.nn.log_softmax(logits)[jnp.arange(last), targets[1:]]
-        expected += jnp.sum(weights[1:] * nll)
-    np.testing.assert_allclose(sums["loss_mtp_1"], expected, rtol=1e-5)
+        for k in (1, 2):
+            states = plain_module(c, params, k, states, jnp.append(row[k:], jnp.zeros(k, int)))
+            last = T - k  # the places behind have no token so far ahead
+            logits = states[:last] @ params["head"][:, :61] / c.logit_softcap
+            nll = -jax.nn.log_softmax(c.logit_softcap * jnp.tanh(logits))
+            expected[k - 1] += jnp.sum(weights[k:] * nll[jnp.arange(last), targets[k:]])
+    found = sums["loss_mtp_1"], sums["loss_mtp_2"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
     first = jax.jit(lambda p: next_token_loss(graphdef, p, one))(params)
-    np.testing.assert_allclose(loss, first + 0.3 * expected, rtol=1e-5)
+    np.testing.assert_allclose(loss, first + 0.3 * sum(expected) / 2, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [{}, {"mla": {"kv_rank": 8, "rope_dim": 4}, "qk_norm": False}])
