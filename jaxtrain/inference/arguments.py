@@ -1,9 +1,44 @@
-"""The command lines of `generate` and `chat`; nothing here imports JAX."""
+"""The command lines of `generate` and `chat`, and options that `serve` has as well; nothing here
+imports JAX."""
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple
 
 from jaxtrain.settings import SEEDS, TINY, Parser, real, whole
 from jaxtrain.storage.location import local
 
 TOKENS = 256  # new tokens by default
+
+
+class DraftOptions(NamedTuple):
+    """Speculative decoding, by the names of the engine's options (`EngineOptions`). drafts: tokens
+    that are guessed for each step, 0: none. They are guessed from the text before, or by the model
+    of draft_run, or by the model's own module of multi-token prediction."""
+
+    drafts: int = 0
+    draft_run: Path | None = None
+    draft_mtp: bool = False
+
+
+def add_drafts(parser: Parser) -> None:
+    """The options of `asked_drafts`."""
+    parser.add_argument(
+        "--drafts", type=whole(0, 16), default=0, metavar="N",
+        help="tokens guessed for each step (speculative decoding; default 0), from the text before",
+    )  # fmt: skip
+    parser.add_argument(
+        "--draft-run", type=local, metavar="RUN", help="a small model that guesses them instead"
+    )
+    parser.add_argument(
+        "--draft-mtp", action="store_true",
+        help="the model's module of multi-token prediction (objective.name=mtp) guesses them",
+    )  # fmt: skip
+
+
+def asked_drafts(a: argparse.Namespace) -> DraftOptions:
+    """Speculative decoding as a command line asks for it."""
+    return DraftOptions(a.drafts, a.draft_run, a.draft_mtp)
 
 
 def generate_parser(program: str = "jaxtrain generate") -> Parser:
@@ -31,6 +66,7 @@ def generate_parser(program: str = "jaxtrain generate") -> Parser:
     parser.add_argument(
         "--cache-dtype", choices=["int8", "float8"], help="of the cache; default the compute dtype"
     )
+    add_drafts(parser)
     parser.add_argument("--seed", type=whole(0, SEEDS), default=0)
     parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
     return parser

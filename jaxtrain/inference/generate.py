@@ -24,12 +24,12 @@ from jaxtrain.cluster.processes import check_alone
 from jaxtrain.cluster.runtime import start
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Chat, Tokenizer, make_chat
-from jaxtrain.inference.arguments import TOKENS, generate_parser
+from jaxtrain.inference.arguments import TOKENS, DraftOptions, asked_drafts, generate_parser
 from jaxtrain.inference.chat import chat_loop
 from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
 from jaxtrain.inference.engine.compiler import compile_all
 from jaxtrain.inference.engine.device import usable_page_size
-from jaxtrain.inference.engine.load import engine_of, params_of
+from jaxtrain.inference.engine.load import engine_of, load_drafter, params_of
 from jaxtrain.interop.companions import Prompting
 from jaxtrain.model import ResolvedModel
 from jaxtrain.model.config import check_decoder, round_up
@@ -43,6 +43,7 @@ SLOTS = 32  # prompts that are continued at once
 CHUNK = 512  # tokens of a prompt that a step computes, at most
 PREFILL = 4096  # tokens of all prompts that a step computes
 CONTEXT_MULTIPLE = 128  # of an engine's context, so that few are compiled
+NO_DRAFTS = DraftOptions()
 ONE_PROGRAM = 2048  # tokens up to which texts of all lengths have one program
 
 
@@ -144,6 +145,7 @@ def make_engine(
     requests: Sequence[Request],
     cache_dtype: str | None = None,
     all_pages: bool = False,
+    drafts: DraftOptions = NO_DRAFTS,
 ) -> Engine:
     """An engine with room for these requests, and few programs to compile.
 
@@ -161,11 +163,14 @@ def make_engine(
     options = EngineOptions(
         slots=slots, context=context, chunk=chunk, prefill_rows=min(slots, PREFILL // chunk),
         cache_dtype=cache_dtype, max_queue=len(requests), least_tokens=min(context, ONE_PROGRAM),
+        **drafts._asdict(),
     )  # fmt: skip
     if all_pages:
         size = usable_page_size(c.virtual, options.page_size)
         options = options._replace(pages=slots * -(-context // size))
-    return Engine(c, model.graphdef, model.params, model.tokenizer, model.stops, options)
+    drafter = load_drafter(options, model.tokenizer, None)
+    parts = c, model.graphdef, model.params, model.tokenizer, model.stops
+    return Engine(*parts, options, drafter=drafter)
 
 
 def run_requests(engine: Engine, requests: Sequence[Request]) -> list[str]:
@@ -185,14 +190,15 @@ def generate(
     sampling: Sampling,
     chat: Chat | None = None,
     system: str | None = None,
+    drafts: DraftOptions = NO_DRAFTS,
 ) -> list[str]:
     """Continuations of prompts (without the prompts); a document's end stops a row.
 
     chat: the prompts are user messages, after the message `system`; an empty prompt is continued
-    without a question.
+    without a question. drafts: speculative decoding, which changes no text.
     """
     requests = make_requests(model, prompts, sampling, chat, system)
-    engine = make_engine(model, requests, sampling.cache_dtype)
+    engine = make_engine(model, requests, sampling.cache_dtype, drafts=drafts)
     engine.warm_up(requests)
     return run_requests(engine, requests)
 
@@ -267,7 +273,9 @@ def chat_in_terminal(saved: Saved, chat: Chat, a: argparse.Namespace) -> None:
     room = context - tokens
     if room < 1:
         raise UserError(f"--tokens {tokens} leaves no room in a context of {context}; give fewer")
-    options = EngineOptions(slots=1, cache_dtype=a.cache_dtype, decode_steps=1)  # as it is typed
+    # A step a call, so that each token is shown as it comes.
+    options = EngineOptions(slots=1, cache_dtype=a.cache_dtype, decode_steps=1)
+    options = options._replace(**asked_drafts(a)._asdict())
     engine = engine_of(saved, options)
     turns = itertools.count()
 
@@ -299,7 +307,9 @@ def main(argv: list[str] | None = None) -> int:
             chat_in_terminal(saved, chat, a)
             return 0
         prompts = a.prompt or [""]
-        texts = generate(model_of(saved), prompts, asked_sampling(a), chat, a.system)
+        texts = generate(
+            model_of(saved), prompts, asked_sampling(a), chat, a.system, asked_drafts(a)
+        )
     except KeyboardInterrupt:  # while nothing is being answered
         print()
         return 130

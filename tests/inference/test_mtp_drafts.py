@@ -130,7 +130,9 @@ FOLDERS = {
 def test_the_module_of_a_model_on_disk_guesses(fields, how, tmp_path):
     run_dir = random_run(tmp_path / "a", byte_model(64, "train.precision=float32", *fields))
     if how.get("quantized"):
-        (text := tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 9)
+        (text := tmp_path / "text.txt").write_text(
+            "To be, or not to be, that is the question. " * 9
+        )
         argv = ["quantize", str(run_dir), "--method", "int8", "--out", str(tmp_path / "q")]
         assert main([*argv, "--text", str(text)]) == 0
         run_dir, how = tmp_path / "q", {}

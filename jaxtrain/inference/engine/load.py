@@ -6,6 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine.adapters import load_adapters
 from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.engine.programs import Drafter
@@ -25,19 +26,13 @@ def load_engine(run: Path, step: int | None = None, options: EngineOptions = DEF
 
 def engine_of(saved: Saved, options: EngineOptions = DEFAULT) -> Engine:
     """The engine of a model that was read already, in its compute dtype."""
-    c, mesh, drafter = saved.config.model, None, None
+    c, mesh = saved.config.model, None
     if options.tensor > 1:
         devices, dims = jax.devices(), {"heads": c.heads}
         check_divides("tensor", options.tensor, dims | {"devices": len(devices)}, "the number of")
         sizes = MeshConfig.model_validate({"data": 1, "tensor": options.tensor})
         mesh = make_mesh(sizes, devices[: options.tensor])
-    if options.draft_run is not None:
-        small = load_saved(options.draft_run)
-        if small.tokenizer.fingerprint != saved.tokenizer.fingerprint:
-            raise UserError(f"draft_run {options.draft_run}: its tokenizer is another one")
-        if not options.drafts:
-            raise UserError("draft_run guesses tokens; say how many a step with drafts, as 4")
-        drafter = Drafter(small.config.model, small.graphdef, params_of(small, mesh))
+    drafter = load_drafter(options, saved.tokenizer, mesh)
     params = params_of(saved, mesh)
     if options.adapters:
         params = load_adapters(saved, params, options.adapters, mesh)
@@ -45,6 +40,19 @@ def engine_of(saved: Saved, options: EngineOptions = DEFAULT) -> Engine:
         take_apart(params, saved.specs)
     model = c, saved.graphdef, params, saved.tokenizer, saved.prompting.stops
     return Engine(*model, options, mesh, drafter, [name for name, _ in options.adapters])
+
+
+def load_drafter(options: EngineOptions, tokenizer: Tokenizer, mesh: Mesh | None) -> Drafter | None:
+    """The small model of `draft_run`, if there is one, on the mesh. UserError where it cannot guess
+    for a model of this tokenizer."""
+    if options.draft_run is None:
+        return None
+    small = load_saved(options.draft_run)
+    if small.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise UserError(f"draft_run {options.draft_run}: its tokenizer is another one")
+    if not options.drafts:
+        raise UserError("draft_run guesses tokens; say how many a step with drafts, as 4")
+    return Drafter(small.config.model, small.graphdef, params_of(small, mesh))
 
 
 def params_of(saved: Saved, mesh: Mesh | None) -> Params:

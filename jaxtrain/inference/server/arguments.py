@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from jaxtrain.inference.arguments import add_drafts
 from jaxtrain.settings import TINY, Parser, real, whole
 from jaxtrain.storage.location import local
 
@@ -98,17 +99,7 @@ def add_engine(parser: Parser) -> None:
         help="tokens of an answer that are computed before they are sent, while no prompt waits "
         "(default 8)",
     )  # fmt: skip
-    parser.add_argument(
-        "--drafts", type=whole(0, 16), default=0, metavar="N",
-        help="tokens guessed for each step (speculative decoding; default 0), from the text before",
-    )  # fmt: skip
-    parser.add_argument(
-        "--draft-run", type=local, metavar="RUN", help="a small model that guesses them instead"
-    )
-    parser.add_argument(
-        "--draft-mtp", action="store_true",
-        help="the model's module of multi-token prediction (objective.name=mtp) guesses them",
-    )  # fmt: skip
+    add_drafts(parser)
     parser.add_argument(
         "--tensor", type=whole(1), default=1, metavar="N", help="devices that split the model "
         "(default 1)",

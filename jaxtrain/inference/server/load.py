@@ -8,6 +8,7 @@ from jaxtrain.cluster.processes import check_alone
 from jaxtrain.cluster.runtime import start
 from jaxtrain.data import load_tokenizer, make_chat, make_reader
 from jaxtrain.finetune import adapter_folder
+from jaxtrain.inference.arguments import asked_drafts
 from jaxtrain.inference.engine import Engine, EngineOptions
 from jaxtrain.inference.engine.load import engine_of
 from jaxtrain.inference.server.engine_thread import EngineThread
@@ -85,9 +86,8 @@ def load_service(a: argparse.Namespace) -> Service:
     check_names([served.name, *(one.name for one in adapters)])
     options = EngineOptions(
         slots=a.max_concurrency, max_queue=a.max_concurrency + a.max_queue, context=context,
-        cache_dtype=a.cache_dtype, drafts=a.drafts, decode_steps=a.decode_steps,
-        draft_run=a.draft_run, draft_mtp=a.draft_mtp, tensor=a.tensor, adapters=tuple(a.adapter),
-        adapt_steps=True,
+        cache_dtype=a.cache_dtype, decode_steps=a.decode_steps, tensor=a.tensor,
+        adapters=tuple(a.adapter), adapt_steps=True, **asked_drafts(a)._asdict(),
     )  # fmt: skip
     # What ends an answer of one of them ends every text.
     chats = [one.chat.end for one in (served, *adapters) if one.chat]
