@@ -97,6 +97,10 @@ lr_scheduler=optim.schedule.name optimizer=optim.name train_on_inputs=data.train
 flash_attention=model.attention rl=objective.name chat_template=data.train.template
 datasets=data.train.sources use_wandb=metrics.wandb evals_per_epoch=eval.every
 saves_per_epoch=checkpoint.every dp_shard_size=mesh.fsdp wandb_project=metrics.wandb""",
+    "Megatron and DeepSeek": """
+mtp_num_layers=objective.depth mtp_num_layers=objective.name=mtp
+mtp_loss_scaling_factor=objective.weight mtp_loss_scaling_factor=objective.name=mtp
+num_nextn_predict_layers=objective.depth""",
 }
 PAIRS = [pair.split("=", 1) for block in TYPED.values() for pair in block.split()]
 PATH = re.compile(r"\b[a-z]+(?:\.[a-z_0-9]+)+")

@@ -1,9 +1,9 @@
 """Config keys that other stacks spell otherwise, and our own former keys, with the right key.
 
 Data and one lookup. The spellings are those of Hugging Face (TrainingArguments, TRL,
-PretrainedConfig, peft), torchtitan, nanochat, MaxText, Megatron and Axolotl. A spelling is a key,
-or the end of a dotted path: `save_every` also answers `checkpoint.save_every`, and `eval.steps`
-answers that path alone.
+PretrainedConfig, peft), torchtitan, nanochat, MaxText, Megatron, DeepSeek and Axolotl. A spelling
+is a key, or the end of a dotted path: `save_every` also answers `checkpoint.save_every`, and
+`eval.steps` answers that path alone.
 """
 
 from collections.abc import Collection, Mapping
@@ -77,6 +77,7 @@ SAME = {
     "finetune.width": "bottleneck_size adapter_dim",
     "objective.name": "rl loss_type rlhf_method preference_loss objective_name",
     "objective.rate": "mlm_probability mlm_prob mask_ratio masked_lm_prob",
+    "objective.depth": "mtp_num_layers num_nextn_predict_layers",
     "objective.beta": "rl_beta dpo_beta kto_beta orpo_alpha pref_beta",
     "objective.label_smoothing": "dpo_label_smoothing cdpo_label_smoothing",
     "objective.desirable_weight": "kto_desirable_weight kto_chosen_weight",
@@ -255,6 +256,8 @@ SENTENCES = {
     "precompute_ref_log_probs",
     "there is no such key; only objective.name=dpo smooths labels (objective.label_smoothing)":
     "label_smoothing_factor",
+    "jaxtrain calls it objective.weight (objective.name=mtp): that of the mean of the modules' "
+    "losses": "mtp_loss_scaling_factor",
     "there is no such key; the same command again (the same run.directory and run.name) resumes a "
     "run, and train.init_from starts a new one from its weights": "resume_from_checkpoint resume "
     "auto_resume auto_resume_from_checkpoints resume_from_step resume_from load_checkpoint",
