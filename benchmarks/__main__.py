@@ -28,6 +28,7 @@ from benchmarks.data import bench_data
 from benchmarks.decode import bench_decode
 from benchmarks.decode_models import COMPUTE, bench_decode_models
 from benchmarks.engine import MEGAKERNEL, add_engine, bench_engine, loads_of
+from benchmarks.engine_drafts import bench_drafts, is_drafted
 from benchmarks.figures import update_figure_pages
 from benchmarks.filters import bench_filters
 from benchmarks.finetune import bench_finetune
@@ -82,7 +83,8 @@ WHAT = {
     "compress": "loss, bytes and decode rate by method: compress RUN, --shape, alone the page",
     "data": "tokenizers, preparing, reading, packing: data data.train.path=... (text, JSONL, ...)",
     "decode": "one query a row against a KV cache: decode [NAME ...]; --config: whole models",
-    "engine": "tokens/s and time to first token of the inference engine: engine --batch 1 32",
+    "engine": "tokens/s and time to first token of the inference engine: engine --batch 1 32; "
+    "speculative decoding: engine RUN",
     "filters": "what each filter removes of a text, and its speed: filters data.train.path=...",
     "finetune": "LoRA and QLoRA on random weights, beside peft: finetune --config llama_8b",
     "import": "a synthetic Hugging Face checkpoint read: import [NAME], default llama_8b",
@@ -310,6 +312,8 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield from bench_population(
                     config, depth, members, a.steps, a.overrides, a.variant, a.note
                 )
+    elif a.what == "engine" and is_drafted(a):
+        yield from bench_drafts(a)
     elif a.what == "race":
         yield race([Path(run) for run in a.overrides], a.baseline, a.differ, a.variant)
     else:

@@ -47,7 +47,7 @@ ALLOWED = {
 }
 TIMES = (
     "ms", "seconds", "tokens_per_s", "gbps", "tflops", "of_raw", "compile_s", "epochs", "watts",
-    "sm_mhz",
+    "sm_mhz", "speedup",
 )  # fmt: skip
 LOSSES = ("bpb", "loss", "core")
 BYTES = ("step_bytes", "activations_bytes", "total_bytes", "first_mib", "last_mib")

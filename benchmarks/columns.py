@@ -90,6 +90,17 @@ ENGINE: Columns = {
     "joining_ms": rounded(".1f"),
     "joining_p99_ms": rounded(".1f"),
 }
+ENGINE_DRAFTS: Columns = {
+    "tokens_per_s": rounded(",.0f"),
+    "decode_tokens_per_s": rounded(",.0f"),
+    "ms": rounded(".3f"),
+    "speedup": rounded(".2f"),
+    "acceptance": rounded(".1%"),
+    "guesses": rounded(",.0f"),
+    "tokens_per_check": rounded(".2f"),
+    "same_text": rounded(".0%"),
+    "compile_s": rounded(".0f"),
+}
 IMPORT: Columns = {
     "seconds": rounded(".1f"),
     "gbps": rounded(".2f"),
@@ -273,6 +284,9 @@ TITLES = {
     "of_floor": "of the floor's rate",
     "our_ratio": "ours, times this",
     "our_decode_ratio": "decoding",
+    "acceptance": "right guesses",
+    "tokens_per_check": "tokens a step",
+    "same_text": "texts as without",
     "alone_ms": "first token alone, ms",
     "alone_p99_ms": "p99, ms",
     "median_ms": "of many, ms",

@@ -66,7 +66,9 @@ def add_compress(parser: argparse.ArgumentParser) -> None:
         "--core", type=whole(1), help="compress: CORE, so many examples a task ($JAXTRAIN_CORE)"
     )
     parser.add_argument(
-        "--text", type=Path, help="compress: held-out text to measure on; default the run's"
+        "--text",
+        type=Path,
+        help="compress, engine RUN: held-out text to measure on; default the run's",
     )
     parser.add_argument(
         "--calibration", type=Path, help="compress: default the run's training text"

@@ -66,9 +66,6 @@ class Served(NamedTuple):
 
     def engine(self, slots: int, cache_dtype: str | None, adapt_steps: bool = False) -> Engine:
         """With room for a whole context in every slot, as far as the memory goes."""
-        pieces = (b"a",) * self.vocab_size
-        decode = lambda ids: text_of(pieces, ids)
-        tokenizer = Tokenizer("bytes", b"", pieces, 0, lambda texts: [], decode)
         options = EngineOptions(
             slots=slots,
             page_size=PAGE,
@@ -78,7 +75,15 @@ class Served(NamedTuple):
             adapt_steps=adapt_steps,
             megakernel=self.megakernel,
         )
+        tokenizer = blank_tokenizer(self.vocab_size)
         return Engine(self.config, self.graphdef, self.params, tokenizer, options=options)
+
+
+def blank_tokenizer(vocab_size: int) -> Tokenizer:
+    """One whose tokens all are an "a", for models that were never trained."""
+    pieces = (b"a",) * vocab_size
+    decode = lambda ids: text_of(pieces, ids)
+    return Tokenizer("bytes", b"", pieces, 0, lambda texts: [], decode)
 
 
 class Asked(NamedTuple):
@@ -98,8 +103,16 @@ class Asked(NamedTuple):
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """The options that no other benchmark has."""
-    parser.add_argument("--new", type=whole(1), help="engine: new tokens of a request (256)")
-    parser.add_argument("--drafts", type=whole(1), help="engine: guessed tokens of a step (none)")
+    parser.add_argument(
+        "--new", type=whole(1), help="engine: new tokens of a request (256; RUN: 128)"
+    )
+    parser.add_argument(
+        "--drafts", type=whole(1), help="engine: guessed tokens of a step (none; RUN: 2)"
+    )
+    parser.add_argument(
+        "--draft-mtp", action="store_true",
+        help="engine: one request, whose tokens the module of objective.name=mtp guesses",
+    )  # fmt: skip
     parser.add_argument("--decode-steps", type=whole(1), help="engine: steps of a call (8)")
     parser.add_argument(
         "--transformers",

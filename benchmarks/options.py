@@ -15,7 +15,7 @@ ONLY = {
     "decode": ("prompts", "batches", "cache_dtypes"),
     "engine": (
         "prompts", "batches", "cache_dtypes", "new", "drafts", "decode_steps", "few_rows",
-        "profile", "peer", "transformers",
+        "profile", "peer", "transformers", "draft_mtp", "text",
     ),
     "compress": (
         "also", "shape", "core", "text", "calibration", "sequences", "recipes", "folder", "workers",

@@ -17,6 +17,7 @@ from benchmarks.columns import (
     DATA,
     DECODE,
     ENGINE,
+    ENGINE_DRAFTS,
     FILTERS,
     IMPORT,
     KERNEL,
@@ -89,6 +90,7 @@ def tabulate(
         "techniques": TECHNIQUES,
         "finetune": TECHNIQUES,
         "engine": ENGINE,
+        "engine_drafts": ENGINE_DRAFTS,
     }
     columns = columns.get(bench, KERNEL)
     return listed(columns, records, peers)

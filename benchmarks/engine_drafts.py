@@ -1,0 +1,225 @@
+"""Speculative decoding of one request: tokens per second with and without guesses, and the share
+of guesses that are right.
+
+    python -m benchmarks engine RUN                                    its held-out text
+    python -m benchmarks engine RUN --text FILE
+    python -m benchmarks engine --config gpt_d12 objective.name=mtp --draft-mtp    random weights
+
+Random weights guess as badly as chance: of them the times count, not the share of right guesses.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from benchmarks.decode_models import random_weights
+from benchmarks.engine import PAGE, REPEATS, blank_tokenizer, serve
+from benchmarks.record import Record, describe
+from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.compress.quantize import text_config
+from jaxtrain.config import find_config, load_config
+from jaxtrain.config.resolve import resolve, vocab_size_of
+from jaxtrain.data import Tokenizer, validation_batches
+from jaxtrain.estimate.dry_run import option_given
+from jaxtrain.estimate.workload import SHORT
+from jaxtrain.evaluation.evaluate import prepare_validation
+from jaxtrain.inference.arguments import DraftOptions
+from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
+from jaxtrain.inference.engine.load import params_of
+from jaxtrain.model import Transformer, split
+from jaxtrain.model.config import ResolvedModel
+from jaxtrain.model.stack import take_apart
+from jaxtrain.runs.saved import load_saved
+from jaxtrain.settings import UserError
+from jaxtrain.weights.params import Params
+
+BENCH = "engine_drafts"
+TEXTS = 8  # prompts, one after the other
+TEMPERATURES = (0.0, 0.8)
+GUESSES = 2  # tokens guessed for a step, at most
+OTHERS = ("batches", "cache_dtypes", "few_rows", "profile", "peer", "transformers")
+
+
+class SpeculativeLoad(NamedTuple):
+    """What is to be continued: tokens of a prompt and new ones, guessed tokens of a step at most,
+    steps of a call, the text that prompts are taken from (None: the run's held-out text)."""
+
+    prompt: int
+    new: int
+    most: int
+    decode_steps: int
+    text: Path | None
+
+
+class DraftedModel(NamedTuple):
+    """A model on the device that continues prompts. trained_steps: 0: random weights."""
+
+    name: str
+    config: ResolvedModel
+    graphdef: nnx.GraphDef
+    params: Params
+    tokenizer: Tokenizer
+    prompts: list[tuple[int, ...]]
+    trained_steps: int
+
+    def requests(self, load: SpeculativeLoad, temperature: float) -> list[Request]:
+        """One a prompt; all new tokens are asked for."""
+        how = SamplingParams(load.new, temperature, ignore_stop=True)
+        asked = enumerate(self.prompts)
+        return [Request(str(i), prompt, how._replace(seed=i)) for i, prompt in asked]
+
+
+def runs_of(a: argparse.Namespace) -> list[str]:
+    """The run directories of a command line of `engine`."""
+    return [one for one in a.overrides if "=" not in one]
+
+
+def is_drafted(a: argparse.Namespace) -> bool:
+    """Whether a command line of `engine` asks for speculative decoding. UserError for options that
+    it does not read."""
+    if not (runs_of(a) or a.draft_mtp):
+        if a.text:
+            raise UserError("--text is for bench engine with a RUN, whose prompts it gives")
+        return False
+    if stray := option_given(a, *OTHERS):
+        raise UserError(f"{stray} is for bench engine without a RUN and without --draft-mtp")
+    if runs_of(a) and a.config:
+        raise UserError("bench engine takes a RUN or --config, not both")
+    if a.text and not runs_of(a):
+        raise UserError("--text is for bench engine with a RUN; random weights read random tokens")
+    return True
+
+
+def bench_drafts(a: argparse.Namespace) -> Iterator[Record]:
+    """The records of a command line, each with one more row every time."""
+    prompt, new = (a.prompts or (64,))[0], a.new or 128
+    load = SpeculativeLoad(prompt, new, a.drafts or GUESSES, a.decode_steps or 8, a.text)
+    runs = runs_of(a)
+    models = (
+        (trained(run, load) for run in runs)
+        if runs
+        else (untrained(config, a.overrides, load) for config in a.config or ["gpt_d12"])
+    )
+    for model in models:
+        yield from records_of(model, load, a.variant)
+
+
+def trained(run: str, load: SpeculativeLoad) -> DraftedModel:
+    """The model of a run directory, and prompts of text that it was not trained on."""
+    saved = load_saved(Path(run))
+    c, need = saved.config.model, load.prompt + load.new
+    if need > c.context_length:
+        raise UserError(
+            f"{load.prompt} tokens of a prompt and {load.new} new ones exceed the context of "
+            f"{c.context_length} that {run} was trained with; give fewer by --prompts and --new"
+        )
+    params = params_of(saved, None)
+    take_apart(params, saved.specs)
+    store = prepare_validation(saved, text_config(saved.config, load.text))
+    rows = validation_batches(store, batch_size=TEXTS, sequence_length=load.prompt)
+    batches = [batch for batch in rows if batch.weights_BT.all()]  # the last may have padding
+    if not batches:
+        raise UserError(f"{load.text or run}: the text is too short for {TEXTS} prompts")
+    # Of places all over the text: a row of each of as many batches, as far as there are some.
+    places = np.linspace(0, len(batches) - 1, TEXTS).round().astype(int).tolist()
+    prompts = [tuple(batches[at].tokens_BT[i].tolist()) for i, at in enumerate(places)]
+    name, steps = saved.config.run.name, saved.config.train.steps
+    return DraftedModel(name, c, saved.graphdef, params, saved.tokenizer, prompts, steps)
+
+
+def untrained(name: str, overrides: Sequence[str], load: SpeculativeLoad) -> DraftedModel:
+    """A configuration with random weights, and prompts of random tokens."""
+    config = load_config(find_config(name), overrides)
+    dtype, vocab_size = compute_dtype(config.train.precision), vocab_size_of(config.data)
+    c = resolve(config, vocab_size).model
+    c = c.model_copy(update={"context_length": max(load.prompt + load.new, c.context_length)})
+    graphdef, specs = split(Transformer(c, vocab_size))
+    params = random_weights(specs, dtype)
+    take_apart(params, specs)
+    ids = np.random.default_rng(0).integers(0, vocab_size, (TEXTS, load.prompt)).tolist()
+    prompts, tokenizer = list(map(tuple, ids)), blank_tokenizer(vocab_size)
+    return DraftedModel(name, c, graphdef, params, tokenizer, prompts, 0)
+
+
+def records_of(model: DraftedModel, load: SpeculativeLoad, variant: str | None) -> Iterator[Record]:
+    """A row a temperature and way to guess, those without guesses first."""
+    record = describe(
+        BENCH, model.name, variant or SHORT[model.params["embed"].dtype.name], devices=1
+    )
+    record |= {"workload": load._asdict() | {"text": load.text and load.text.name}}
+    record["workload"] |= {"texts": TEXTS, "trained_steps": model.trained_steps}
+    ways = [DraftOptions()]
+    for drafts in range(1, load.most + 1):
+        ways += [DraftOptions(drafts)] + [DraftOptions(drafts, None, True)] * bool(model.config.mtp)
+    rows = list[dict[str, Any]]()
+    for temperature in TEMPERATURES:
+        plain: dict[str, Any] | None = None
+        texts: list[tuple[int, ...]] | None = None
+        for way in ways:
+            row, found = measure_way(model, load, temperature, way)
+            texts, plain = texts or found, plain or row
+            same = sum(map(tuple.__eq__, texts, found)) / len(texts)
+            speedup = row["decode_tokens_per_s"] / plain["decode_tokens_per_s"]
+            rows.append(row | {"speedup": speedup, "same_text": same})
+            yield record | {"rows": rows}
+
+
+def label_of(way: DraftOptions) -> str:
+    """Who guesses, and how many tokens a step."""
+    if not way.drafts:
+        return "no guesses"
+    return f"{'module' if way.draft_mtp else 'text'}, {way.drafts} a step"
+
+
+def measure_way(
+    model: DraftedModel, load: SpeculativeLoad, temperature: float, way: DraftOptions
+) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
+    """A row, and the new tokens of each prompt. Prompts come one after the other, warm; rates are
+    medians over passes of all of them. Prompts are computed anew in each pass."""
+    options = EngineOptions(
+        slots=1, page_size=PAGE, context=load.prompt + load.new, decode_steps=load.decode_steps,
+        prefix_cache=False, **way._asdict(),
+    )  # fmt: skip
+    parts = model.config, model.graphdef, model.params, model.tokenizer
+    engine = Engine(*parts, options=options)
+    requests = model.requests(load, temperature)
+    begin = time.perf_counter()
+    engine.warm_up(requests[:1])
+    compiling = time.perf_counter() - begin
+    texts = [tokens_of(engine, request) for request in requests]
+    stats = engine.stats()
+    passes = [[serve(engine, [request]) for request in requests] for _ in range(REPEATS)]
+    total = statistics.median(sum(one.total for one in each) for each in passes)
+    decoding = statistics.median(
+        sum(one.total - max(one.first.values()) for one in each) for each in passes
+    )
+    behind = TEXTS * (load.new - 1)  # tokens behind each first one
+    row = {
+        "name": f"temperature {temperature:g}",
+        "shape": f"1 x ({load.prompt} + {load.new})",
+        "backend": label_of(way),
+        "tokens_per_s": TEXTS * load.new / total,
+        "decode_tokens_per_s": behind / decoding,
+        "ms": 1e3 * decoding / behind,
+        "acceptance": stats.acceptance,
+        "guesses": stats.drafts,
+        "tokens_per_check": behind / (behind - stats.accepted_drafts),
+        "compile_s": compiling,
+    }
+    return row, texts
+
+
+def tokens_of(engine: Engine, request: Request) -> tuple[int, ...]:
+    """The new tokens of a request, alone."""
+    engine.add(request)
+    found = list[tuple[int, ...]]()
+    while engine.busy:
+        found += [update.tokens for update in engine.step()]
+    return tuple(itertools.chain.from_iterable(found))
