@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.decode_models import random_weights
-from benchmarks.engine import PAGE, REPEATS, blank_tokenizer, serve
+from benchmarks.engine import PAGE, blank_tokenizer, serve
 from benchmarks.record import Record, describe
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.compress.quantize import text_config
@@ -31,7 +31,7 @@ from jaxtrain.estimate.dry_run import option_given
 from jaxtrain.estimate.workload import SHORT
 from jaxtrain.evaluation.evaluate import prepare_validation
 from jaxtrain.inference.arguments import DraftOptions
-from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
+from jaxtrain.inference.engine import Engine, EngineOptions, EngineStats, Request, SamplingParams
 from jaxtrain.inference.engine.load import params_of
 from jaxtrain.model import Transformer, split
 from jaxtrain.model.config import ResolvedModel
@@ -41,6 +41,7 @@ from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Params
 
 BENCH = "engine_drafts"
+REPEATS = 5
 TEXTS = 8  # prompts, one after the other
 TEMPERATURES = (0.0, 0.8)
 GUESSES = 2  # tokens guessed for a step, at most
@@ -150,9 +151,8 @@ def untrained(name: str, overrides: Sequence[str], load: SpeculativeLoad) -> Dra
 
 def records_of(model: DraftedModel, load: SpeculativeLoad, variant: str | None) -> Iterator[Record]:
     """A row a temperature and way to guess, those without guesses first."""
-    record = describe(
-        BENCH, model.name, variant or SHORT[model.params["embed"].dtype.name], devices=1
-    )
+    dtype = SHORT[model.params["embed"].dtype.name]
+    record = describe(BENCH, model.name, variant or dtype, devices=1)
     record |= {"workload": load._asdict() | {"text": load.text and load.text.name}}
     record["workload"] |= {"texts": TEXTS, "trained_steps": model.trained_steps}
     ways = [DraftOptions()]
@@ -160,15 +160,8 @@ def records_of(model: DraftedModel, load: SpeculativeLoad, variant: str | None) 
         ways += [DraftOptions(drafts)] + [DraftOptions(drafts, None, True)] * bool(model.config.mtp)
     rows = list[dict[str, Any]]()
     for temperature in TEMPERATURES:
-        plain: dict[str, Any] | None = None
-        texts: list[tuple[int, ...]] | None = None
-        for way in ways:
-            row, found = measure_way(model, load, temperature, way)
-            texts, plain = texts or found, plain or row
-            same = sum(map(tuple.__eq__, texts, found)) / len(texts)
-            speedup = row["decode_tokens_per_s"] / plain["decode_tokens_per_s"]
-            rows.append(row | {"speedup": speedup, "same_text": same})
-            yield record | {"rows": rows}
+        rows += measure_ways(model, load, temperature, ways)
+        yield record | {"rows": rows}
 
 
 def label_of(way: DraftOptions) -> str:
@@ -178,42 +171,65 @@ def label_of(way: DraftOptions) -> str:
     return f"{'module' if way.draft_mtp else 'text'}, {way.drafts} a step"
 
 
-def measure_way(
-    model: DraftedModel, load: SpeculativeLoad, temperature: float, way: DraftOptions
-) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """A row, and the new tokens of each prompt. Prompts come one after the other, warm; rates are
-    medians over passes of all of them. Prompts are computed anew in each pass."""
+class Warm(NamedTuple):
+    """An engine that has answered all prompts once: its guesses and texts then, seconds to compile;
+    of each later pass the seconds of all, and of what is behind the first tokens."""
+
+    way: DraftOptions
+    engine: Engine
+    stats: EngineStats
+    texts: list[tuple[int, ...]]
+    compile_s: float
+    total: list[float]
+    decoding: list[float]
+
+
+def warm_engine(
+    model: DraftedModel, load: SpeculativeLoad, requests: Sequence[Request], way: DraftOptions
+) -> Warm:
+    """One slot. Prompts are computed anew in each pass."""
     options = EngineOptions(
         slots=1, page_size=PAGE, context=load.prompt + load.new, decode_steps=load.decode_steps,
         prefix_cache=False, **way._asdict(),
     )  # fmt: skip
     parts = model.config, model.graphdef, model.params, model.tokenizer
     engine = Engine(*parts, options=options)
-    requests = model.requests(load, temperature)
     begin = time.perf_counter()
     engine.warm_up(requests[:1])
     compiling = time.perf_counter() - begin
     texts = [tokens_of(engine, request) for request in requests]
-    stats = engine.stats()
-    passes = [[serve(engine, [request]) for request in requests] for _ in range(REPEATS)]
-    total = statistics.median(sum(one.total for one in each) for each in passes)
-    decoding = statistics.median(
-        sum(one.total - max(one.first.values()) for one in each) for each in passes
-    )
+    return Warm(way, engine, engine.stats(), texts, compiling, [], [])
+
+
+def measure_ways(
+    model: DraftedModel, load: SpeculativeLoad, temperature: float, ways: Sequence[DraftOptions]
+) -> Iterator[dict[str, Any]]:
+    """Rows. Prompts come one after the other; the ways take turns at a pass of all of them, so that
+    what else the machine does slows each. Rates are of the median pass."""
+    requests = model.requests(load, temperature)
+    warm = [warm_engine(model, load, requests, way) for way in ways]
+    for _, one in itertools.product(range(REPEATS), warm):
+        timings = [serve(one.engine, [request]) for request in requests]
+        one.total.append(sum(t.total for t in timings))
+        one.decoding.append(sum(t.total - max(t.first.values()) for t in timings))
     behind = TEXTS * (load.new - 1)  # tokens behind each first one
-    row = {
-        "name": f"temperature {temperature:g}",
-        "shape": f"1 x ({load.prompt} + {load.new})",
-        "backend": label_of(way),
-        "tokens_per_s": TEXTS * load.new / total,
-        "decode_tokens_per_s": behind / decoding,
-        "ms": 1e3 * decoding / behind,
-        "acceptance": stats.acceptance,
-        "guesses": stats.drafts,
-        "tokens_per_check": behind / (behind - stats.accepted_drafts),
-        "compile_s": compiling,
-    }
-    return row, texts
+    plain = warm[0]
+    for one in warm:
+        decoding = statistics.median(one.decoding)
+        yield {
+            "name": f"temperature {temperature:g}",
+            "shape": f"1 x ({load.prompt} + {load.new})",
+            "backend": label_of(one.way),
+            "tokens_per_s": TEXTS * load.new / statistics.median(one.total),
+            "decode_tokens_per_s": behind / decoding,
+            "ms": 1e3 * decoding / behind,
+            "speedup": statistics.median(plain.decoding) / decoding,
+            "acceptance": one.stats.acceptance,
+            "guesses": one.stats.drafts,
+            "tokens_per_check": behind / (behind - one.stats.accepted_drafts),
+            "same_text": sum(map(tuple.__eq__, plain.texts, one.texts)) / TEXTS,
+            "compile_s": one.compile_s,
+        }
 
 
 def tokens_of(engine: Engine, request: Request) -> tuple[int, ...]:
