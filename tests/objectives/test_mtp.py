@@ -88,7 +88,7 @@ def test_the_losses_of_two_modules_are_those_of_the_formula():
     loss, sums = jax.jit(
         lambda p: loss_of(make_objective(OBJECTIVE, LossOptions()), graphdef, p, one)
     )(params)
-    h, expected = hidden_states(graphdef, params, one), [0.0, 0.0]
+    h, expected = hidden_states(graphdef, params, one), [jnp.zeros(()), jnp.zeros(())]
     assert c.logit_softcap is not None
     for states, row, targets, weights in zip(
         h.x_BTD, one.tokens_BT, one.targets_BT, one.weights_BT
