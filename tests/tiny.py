@@ -28,9 +28,9 @@ VOCAB, T = 61, 32
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[1] / "configs").glob("*.yaml"))
 CACHE = Path(__file__).parents[1] / ".cache" / "data-tests"  # prepared once, as compiled programs
 
-SMALL = {"depth": 4, "width": 32, "head_dim": 8, "short_window": 5, "vocab_multiple": 16}
+SMALL = {"depth": 2, "width": 32, "head_dim": 8, "short_window": 5, "vocab_multiple": 16}
 LLAMA = {
-    **SMALL, "depth": 2, "kv_heads": 2, "hidden": 48, "ffn": "swiglu", "qk_norm": False,
+    **SMALL, "kv_heads": 2, "hidden": 48, "ffn": "swiglu", "qk_norm": False,
     "window_pattern": "L", "norm_gain": True, "embed_norm": False, "tied_head": True,
     "logit_softcap": None, "value_embeddings": False, "residual_scales": False, "smear": False,
     "backout": False, "init": "gpt2",

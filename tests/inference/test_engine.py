@@ -195,7 +195,7 @@ def test_freed_pages_of_others_change_nothing(drafts):
 
 
 def test_pages_that_a_full_layer_sees_are_held():
-    engine = make_engine("two_layers")
+    engine = make_engine("nanochat")
     engine.add(Request("a", prompts(17)[0], GREEDY))
     held = []
     while engine.busy:

@@ -20,7 +20,7 @@ LONG = OPTIONS._replace(pages=60)
 
 @functools.cache
 def with_module(name):
-    return build(**(MODELS[name] | {"mtp": 1, "depth": 2}))
+    return build(**MODELS[name], mtp=1)
 
 
 def engine_of(name: str, options: EngineOptions) -> Engine:
