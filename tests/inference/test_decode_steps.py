@@ -180,7 +180,7 @@ def test_tokens_of_a_call_are_in_their_order():
     assert np.array_equal(tokens, run(make_engine(), [Request("a", repeated, how)])["a"][0])
 
 
-@pytest.mark.parametrize("name", ["nanochat", "shared_kv", "experts", "prompt"])
+@pytest.mark.parametrize("name", ["shared_kv", "experts", "prompt"])
 @pytest.mark.quick("prompt")
 def test_layers_that_are_arrays_of_their_own_change_nothing(name):
     c, graphdef, specs, params = model(name)
