@@ -131,6 +131,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole, copy, capfd):
     assert steps_of(copy) == [3, 6]
 
 
+@pytest.mark.slow
 def test_resumed_on_another_mesh_and_with_other_microbatches(whole, copy):
     """How a run is executed may change: the numbers stay up to rounding."""
     shutil.rmtree(copy / "checkpoints" / "6")

@@ -186,7 +186,7 @@ FEW_PARTS = {
 }  # fmt: skip
 QUICK = {"optim__name": "adamw"} | FEW_PARTS
 SAMPLES = {"sample__prompts": "['']", "sample__tokens": 8}
-WHOLE = {"eval__every": 2, "sample__every": 4} | SAMPLES  # of the fixture
+WHOLE = {"eval__every": 2, "sample__every": 4} | SAMPLES | FEW_PARTS  # of the fixture
 
 
 def run_overrides(directory, **changes):

@@ -29,7 +29,7 @@ def parts(**fields):
     c = ReLoRAConfig.model_validate({"rank": 4, "every": 3, "reset": 0.75} | fields)
     _, _, specs, base = build()
     partition = make_partition(c, specs, jnp.dtype(jnp.float32))
-    params = partition.begin(base, 0)
+    params = jax.jit(partition.begin)(base, 0)
     params["relora"] = jax.tree.map(lambda x: 0.1 + 0.1 * jnp.sin(x), params["relora"])
     optim = AdamWConfig.model_validate({"schedule": {"name": "constant", "warmup_steps": 0}})
     optimizer = make_optimizer(optim, partition.trainable, 10)
@@ -51,14 +51,15 @@ def test_steps_move_adapters_alone_and_a_merge_keeps_the_model():
     zero = jax.tree.map(jnp.zeros_like, grads)
     rest = apply(zero, state, first, jnp.int32(1), optimizer.hyperparams)
     merged, after = apply(zero, *rest[::-1], jnp.int32(2), optimizer.hyperparams)
-    before = partition.merge(first, None)  # decay is 0.1 and moments move on: not bit for bit
-    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(partition.merge(merged, None))):
+    merge = jax.jit(lambda params: partition.merge(params, None))
+    before = merge(first)  # decay is 0.1 and moments move on: not bit for bit
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(merge(merged))):
         np.testing.assert_allclose(a, b, atol=0.02)
     flat = flatten(merged)
     assert all(not np.any(x) for n, x in flat.items() if n.startswith("relora") and n[-1] == "b")
     assert np.any(flat["relora/blocks/ffn/up/a"] != flatten(first)["relora/blocks/ffn/up/a"])
     exact, _ = merge_and_reset(c, first, state, partition.trainable, jnp.int32(3), 0)
-    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(partition.merge(exact, None))):
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(merge(exact))):
         np.testing.assert_allclose(a, b, atol=1e-6)
     mu = after.inner_states["matrix"].inner_state[0].mu["relora"]["blocks"]["ffn"]["up"]["a"]
     assert np.count_nonzero(mu) == mu.size // 4  # of a matrix, a layer at a time

@@ -100,7 +100,7 @@ def interpreted(monkeypatch):
     [("nanochat", "fused"), ("grouped", "fused"), ("shared_kv", "fused"), ("latent", "fused"),
      ("plain", "fused"), ("nanochat", "triton")],
 )  # fmt: skip
-@pytest.mark.quick("nanochat-fused")
+@pytest.mark.slow
 def test_the_text_is_that_of_matmuls(interpreted, name, backend):
     one = OPTIONS._replace(slots=1)
     how = GREEDY._replace(max_tokens=5)

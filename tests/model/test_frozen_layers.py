@@ -15,7 +15,8 @@ from jaxtrain.main import main
 from jaxtrain.optim import OPTIMIZERS, make_optimizer
 from jaxtrain.train.frozen_layers import freeze_layers
 
-FROZEN = 2  # of 4 layers
+FROZEN = 2  # of 4 layers, of which the last of each half has value embeddings
+DEPTH = 4
 INPUT = ("embed", "smear_gate", "smear_scale")
 PHASES = FEW_PARTS | {
     "model__depth": 3, "model__frozen_layers": 2, "train__steps": 4, "checkpoint__every": 1,
@@ -37,8 +38,8 @@ def halves(name, x):
 @pytest.mark.parametrize("more", [{}, {"scan_layers": True}, {"remat": "block"}], ids=str)
 @pytest.mark.quick("{'scan_layers': True}")
 def test_frozen_layers_have_no_gradient_and_the_others_have_theirs(more):
-    _, plain, _, params = build(**more)
-    _, frozen, _, _ = build(**more, frozen_layers=FROZEN)
+    _, plain, _, params = build(**more, depth=DEPTH)
+    _, frozen, _, _ = build(**more, depth=DEPTH, frozen_layers=FROZEN)
     (loss, grads), (other, found) = (
         loss_and_gradient(graphdef, params, tokens()) for graphdef in (plain, frozen)
     )
@@ -67,7 +68,7 @@ def test_a_frozen_layer_costs_no_backward_pass():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.quick("muon")
 def test_the_optimizer_moves_the_others_as_before_and_leaves_the_frozen(name):
-    c, _, specs, params = build(frozen_layers=FROZEN)
+    c, _, specs, params = build(depth=DEPTH, frozen_layers=FROZEN)
     given = [f"optim.name={name}", "optim.schedule.warmup_steps=0"]
     given += ["optim.min_size=32"] * (name == "adamw8bit")
     optim = load_config(None, given).optim
@@ -95,7 +96,7 @@ def test_the_optimizer_moves_the_others_as_before_and_leaves_the_frozen(name):
 @pytest.mark.slow
 def test_gradients_may_have_fewer_bits_than_parameters():
     """As on a GPU, where a step computes in bfloat16."""
-    c, _, specs, params = build(frozen_layers=FROZEN)
+    c, _, specs, params = build(depth=DEPTH, frozen_layers=FROZEN)
     frozen = freeze_layers(
         lambda s: make_optimizer(load_config(None, []).optim, s, 100), specs, c, VOCAB
     )

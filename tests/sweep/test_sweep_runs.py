@@ -19,6 +19,7 @@ def events_of(run_dir):
     return [row for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "event"]
 
 
+@pytest.mark.slow
 def test_a_sweep_prunes_notes_what_diverges_and_runs_the_best_on_fresh_seeds(tmp_path, capsys):
     rates = {"optim.learning_rate": {"name": "choice", "values": [3e-3, 1e-12, 1e30]}}
     path = write_sweep(
