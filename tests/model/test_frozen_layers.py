@@ -12,7 +12,7 @@ from tiny import FEW_PARTS, VOCAB, build, rows_of, run_overrides, same, tokens, 
 from jaxtrain.config import load_config
 from jaxtrain.finetune.partition import flatten
 from jaxtrain.main import main
-from jaxtrain.optim import OPTIMIZERS, make_optimizer
+from jaxtrain.optim import make_optimizer
 from jaxtrain.train.frozen_layers import freeze_layers
 
 FROZEN = 2  # of 4 layers, of which the last of each half has value embeddings
@@ -65,7 +65,7 @@ def test_a_frozen_layer_costs_no_backward_pass():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["muon", "adamw8bit", "soap", "lamb", "galore"])
 @pytest.mark.quick("muon")
 def test_the_optimizer_moves_the_others_as_before_and_leaves_the_frozen(name):
     c, _, specs, params = build(depth=DEPTH, frozen_layers=FROZEN)

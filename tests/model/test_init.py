@@ -166,7 +166,7 @@ def train(init, steps=12, lr=3e-3, **changes):
 
 
 @pytest.mark.slow  # seconds each; the values of each scheme are tested above
-@pytest.mark.parametrize("init", SCHEMES)
+@pytest.mark.parametrize("init", ["gpt2", "tfixup", "rezero"])
 def test_24_layers_train_without_warmup(init):
     losses = train(init, depth=24)
     assert losses.max() < losses[0] + 1
