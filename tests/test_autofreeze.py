@@ -105,7 +105,6 @@ def freezes(run):
     return [(row["step"], row["frozen_layers"]) for row in rows if "frozen_layers" in row]
 
 
-@pytest.mark.slow
 def test_layers_freeze_during_a_run_and_then_stand_still(frozen):
     found = freezes(frozen)
     assert found and found[0][0] >= 4 and found == sorted(found)
@@ -119,7 +118,6 @@ def test_layers_freeze_during_a_run_and_then_stand_still(frozen):
     assert counts == [0, layers]
 
 
-@pytest.mark.slow
 def test_the_decision_is_in_the_metrics_and_in_the_report(frozen):
     (said, *_) = [row["freeze"] for row in rows_of(frozen, "event") if "freeze" in row]
     assert (
