@@ -77,7 +77,7 @@ def assert_equals_reference(shape, tiling, ids=None, interpret=INTERPRET, dtype=
 
 # The rest are of the same kinds, and slow in interpret mode.
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case[0].name)
-@pytest.mark.quick("packed_window")
+@pytest.mark.quick("window_itself")
 def test_equals_reference_without_races(case, capfd):
     assert_equals_reference(*case)
     assert "RACE" not in "".join(capfd.readouterr())
