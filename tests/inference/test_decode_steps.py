@@ -181,7 +181,7 @@ def test_tokens_of_a_call_are_in_their_order():
 
 
 @pytest.mark.parametrize("name", ["shared_kv", "experts", "prompt"])
-@pytest.mark.quick("prompt")
+@pytest.mark.slow
 def test_layers_that_are_arrays_of_their_own_change_nothing(name):
     c, graphdef, specs, params = model(name)
     texts = prompts(9, 3)

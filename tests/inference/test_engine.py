@@ -37,7 +37,7 @@ MIX = (
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.quick("latent", "prompt")
+@pytest.mark.quick("prompt")
 def test_greedy_tokens_are_those_of_the_full_forward_pass(name):
     texts = prompts(*LENGTHS)
     engine = make_engine(name)

@@ -32,7 +32,7 @@ def documents(rows):
     ],
     ids=["unlike", "a row that is not divided", "recomputed", "tied head", "tensor"],
 )
-@pytest.mark.quick("tied head")
+@pytest.mark.slow
 def test_stages_are_one_device(family, sizes, micro):
     """Loss and gradients, scaled by what the loss is divided by."""
     _, graphdef, _, params = build(**family)
