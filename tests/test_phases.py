@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_train import refused
-from tiny import FEW_PARTS, forget_end, rows_of, run_overrides, same, steps_of, weights_of
+from tiny import QUICK, forget_end, rows_of, run_overrides, same, steps_of, weights_of
 
 from jaxtrain.config import load_config
 from jaxtrain.config.phases import config_at, phases_of
@@ -26,7 +26,7 @@ from jaxtrain.train.events import Event
 from jaxtrain.train.growth import GROWTHS, Growth, Layers
 from jaxtrain.train.step import State
 
-PHASES = FEW_PARTS | {
+PHASES = QUICK | {
     "train__phases": "[{until: 2, model: {depth: 1}}]", "model__depth": 3, "train__steps": 4,
     "checkpoint__every": 1, "checkpoint__keep": 9, "data__workers": 0,
 }  # fmt: skip

@@ -61,7 +61,7 @@ def close_logits(method, found, wanted):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["int4", "gptq", "w8a8", "nf4"])
+@pytest.mark.parametrize("method", ["int4", "gptq", "w8a8"])
 @pytest.mark.quick("int4")
 def test_a_quantized_folder_is_held_packed_and_computes_as_its_arrays(
     run, text, tmp_path, capsys, method
