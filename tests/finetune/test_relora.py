@@ -29,7 +29,7 @@ def parts(**fields):
     c = ReLoRAConfig.model_validate({"rank": 4, "every": 3, "reset": 0.75} | fields)
     _, _, specs, base = build()
     partition = make_partition(c, specs, jnp.dtype(jnp.float32))
-    params = jax.jit(partition.begin)(base, 0)
+    params = jax.jit(lambda base: partition.begin(base, 0))(base)
     params["relora"] = jax.tree.map(lambda x: 0.1 + 0.1 * jnp.sin(x), params["relora"])
     optim = AdamWConfig.model_validate({"schedule": {"name": "constant", "warmup_steps": 0}})
     optimizer = make_optimizer(optim, partition.trainable, 10)
