@@ -194,7 +194,7 @@ def test_layers_that_are_arrays_of_their_own_change_nothing(name):
 
 def test_a_program_of_layers_apart_copies_none():
     """The largest array that it makes of weights would be a slice of a stack."""
-    c, graphdef, specs, params = model("plain")
+    c, graphdef, specs, params = build(**MODELS["plain"] | {"depth": 2})
     apart = jax.tree.map(lambda x: x, params)
     take_apart(apart, specs)
     sliced = []

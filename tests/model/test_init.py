@@ -26,7 +26,8 @@ PLAIN = {
 
 def config(init, **changes):
     """A plain Transformer, without norms in the blocks where the scheme needs none."""
-    return resolved(**{**PLAIN, "init": init, "block_norm": init not in NORM_FREE, **changes})
+    fields = PLAIN | {"depth": 4, "init": init, "block_norm": init not in NORM_FREE}
+    return resolved(**fields | changes)
 
 
 def build(init, **changes):
