@@ -148,7 +148,7 @@ def test_the_last_layer_is_full_and_has_a_value_embedding(depth, pattern):
 
 
 def initial(seed=0, **changes):
-    _, specs = split(Transformer(resolved(**changes), VOCAB))
+    _, specs = split(Transformer(resolved(**{"depth": 4} | changes), VOCAB))
     return jax.jit(lambda: initialize(specs, seed))()
 
 

@@ -125,7 +125,7 @@ def test_which_layers_have_keys_and_values(share):
 
 @pytest.mark.parametrize("more", [{}, {"scan_layers": True, "remat": "block"}], ids=["", "scan"])
 def test_a_layer_reads_the_keys_and_values_of_the_one_before(more):
-    c, graphdef, _, params = build(**PLAIN, depth=4, share_kv="adjacent", **more)
+    c, graphdef, _, params = build(**PLAIN, share_kv="adjacent", **more)
     rows, heads, kv = jnp.asarray(tokens(2)), lambda x: x.reshape(*x.shape[:2], c.heads, -1), []
     rope = rotary(jnp.arange(T)[None], c.head_dim, c.rope_base)
 
