@@ -72,7 +72,7 @@ def test_a_rate_is_of_all_rows_and_of_the_steps_between(monkeypatch):
 
 
 @pytest.mark.parametrize("method", [None, "int8", "gptq", "w8a8", PATTERN])
-@pytest.mark.quick("int8")
+@pytest.mark.slow
 def test_a_row_of_a_saved_model(run, text, method):
     texts = Texts(text, text, 4)
     figures = run_job(Job("x", str(run), method, texts=texts)).figures

@@ -50,6 +50,7 @@ def tried(feature, *axes, work=facts_of):
 
 
 @pytest.mark.parametrize(("feature", "axis"), REPRESENTATIVES)
+@pytest.mark.slow
 def test_what_the_table_supports_compiles(feature, axis):
     assert (feature, axis) in SUPPORTED
     tried(feature, axis)

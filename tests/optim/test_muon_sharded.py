@@ -119,7 +119,7 @@ def one_device(task):
 
 
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
-@pytest.mark.quick("(1, 8, 1)")
+@pytest.mark.slow
 def test_results_are_those_of_one_device_and_states_lie_as_their_parameters(
     task, one_device, sizes
 ):

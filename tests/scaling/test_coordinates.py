@@ -21,6 +21,7 @@ from jaxtrain.scaling.coordinates import (
 from jaxtrain.scaling.laws import Interval
 
 
+@pytest.mark.slow
 def test_activations_are_those_of_the_forward_pass():
     _, graphdef, specs, params = build()
     ids = jnp.asarray(tokens())
