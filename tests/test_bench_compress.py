@@ -71,8 +71,8 @@ def test_a_rate_is_of_all_rows_and_of_the_steps_between(monkeypatch):
     assert rate == pytest.approx(4 * (decode_rate.MANY - decode_rate.FEW) / 2)
 
 
-@pytest.mark.parametrize("method", [None, *METHODS, PATTERN])
-@pytest.mark.quick("int8")
+@pytest.mark.parametrize("method", [None, "int8", "gptq", "w8a8", PATTERN])
+@pytest.mark.slow
 def test_a_row_of_a_saved_model(run, text, method):
     texts = Texts(text, text, 4)
     figures = run_job(Job("x", str(run), method, texts=texts)).figures
@@ -82,7 +82,7 @@ def test_a_row_of_a_saved_model(run, text, method):
     assert figures["tokens_per_s_1"] > 0 and figures["tokens_per_s_32"] > 0
 
 
-@pytest.mark.parametrize("method", [None, *(x for x in METHODS if x in STORED)])
+@pytest.mark.parametrize("method", [None, "int4"])
 @pytest.mark.slow
 def test_a_row_of_a_shape(method):
     plain = 4 * 2 * 3 * 64 * 128  # bytes of the feed-forward networks alone

@@ -12,7 +12,7 @@ from jaxtrain.config.check_compatible import refusals
 from jaxtrain.config.compatible import AXES, EVERYWHERE, FEATURES, REFUSALS
 from jaxtrain.config.resolve import resolve
 from jaxtrain.config.support_matrix import cell, overrides_of, page, rows, split_example
-from jaxtrain.estimate.dry_run import facts_of, lower_step, with_replicas
+from jaxtrain.estimate.dry_run import facts_of, lower_step, trace_step, with_replicas
 from jaxtrain.estimate.workload import load_workload
 from jaxtrain.objectives import PREFERENCES
 from jaxtrain.settings import UserError
@@ -36,8 +36,8 @@ def devices_of(overrides):
     return jax.devices()[: prod(size for size in mesh.values() if size != "auto")]
 
 
-def tried(feature, *axes, compiles=True):
-    """Lower the step of a tiny model, or compile it; what resolving refuses is an error."""
+def tried(feature, *axes, work=facts_of):
+    """The step of a tiny model, as far as `work` takes it; what resolving refuses is an error."""
     overrides = [*TINY, *overrides_of(feature, *axes)]
     if not any(one.startswith("optim.") for one in overrides_of(feature)):
         overrides.insert(0, "optim.name=adamw")  # half as long to trace; Muon has a row of its own
@@ -46,11 +46,11 @@ def tried(feature, *axes, compiles=True):
         # Not on this machine; and tests/finetune/test_preference.py has the batches of preferences.
         resolve(load_config(None, overrides), 257, devices)
         return
-    work = facts_of if compiles else lower_step
     work(with_replicas(load_workload(None, overrides, devices, accumulated=True)))
 
 
 @pytest.mark.parametrize(("feature", "axis"), REPRESENTATIVES)
+@pytest.mark.slow
 def test_what_the_table_supports_compiles(feature, axis):
     assert (feature, axis) in SUPPORTED
     tried(feature, axis)
@@ -69,8 +69,10 @@ MESHES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids="-".join)
 def test_every_supported_cell_is_built(mesh):
-    """All are lowered; one in 16 is compiled as well, which takes three times as long."""
-    tried(*mesh, compiles=MESHES.index(mesh) % 16 == 0)
+    """All are traced, where shapes and placements meet; one in four is lowered as well, and one in
+    32 compiled, which takes four times as long."""
+    at = MESHES.index(mesh)
+    tried(*mesh, work=trace_step if at % 4 else lower_step if at % 32 != 4 else facts_of)
 
 
 def test_the_meshes_hold_every_supported_cell():

@@ -73,6 +73,7 @@ def test_what_is_given_wins_and_nothing_is_asked(monkeypatch, tmp_path):
     assert fitting.fitted(str(file), [], config, Coordinator()) is config
 
 
+@pytest.mark.slow
 def test_a_run_says_what_was_chosen_and_keeps_it_when_it_goes_on(tmp_path, monkeypatch, capfd):
     asked = []
 

@@ -62,7 +62,9 @@ def test_bytes_of_a_token_in_the_cache():
     sizes = [(4 * 2 * 32, {}), (4 * 2 * 8, {"kv_heads": 1})]
     sizes += [(2 * 2 * 32, {"share_kv": "adjacent"}), (4 * 16, latent)]
     for channels, fields in sizes:
-        assert kv_bytes_per_token(resolved(**fields), jnp.dtype("bfloat16")) == 2 * channels
+        assert (
+            kv_bytes_per_token(resolved(depth=4, **fields), jnp.dtype("bfloat16")) == 2 * channels
+        )
 
 
 @pytest.mark.slow

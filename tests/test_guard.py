@@ -205,6 +205,7 @@ def roll_back(tmp_path, poison):
     return tmp_path / "without" / "tiny", tmp_path / "back" / "tiny"
 
 
+@pytest.mark.slow
 def test_rollback_goes_on_as_if_the_batches_since_had_not_been(tmp_path, poison, capfd):
     without, back = roll_back(tmp_path, poison)
     assert_same_run(back, without)

@@ -362,6 +362,7 @@ def test_without_the_extra_the_command_says_what_to_install(tmp_path, capsys, mo
     assert "needs uvicorn: uv sync --extra serve" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_interrupted(runs):
     command = [sys.executable, "-m", "jaxtrain.cli", "ui", str(runs), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_train import refused
-from tiny import FEW_PARTS, forget_end, rows_of, run_overrides, same, steps_of, weights_of
+from tiny import QUICK, forget_end, rows_of, run_overrides, same, steps_of, weights_of
 
 from jaxtrain.config import load_config
 from jaxtrain.config.phases import config_at, phases_of
@@ -26,7 +26,7 @@ from jaxtrain.train.events import Event
 from jaxtrain.train.growth import GROWTHS, Growth, Layers
 from jaxtrain.train.step import State
 
-PHASES = FEW_PARTS | {
+PHASES = QUICK | {
     "train__phases": "[{until: 2, model: {depth: 1}}]", "model__depth": 3, "train__steps": 4,
     "checkpoint__every": 1, "checkpoint__keep": 9, "data__workers": 0,
 }  # fmt: skip
@@ -145,8 +145,8 @@ def test_a_run_resumes_on_either_side_of_a_growth(grown, tmp_path, capfd, last, 
     assert rows_of(copy) == rows_of(grown)
 
 
-# States of each kind: by matrix, in blocks, in an eigenbasis, projected, factored, of averages.
-KINDS = ["muon", "adamw8bit", "soap", "galore", "adafactor", "schedule_free"]
+# States of each kind: by matrix, in blocks, in an eigenbasis, factored.
+KINDS = ["muon", "adamw8bit", "soap", "adafactor"]
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def test_an_event_ends_a_phase(early, capfd):
     assert f"resume   {early}: steps 5 to 5" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("last", [1, 2, 3, 4])
+@pytest.mark.parametrize("last", [2, 3])
 @pytest.mark.slow
 def test_a_run_resumes_on_either_side_of_an_event(early, tmp_path, capfd, last):
     copy = shutil.copytree(early, tmp_path / "tiny")

@@ -29,7 +29,7 @@ from jaxtrain.config import load_config
 from jaxtrain.config.resolve import resolve
 from jaxtrain.estimate.workload import abstract_state, batch_shapes, load_workload
 from jaxtrain.evaluation.evaluate import evaluate
-from jaxtrain.optim import OPTIMIZERS, make_optimizer
+from jaxtrain.optim import make_optimizer
 from jaxtrain.runs.history import read_rows
 from jaxtrain.runs.report import write_report
 from jaxtrain.runs.saved import load_saved
@@ -186,7 +186,7 @@ def section_with(dumped, changes):
     return new
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["muon", "schedule_free", "soap", "lamb", "galore"])
 @pytest.mark.quick("muon")
 def test_a_traced_field_changes_hyperparameters_and_not_the_program(name):
     overrides = [f"optim.name={name}", "optim.schedule.warmup_steps=2"]
@@ -320,7 +320,7 @@ XLA = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [2, 4, 6])
+@pytest.mark.parametrize("depth", [2, 4])
 @pytest.mark.parametrize("overrides", [KERNELS, XLA], ids=["kernels", "xla"])
 @pytest.mark.quick("xla-2")
 def test_a_populations_step_lowers_for_cuda_without_a_gpu(depth, overrides):

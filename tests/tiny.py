@@ -28,9 +28,9 @@ VOCAB, T = 61, 32
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[1] / "configs").glob("*.yaml"))
 CACHE = Path(__file__).parents[1] / ".cache" / "data-tests"  # prepared once, as compiled programs
 
-SMALL = {"depth": 4, "width": 32, "head_dim": 8, "short_window": 5, "vocab_multiple": 16}
+SMALL = {"depth": 2, "width": 32, "head_dim": 8, "short_window": 5, "vocab_multiple": 16}
 LLAMA = {
-    **SMALL, "depth": 2, "kv_heads": 2, "hidden": 48, "ffn": "swiglu", "qk_norm": False,
+    **SMALL, "kv_heads": 2, "hidden": 48, "ffn": "swiglu", "qk_norm": False,
     "window_pattern": "L", "norm_gain": True, "embed_norm": False, "tied_head": True,
     "logit_softcap": None, "value_embeddings": False, "residual_scales": False, "smear": False,
     "backout": False, "init": "gpt2",
@@ -143,17 +143,28 @@ def mesh_of(data=1, fsdp=1, tensor=1, expert=1, context=1, pipeline=1):
     return make_mesh(MeshConfig(**sizes), jax.devices()[: prod(sizes.values())])
 
 
-def metrics_of_steps(spec, hyperparams, axis, given):
-    """Of one device in one microbatch of 8 rows, and of two on an axis in microbatches of 4.
+# Each axis that a step can be split over, those that need nothing of the model at once.
+MESHES = {"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2}, {"pipeline": 2}
 
-    given(micro): the batch in microbatches of so many rows.
+
+def assert_same_metrics(spec, hyperparams, names, meshes=MESHES, given=None, micro=4):
+    """Of a step of one device in one microbatch of 8 rows, and on each mesh in some of `micro`.
+
+    given(micro): the batch in microbatches of so many rows; default `batch(8)`.
     """
-    found = []
-    for mesh, micro in ((mesh_of(), 8), (mesh_of(**{axis: 2}), 4)):
+    given = given or (lambda micro: batch(8, micro=micro))
+
+    def metrics(micro, sizes):
+        mesh = mesh_of(**sizes)
         with jax.set_mesh(mesh):
             start = begin_random(spec, mesh)
-            found.append(make_step(spec, mesh)(start, given(micro), hyperparams)[1])
-    return found
+            return make_step(spec, mesh)(start, given(micro), hyperparams)[1]
+
+    expected = metrics(8, {})
+    for sizes in meshes:
+        found = metrics(micro, sizes)
+        for name in names:
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-3, err_msg=str(sizes))
 
 
 def close(a, b, rtol=1e-5, atol=1e-6):
@@ -175,7 +186,7 @@ FEW_PARTS = {
 }  # fmt: skip
 QUICK = {"optim__name": "adamw"} | FEW_PARTS
 SAMPLES = {"sample__prompts": "['']", "sample__tokens": 8}
-WHOLE = {"eval__every": 2, "sample__every": 4} | SAMPLES  # of the fixture
+WHOLE = {"eval__every": 2, "sample__every": 4} | SAMPLES | FEW_PARTS  # of the fixture
 
 
 def run_overrides(directory, **changes):

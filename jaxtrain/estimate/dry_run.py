@@ -179,13 +179,18 @@ def with_replicas(w: Workload) -> Workload:
     return w._replace(spec=wrap_step(w.spec, w.config, w.mesh))
 
 
+def trace_step(w: Workload) -> jax.stages.Traced:
+    """The step of a workload, traced on its mesh."""
+    with jax.set_mesh(w.mesh):
+        return make_step(w.spec, w.mesh).trace(
+            abstract_state(w), batch_shapes(w), new_hyperparams(w), abstract_frozen(w)
+        )
+
+
 def lower_step(w: Workload) -> jax.stages.Lowered:
     """The step of a workload, lowered for its mesh."""
     with jax.set_mesh(w.mesh):
-        traced = make_step(w.spec, w.mesh).trace(
-            abstract_state(w), batch_shapes(w), new_hyperparams(w), abstract_frozen(w)
-        )
-        return traced.lower()
+        return trace_step(w).lower()
 
 
 def facts_of(w: Workload) -> Facts:

@@ -39,6 +39,7 @@ def nodes(monkeypatch):
     monkeypatch.setattr(evaluate, "ray_cluster", lambda address: nullcontext(address))
 
 
+@pytest.mark.slow
 def test_nodes_answer_whole_tasks(model, bundle, tmp_path, nodes, capsys):
     answers = []
     for name, more in {"host": [], "nodes": ["--ray", "auto"]}.items():

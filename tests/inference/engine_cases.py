@@ -13,35 +13,32 @@ from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingPa
 
 VOCAB = 61
 LATENT = {
-    "mla": {"kv_rank": 12, "rope_dim": 4}, "qk_norm": False, "value_embeddings": False, "depth": 2,
+    "mla": {"kv_rank": 12, "rope_dim": 4}, "qk_norm": False, "value_embeddings": False,
 }  # fmt: skip
-MODELS = {
+MODELS = {  # of two layers, where nothing else is said
     "nanochat": {},
     "grouped": {"kv_heads": 2, "attention_softcap": 5.0},
     "latent": LATENT,
     "bigrams": {"bigram_rows": 97, "kv_heads": 1},
-    "shared_kv": {"share_kv": "adjacent"},
-    "experts": {"moe": {"experts": 4, "top_k": 2, "hidden": 16}, "depth": 2},
-    "learned": {"position_embedding": "learned", "context_length": 48, "depth": 2},
+    "shared_kv": {"share_kv": "adjacent", "depth": 4},
+    "experts": {"moe": {"experts": 4, "top_k": 2, "hidden": 16}},
+    "learned": {"position_embedding": "learned", "context_length": 48},
     "windows": {
-        "window_pattern": "S", "last_layer_full": False, "depth": 2, "smear": False,
-        "value_embeddings": False,
+        "window_pattern": "S", "last_layer_full": False, "smear": False, "value_embeddings": False,
     },
-    "prompt": {"prompt": 4, "depth": 2},
-    "prefix": {"prefix": 6, "kv_heads": 2, "depth": 2},
+    "prompt": {"prompt": 4},
+    "prefix": {"prefix": 6, "kv_heads": 2},
     "longrope": {
         "rope_scaling": {
             "name": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0,
             "original_context": 2,
         },
-        "depth": 2,
     },
-    "plain": {
+    "plain": {  # for what the host does
         "smear": False, "backout": False, "residual_scales": False, "value_embeddings": False,
-        "window_pattern": "L", "depth": 2,
+        "window_pattern": "L", "depth": 1,
     },
 }  # fmt: skip
-SHORT = {"two_layers": {"depth": 2}}  # of nanochat's
 OPTIONS = EngineOptions(slots=4, page_size=4, chunk=6, prefill_rows=2, context=48)
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_stop=True)
 
@@ -54,8 +51,7 @@ def letters():
 
 @functools.cache
 def model(name):
-    fields = dict((MODELS | SHORT)[name])
-    return build(**fields)
+    return build(**MODELS[name])
 
 
 def make_engine(name="plain", options=OPTIONS, **kwargs):

@@ -37,7 +37,7 @@ MIX = (
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.quick("latent", "prompt")
+@pytest.mark.quick("prompt")
 def test_greedy_tokens_are_those_of_the_full_forward_pass(name):
     texts = prompts(*LENGTHS)
     engine = make_engine(name)
@@ -62,7 +62,7 @@ def test_a_sample_depends_on_its_request_alone():
     texts = prompts(3, 17, 9, 1, 20, 8, 17)
     texts[6] = (*texts[1][:12], *texts[6][:5])
     requests = requests_of(texts)
-    engine = make_engine()
+    engine = make_engine(options=OPTIONS._replace(pages=10))
     alone = {}
     for request in requests:
         alone |= run(engine, [request])
@@ -70,9 +70,8 @@ def test_a_sample_depends_on_its_request_alone():
     before = engine.stats().prefix_hits
     assert run(engine, list(reversed(requests))) == alone  # in a crowd, and from known pages
     assert engine.stats().prefix_hits > before
-    few = make_engine(options=OPTIONS._replace(pages=10))
-    assert run(few, requests) == alone
-    assert few.stats().preemptions > 0
+    assert run(engine, requests) == alone  # without pages enough
+    assert engine.stats().preemptions > 0
 
 
 @pytest.mark.slow
@@ -130,15 +129,14 @@ def test_requests_that_are_known_need_few_programs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nanochat", "plain"])
-def test_guessed_tokens_change_nothing(name):
+def test_guessed_tokens_change_nothing():
     """Of texts that repeat themselves, so that guesses are right and wrong."""
     texts = [(text * 6)[:20] for text in prompts(4, 3, 5, 6)]
     sampling = GREEDY._replace(max_tokens=14), WARM._replace(max_tokens=14, temperature=0.3)
     requests = [Request(f"r{i}", text, sampling[i % 2]) for i, text in enumerate(texts)]
     requests.append(requests[1]._replace(id="p", sampling=MIX[3]._replace(frequency_penalty=0.3)))
-    engine = make_engine(name, OPTIONS._replace(drafts=3))
-    assert run(engine, requests) == run(make_engine(name), requests)
+    engine = make_engine("nanochat", OPTIONS._replace(drafts=3))
+    assert run(engine, requests) == run(make_engine("nanochat"), requests)
     assert engine.stats().accepted_drafts > 0
 
 
@@ -149,7 +147,7 @@ def test_what_a_small_model_guesses_changes_nothing(guesser):
     c, graphdef, _, params = model(guesser)
     options = OPTIONS._replace(drafts=3, pages=24)
     engine = make_engine("plain", options, drafter=Drafter(c, graphdef, params))
-    requests = requests_of(prompts(3, 17, 9, 1, 20, 8, 17))
+    requests = requests_of(prompts(3, 17, 9))
     assert run(engine, requests) == run(make_engine("plain"), requests)
     right = engine.stats().accepted_drafts / engine.stats().new_tokens
     assert right > 0.5 if guesser == "plain" else right < 0.3
@@ -184,18 +182,17 @@ def test_pages_behind_all_windows_are_free_again(drafts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_freed_pages_of_others_change_nothing(drafts):
+def test_freed_pages_of_others_change_nothing():
     """Beside requests that run out of pages, and take the free ones."""
     few, texts = (
-        make_engine("windows", OPTIONS._replace(pages=13, drafts=drafts)),
+        make_engine("windows", OPTIONS._replace(pages=13, drafts=2)),
         prompts(*LENGTHS),
     )
     assert tokens_of(few, texts) == expected("windows", texts, 10)
 
 
 def test_pages_that_a_full_layer_sees_are_held():
-    engine = make_engine("two_layers")
+    engine = make_engine("nanochat")
     engine.add(Request("a", prompts(17)[0], GREEDY))
     held = []
     while engine.busy:
@@ -205,11 +202,10 @@ def test_pages_that_a_full_layer_sees_are_held():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "windows"])
 @settings(max_examples=6)
 @given(data=st.data())
-def test_no_page_is_lost(name, data):
-    engine = make_engine(name, options=OPTIONS._replace(pages=14))
+def test_no_page_is_lost(data):
+    engine = make_engine("windows", options=OPTIONS._replace(pages=14))
     texts, asked, ended = prompts(2, 5, 11, 20, 9, 13, 20), 0, []
     for _ in range(25):
         match data.draw(st.sampled_from(["add", "step", "step", "cancel"])):

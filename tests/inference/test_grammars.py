@@ -17,7 +17,7 @@ from jaxtrain.inference.engine import (
 )
 from jaxtrain.settings import UserError
 
-OPTIONS = EngineOptions(slots=3, page_size=8, chunk=16)
+OPTIONS = EngineOptions(slots=3, page_size=8, chunk=16, decode_steps=1)
 DATE = Grammar("regex", "[0-9]{4}-[0-9]{2}")
 SCHEMA = {
     "type": "object", "additionalProperties": False, "required": ["name", "ok"],
@@ -28,7 +28,7 @@ OBJECT = Grammar("json_schema", json.dumps(SCHEMA))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    fields = byte_model(128, "train.precision=float32", "model.head_dim=8")
+    fields = byte_model(128, "train.precision=float32", "model.depth=1")
     return random_run(tmp_path_factory.mktemp("run"), fields)
 
 

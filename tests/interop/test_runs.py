@@ -10,7 +10,7 @@ import tokenizers
 from hf_cases import weights
 from safetensors.numpy import load_file, save_file
 from test_families import FACTS, write_checkpoint
-from tiny import CACHE, close, mesh_of, random_run, run_overrides, same
+from tiny import CACHE, byte_model, close, mesh_of, random_run, run_overrides, same
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxtrain.cli import main as interop
@@ -224,8 +224,9 @@ def test_another_tokenizer_than_that_of_the_weights_is_refused(imported, tmp_pat
     assert not (tmp_path / "tiny").exists()
 
 
-def test_our_own_model_says_what_does_not_fit(whole, tmp_path, capsys):
-    assert interop(["export", str(whole), str(tmp_path / "no")]) == 2
+def test_our_own_model_says_what_does_not_fit(tmp_path, capsys):
+    run = random_run(tmp_path / "run", byte_model(32))
+    assert interop(["export", str(run), str(tmp_path / "no")]) == 2
     message = capsys.readouterr().err
     for part in ("no value_embeddings True", "no smear True", "factor", "on the scores"):
         assert part in message

@@ -78,6 +78,7 @@ def test_a_kernel_is_lowered_once_in_a_process_and_once_for_all(lowerings, tmp_p
     assert len(lowerings) == 1
 
 
+@pytest.mark.slow
 def test_another_process_lowers_none(lowerings, tmp_path):
     lowered(forward)
     code = """

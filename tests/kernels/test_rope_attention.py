@@ -148,6 +148,7 @@ def test_lowers_for_hopper_in_place(value):
 
 
 @pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.quick("2")
 def test_a_mapped_axis_becomes_rows(b):
     """Members of a population: a batch of kernels would share the counter of tiles."""
     spec = lambda *shape, dtype=BF16: jax.ShapeDtypeStruct(shape, dtype)

@@ -149,8 +149,9 @@ def gradients(shape, q, k, v, ids):
     return jax.grad(total, (0, 1, 2))(q, k, v)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0)])
-@pytest.mark.parametrize("H", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("H", "capability"), [(64, (8, 0)), (96, (8, 6)), (128, (9, 0)), (256, (8, 6))]
+)
 @pytest.mark.slow
 def test_it_lowers_for_cuda_without_a_gpu(H, capability):
     pytest.importorskip("jax_triton", exc_type=ImportError)

@@ -7,17 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_transformer import loss_and_gradient
-from tiny import FEW_PARTS, VOCAB, build, rows_of, run_overrides, same, tokens, weights_of
+from tiny import QUICK, VOCAB, build, rows_of, run_overrides, same, tokens, weights_of
 
 from jaxtrain.config import load_config
 from jaxtrain.finetune.partition import flatten
 from jaxtrain.main import main
-from jaxtrain.optim import OPTIMIZERS, make_optimizer
+from jaxtrain.optim import make_optimizer
 from jaxtrain.train.frozen_layers import freeze_layers
 
-FROZEN = 2  # of 4 layers
+FROZEN = 2  # of 4 layers, of which the last of each half has value embeddings
+DEPTH = 4
 INPUT = ("embed", "smear_gate", "smear_scale")
-PHASES = FEW_PARTS | {
+PHASES = QUICK | {
     "model__depth": 3, "model__frozen_layers": 2, "train__steps": 4, "checkpoint__every": 1,
     "train__phases": "[{until: 1, model: {frozen_layers: 0}}, "
     "{until: 2, model: {frozen_layers: 1}}]",
@@ -34,11 +35,11 @@ def halves(name, x):
     return x[:k] if k else x[None][:0], x[k:] if k else x
 
 
-@pytest.mark.parametrize("more", [{}, {"scan_layers": True}, {"remat": "block"}], ids=str)
+@pytest.mark.parametrize("more", [{"scan_layers": True}, {"remat": "block"}], ids=str)
 @pytest.mark.quick("{'scan_layers': True}")
 def test_frozen_layers_have_no_gradient_and_the_others_have_theirs(more):
-    _, plain, _, params = build(**more)
-    _, frozen, _, _ = build(**more, frozen_layers=FROZEN)
+    _, plain, _, params = build(**more, depth=DEPTH)
+    _, frozen, _, _ = build(**more, depth=DEPTH, frozen_layers=FROZEN)
     (loss, grads), (other, found) = (
         loss_and_gradient(graphdef, params, tokens()) for graphdef in (plain, frozen)
     )
@@ -64,10 +65,10 @@ def test_a_frozen_layer_costs_no_backward_pass():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["muon", "adamw8bit", "soap", "lamb", "galore"])
 @pytest.mark.quick("muon")
 def test_the_optimizer_moves_the_others_as_before_and_leaves_the_frozen(name):
-    c, _, specs, params = build(frozen_layers=FROZEN)
+    c, _, specs, params = build(depth=DEPTH, frozen_layers=FROZEN)
     given = [f"optim.name={name}", "optim.schedule.warmup_steps=0"]
     given += ["optim.min_size=32"] * (name == "adamw8bit")
     optim = load_config(None, given).optim
@@ -95,7 +96,7 @@ def test_the_optimizer_moves_the_others_as_before_and_leaves_the_frozen(name):
 @pytest.mark.slow
 def test_gradients_may_have_fewer_bits_than_parameters():
     """As on a GPU, where a step computes in bfloat16."""
-    c, _, specs, params = build(frozen_layers=FROZEN)
+    c, _, specs, params = build(depth=DEPTH, frozen_layers=FROZEN)
     frozen = freeze_layers(
         lambda s: make_optimizer(load_config(None, []).optim, s, 100), specs, c, VOCAB
     )
@@ -108,21 +109,20 @@ def test_gradients_may_have_fewer_bits_than_parameters():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("more", "ends"),
-    [({}, (1, 3)), ({"mesh__fsdp": 2, "mesh__data": 4}, (2,))],  # the ends of phases, and inside
+    ("more", "last"),
+    [({}, 3), ({"mesh__fsdp": 2, "mesh__data": 4}, 2)],  # inside a phase, and the end of one
     ids=["data", "fsdp"],
 )
-def test_layers_freeze_phase_by_phase_and_a_run_resumes_inside(tmp_path, more, ends):
+def test_layers_freeze_phase_by_phase_and_a_run_resumes_inside(tmp_path, more, last):
     whole = run_overrides(tmp_path / "whole", **PHASES, **more)
     assert main(whole) == 0
-    for last in ends:
-        copy = shutil.copytree(tmp_path / "whole" / "tiny", tmp_path / str(last) / "tiny")
-        for step in range(last + 1, 5):
-            shutil.rmtree(copy / "checkpoints" / str(step))
-        shutil.rmtree(copy / "model")
-        assert main(run_overrides(tmp_path / str(last), **PHASES, **more)) == 0
-        same(weights_of(copy), weights_of(tmp_path / "whole" / "tiny"))
-        assert rows_of(copy) == rows_of(tmp_path / "whole" / "tiny")
+    copy = shutil.copytree(tmp_path / "whole" / "tiny", tmp_path / str(last) / "tiny")
+    for step in range(last + 1, 5):
+        shutil.rmtree(copy / "checkpoints" / str(step))
+    shutil.rmtree(copy / "model")
+    assert main(run_overrides(tmp_path / str(last), **PHASES, **more)) == 0
+    same(weights_of(copy), weights_of(tmp_path / "whole" / "tiny"))
+    assert rows_of(copy) == rows_of(tmp_path / "whole" / "tiny")
 
 
 def test_freezing_all_layers_is_refused(tmp_path, capfd):

@@ -26,7 +26,8 @@ PLAIN = {
 
 def config(init, **changes):
     """A plain Transformer, without norms in the blocks where the scheme needs none."""
-    return resolved(**{**PLAIN, "init": init, "block_norm": init not in NORM_FREE, **changes})
+    fields = PLAIN | {"depth": 4, "init": init, "block_norm": init not in NORM_FREE}
+    return resolved(**fields | changes)
 
 
 def build(init, **changes):
@@ -166,7 +167,7 @@ def train(init, steps=12, lr=3e-3, **changes):
 
 
 @pytest.mark.slow  # seconds each; the values of each scheme are tested above
-@pytest.mark.parametrize("init", SCHEMES)
+@pytest.mark.parametrize("init", ["gpt2", "tfixup", "rezero"])
 def test_24_layers_train_without_warmup(init):
     losses = train(init, depth=24)
     assert losses.max() < losses[0] + 1

@@ -235,7 +235,7 @@ def test_evaluation_is_the_plain_model():
     assert np.abs(run(graphdef, Forward(jax.random.key(0))) - plain).max() > 1e-3
 
 
-@pytest.mark.parametrize("form", TRAINING_FORMS)
+@pytest.mark.parametrize("form", ["mxfp8", "mxfp6_e2m3", "nvfp4", "int8_training", "switchback"])
 @pytest.mark.slow
 def test_gradients_are_near(form):
     """Nearer with more bits."""
@@ -258,17 +258,14 @@ def test_the_draw_is_the_keys():
 @pytest.mark.slow
 def test_scan_and_remat_are_near():
     """A last bit before the rounding can move a value to its neighbour."""
-    again = grads_of(weight_form="nvfp4", depth=2, scan_layers=True, remat="block")[1]
-    assert distance(again, grads_of(weight_form="nvfp4", depth=2)[1]) < 0.02
+    again = grads_of(weight_form="mxfp4", depth=2, scan_layers=True, remat="block")[1]
+    assert distance(again, grads_of(weight_form="mxfp4", depth=2)[1]) < 0.02
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "sizes"), [("nvfp4", {"fsdp": 2}), ("mxfp4", {"tensor": 2}), ("nvfp4", {"context": 2})]
-)
-def test_sharded_is_one_device(form, sizes):
+def test_sharded_is_one_device():
     """Draws and blocks are those of the whole arrays."""
-    task, hyperparams = make_spec(resolved(**SMALL, weight_form=form))
+    task, hyperparams = make_spec(resolved(**SMALL, weight_form="nvfp4"))
 
     def step(mesh):
         with jax.set_mesh(mesh):
@@ -277,7 +274,8 @@ def test_sharded_is_one_device(form, sizes):
             state, metrics = make_step(task, mesh)(state, rows, hyperparams)
             return float(metrics["loss"]), float(metrics["grad_norm"])
 
-    np.testing.assert_allclose(step(mesh_of(**sizes)), step(mesh_of()), rtol=0.03)
+    mesh = mesh_of(fsdp=2, context=2, tensor=2)
+    np.testing.assert_allclose(step(mesh), step(mesh_of()), rtol=0.03)
 
 
 def test_options_are_those_of_the_form():

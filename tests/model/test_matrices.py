@@ -201,7 +201,8 @@ def test_float8_reaches_the_large_matrices():
 @pytest.mark.quick("fake_int8-False")
 def test_a_form_of_the_layer_is_that_of_every_matrix(form, scan):
     """The model with the switch is the model of the encoded matrices, and no other parameter."""
-    changes = {"moe": {"experts": 2, "every": 2}, "depth": 4, "scan_layers": scan}
+    moe = {"experts": 2, "every": 2}
+    changes = {"moe": moe, "depth": 4 if scan else 2, "scan_layers": scan}
     graphdef, specs = split(Transformer(resolved(**changes), VOCAB))
     params, chosen = random_params(specs), []
 

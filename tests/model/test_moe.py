@@ -23,7 +23,7 @@ from jaxtrain.estimate.traffic import collectives
 from jaxtrain.model import Decode, Forward, Prefill, active, cast, moe, split
 from jaxtrain.model.moe import MixtureOfExperts, balance_loss
 from jaxtrain.model.plan import make_plan
-from jaxtrain.optim import OPTIMIZERS, OptimConfig
+from jaxtrain.optim import OptimConfig
 from jaxtrain.parallel import constrain, place_batch
 from jaxtrain.train.step import make_step
 
@@ -181,10 +181,7 @@ def one_device():
     "sizes",
     [
         {"expert": 4, "fsdp": 2},
-        *(
-            pytest.param(sizes, marks=pytest.mark.slow)
-            for sizes in ({"expert": 8}, {"expert": 4, "context": 2})
-        ),
+        *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ({"expert": 4, "context": 2},)),
     ],
     ids=str,
 )
@@ -271,8 +268,8 @@ def test_the_routers_states_are_not_kept_in_float32():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_bias_moves_against_the_load_with_every_optimizer(one_device, name):
+@pytest.mark.parametrize("name", ["muon", "adamw8bit", "schedule_free"])
+def test_the_bias_moves_against_the_load_with_optimizers_of_each_kind(one_device, name):
     """By the rate of group router_bias, whatever the optimizer; all other states fit the stacks."""
     specs = one_device[0].specs
     task, hyperparams = make_spec(resolved(**STEP), optim(name))

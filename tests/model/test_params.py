@@ -82,7 +82,7 @@ def test_a_frozen_weight_counts_4_flops_a_token():
 
 def test_flops_of_frozen_layers_dropped_tokens_and_skipped_layers():
     """By hand: weights of a layer and its attention, 2 forward and 4 backward FLOPs each."""
-    plain = resolved(window_pattern="L", value_embeddings=False)
+    plain = resolved(depth=4, window_pattern="L", value_embeddings=False)
     specs = split(Transformer(plain, VOCAB))[1]
     flops = lambda **changes: flops_per_token(plain.model_copy(update=changes), specs, 32)
     layer = count(specs["blocks"], "matrix") // 4
@@ -148,7 +148,7 @@ def test_the_last_layer_is_full_and_has_a_value_embedding(depth, pattern):
 
 
 def initial(seed=0, **changes):
-    _, specs = split(Transformer(resolved(**changes), VOCAB))
+    _, specs = split(Transformer(resolved(**{"depth": 4} | changes), VOCAB))
     return jax.jit(lambda: initialize(specs, seed))()
 
 

@@ -47,7 +47,6 @@ CHANGES = [
     {"remat": "attention"},
     {"remat": "ffn"},
     {"ffn_tiles": 4},
-    {"remat": "dots"},
     {"remat": "dots", "scan_layers": True},
     {"remat_short": "block"},
     pytest.param({"remat": "block"}, marks=pytest.mark.default_tier),

@@ -79,16 +79,17 @@ def test_scan_compiles_repeated_layers_once():
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.parametrize("at", [0, 1, 17, T - 1])
-@pytest.mark.quick("17-speedrun")
-def test_a_token_changes_no_output_before_it(changes, at):
+@pytest.mark.quick("speedrun")
+def test_a_token_changes_no_output_before_it(changes):
     _, graphdef, _, params = build(**changes)
     before = tokens()
-    after = before.copy()
-    after[:, at] = (after[:, at] + 1) % VOCAB
-    a, b = logits(graphdef, params, before), logits(graphdef, params, after)
-    np.testing.assert_array_equal(a[:, :at], b[:, :at])
-    assert (np.abs(a - b)[:, at:].max(-1) > 0).all()  # and every output from it on
+    a = logits(graphdef, params, before)
+    for at in (0, 1, 17, T - 1):
+        after = before.copy()
+        after[:, at] = (after[:, at] + 1) % VOCAB
+        b = logits(graphdef, params, after)
+        np.testing.assert_array_equal(a[:, :at], b[:, :at])
+        assert (np.abs(a - b)[:, at:].max(-1) > 0).all()  # and every output from it on
 
 
 def test_a_window_hides_what_lies_further_back():

@@ -10,13 +10,13 @@ import pytest
 from test_docs import FENCE
 from tiny import (
     QUICK,
+    assert_same_metrics,
     batch,
     build,
     byte_model,
     close,
     forget_end,
     make_spec,
-    metrics_of_steps,
     random_run,
     resolved,
     run_overrides,
@@ -184,9 +184,6 @@ def test_a_run_that_reads_a_cache_is_that_with_the_teacher_and_resumes(given, tm
     for a, b in zip(one, other, strict=True):
         assert b["loss_distill"] == pytest.approx(a["loss_distill"], rel=0.05) and b["loss"] > 1
         assert b["loss_distill"] < 1.001 * a["loss_distill"]
-    assert main(given(run__name="mesh", mesh__fsdp=2, mesh__data=4)) == 0
-    mesh = [r for r in read_rows(tmp_path / "mesh" / "metrics.jsonl") if r["kind"] == "train"]
-    assert [r["loss_distill"] for r in mesh] == pytest.approx([r["loss_distill"] for r in other])
     whole = load_saved(tmp_path / "tiny").params
     forget_end(tmp_path / "tiny", 4)
     assert main(given()) == 0
@@ -194,9 +191,8 @@ def test_a_run_that_reads_a_cache_is_that_with_the_teacher_and_resumes(given, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
 @pytest.mark.parametrize("top_k", [None, 12], ids=["teacher", "cache"])
-def test_a_sharded_step_in_microbatches_is_that_of_one_device(axis, top_k):
+def test_a_sharded_step_in_microbatches_is_that_of_one_device(top_k):
     spec, hyperparams = make_spec(resolved(window_pattern="L", value_embeddings=False))
     spec = spec._replace(objective=objective(weight=0.5))
     one = taught(batch(8))
@@ -210,9 +206,8 @@ def test_a_sharded_step_in_microbatches_is_that_of_one_device(axis, top_k):
         states = stacked(one.teacher.states_BTE, micro)
         return cut._replace(teacher=one.teacher._replace(states_BTE=states))
 
-    found = metrics_of_steps(spec, hyperparams, axis, given)
-    for name in ("loss", "loss_distill", "grad_norm"):
-        np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-3)
+    names = "loss", "loss_distill", "grad_norm"
+    assert_same_metrics(spec, hyperparams, names, [{"fsdp": 2, "tensor": 2}], given)
 
 
 @pytest.mark.slow

@@ -95,12 +95,12 @@ def test_an_encoder_continues_no_text():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["fsdp", "tensor", "pipeline"])
-def test_a_sharded_step_is_that_of_one_device(axis):
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"pipeline": 2}], ids=str)
+def test_a_sharded_step_is_that_of_one_device(axes):
     c = resolved(value_embeddings=False, **ENCODER)
     spec, hyperparams = make_spec(c)
     found = []
-    for mesh in (mesh_of(), mesh_of(**{axis: 2})):
+    for mesh in (mesh_of(), mesh_of(**axes)):
         with jax.set_mesh(mesh):
             state, metrics = make_step(spec, mesh)(
                 begin_random(spec, mesh), batch(8, micro=4), hyperparams

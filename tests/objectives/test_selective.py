@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from tiny import (
     QUICK,
+    assert_same_metrics,
     batch,
     build,
     forget_end,
     make_spec,
-    metrics_of_steps,
     resolved,
     run_overrides,
     same,
@@ -70,17 +70,15 @@ def test_the_loss_is_that_of_the_tokens_with_the_largest_excess(refers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "context", "pipeline"])
-def test_a_sharded_step_in_microbatches_is_that_of_one_device(axis):
+def test_a_sharded_step_in_microbatches_is_that_of_one_device():
     spec, hyperparams = make_spec(resolved(window_pattern="L", value_embeddings=False))
 
     def given(micro):
         one = batch(8, micro=micro)
         return one._replace(reference_BT=0.1 * one.targets_BT.astype(np.float32))
 
-    found = metrics_of_steps(spec._replace(objective=objective()), hyperparams, axis, given)
-    for name in ("loss", "loss_selected", "grad_norm"):
-        np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-3)
+    spec, names = spec._replace(objective=objective()), ("loss", "loss_selected", "grad_norm")
+    assert_same_metrics(spec, hyperparams, names, given=given)
 
 
 @pytest.mark.slow

@@ -231,20 +231,13 @@ def test_a_state_of_another_block_size_is_refused():
 # ---- on a mesh, groups ---------------------------------------------------------------------------
 
 
-TOLERANCES = {
-    "adamw8bit": 1e-2,
-    "lamb": 1e-4,
-    "lars": 1e-4,
-    "soap": 1e-2,
-    "muon": 1e-2,
-    "galore": 1e-2,
-}
+TOLERANCES = {"adamw8bit": 1e-2, "lamb": 1e-4, "lars": 1e-4, "muon": 1e-2, "galore": 1e-2}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tolerance"), TOLERANCES.items())
 def test_eight_devices_train_as_one(name, tolerance):
-    """What looks beyond single values: norms, blocks, eigenvectors."""
+    """What looks beyond single values: norms, blocks, eigenvectors (Muon with SOAP)."""
     special = {
         "adamw8bit": {"min_size": 256, "block_size": 16},
         "muon": {"soap": {}},

@@ -14,7 +14,6 @@ import pytest
 from test_offload import HOST, SPECS, config, small, to_host
 from tiny import (
     QUICK,
-    SAMPLES,
     assert_same_run,
     batch,
     begin,
@@ -86,7 +85,7 @@ def updated(loop, state, i, accept=True):
 
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("muon", "adamw8bit", "soap", "lamb", "galore", "adafactor", "lion", "sgd")
+    for name in ("muon", "adamw8bit", "lamb", "galore", "adafactor")
 ]
 
 
@@ -149,10 +148,10 @@ def test_a_checkpoint_brings_the_files_back_and_moves_states_into_and_out_of_the
             checkpoints.files = None
 
 
-def stepped(mesh, folder=None, steps=3, **model):
+def stepped(mesh, folder=None, steps=2):
     """Parameters and the whole state after some steps of a model."""
     optim = config("adamw", **({"offload": FILES} if folder else {}))
-    spec, hyperparams = make_spec(optim=optim, **model)
+    spec, hyperparams = make_spec(optim=optim, window_pattern="L", value_embeddings=False)
     with contextlib.ExitStack() as stack, jax.set_mesh(mesh):
         loop = None
         if folder:
@@ -169,9 +168,9 @@ def stepped(mesh, folder=None, steps=3, **model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "pipeline"])
-def test_on_a_mesh_it_is_the_same(axis, tmp_path):
-    mesh = mesh_of(**{axis: 2})
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"pipeline": 2}], ids=str)
+def test_on_a_mesh_it_is_the_same(axes, tmp_path):
+    mesh = mesh_of(**axes)
     close(stepped(mesh, tmp_path / "states"), stepped(mesh))
 
 
@@ -197,7 +196,7 @@ def test_no_array_holds_a_state_between_steps(tmp_path):
 
 
 def arguments(folder, name="files", *more, **changes):
-    fields = QUICK | {"model__depth": 2, "eval__every": 2, "sample__every": 4} | SAMPLES | changes
+    fields = QUICK | {"model__depth": 2} | changes
     return [*run_overrides(folder, run__name=name, **fields), *more]
 
 
@@ -227,8 +226,7 @@ def test_a_run_resumes_bit_for_bit_and_back_on_the_device(tmp_path, monkeypatch)
 
 def checkpointed(folder):
     """A run of three steps with its checkpoint; what was saved of the states."""
-    assert main(arguments(folder, "files", IN_FILES, eval__every="null", sample__every="null",
-                          train__steps=3)) == 0  # fmt: skip
+    assert main(arguments(folder, "files", IN_FILES, train__steps=3)) == 0
     return folder / "files" / "checkpoints" / "3" / "states"
 
 
@@ -339,7 +337,7 @@ def test_a_disk_that_fails_in_a_step_ends_the_run_and_leaves_the_checkpoint(
 ):
     checkpointed(tmp_path)
     shutil.rmtree(tmp_path / "files" / "model")
-    longer = arguments(tmp_path, "files", IN_FILES, eval__every="null", sample__every="null")
+    longer = arguments(tmp_path, "files", IN_FILES)
     put = os.pwritev
     written = []
 

@@ -320,7 +320,7 @@ def test_a_step_of_the_model_sharded_and_resumed(name):
         assert (mask | (flat[key] == 0)).all()
 
 
-@EACH
+@pytest.mark.parametrize("name", ["gradual_pruning", "rigl", "lottery_ticket"])
 @pytest.mark.slow
 def test_a_run_is_resumed_and_exports_exact_zeros(tmp_path, name):
     """Rows report the sparsity; the saved model has as many zeros as the masks say."""

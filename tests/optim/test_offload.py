@@ -16,8 +16,8 @@ from tiny import (
     mesh_of,
     random_params,
     rows_of,
-    run_overrides,
     same,
+    whole_overrides,
 )
 
 from jaxtrain.main import main
@@ -108,8 +108,7 @@ def test_wrappers_see_whole_layers_and_their_states_wait_as_well():
 
 
 SLOW = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("adamw8bit", "schedule_free", "soap", "lamb")
+    pytest.param(name, marks=pytest.mark.slow) for name in ("adamw8bit", "schedule_free", "lamb")
 ]
 
 
@@ -185,7 +184,7 @@ def test_stacks_go_by_layers_and_other_arrays_by_rows_of_a_bounded_size(monkeypa
 
 @pytest.mark.slow
 def test_resumed_with_the_states_on_the_host_and_back(whole, copy, monkeypatch):
-    arguments = run_overrides(copy.parent, eval__every=2, sample__every=4)
+    arguments = whole_overrides(copy)
     shutil.rmtree(copy / "checkpoints" / "6")
     with monkeypatch.context() as patch:
         patch.setattr(StopSignal, "after", lambda self, step: step == 5)

@@ -22,7 +22,7 @@ from jaxtrain.config.compatible import MASKS
 from jaxtrain.main import main
 from jaxtrain.model import ParamSpec
 from jaxtrain.model.init import constant
-from jaxtrain.optim import OPTIMIZERS, WRAPPERS, OptimConfig, make_optimizer, merge_states
+from jaxtrain.optim import WRAPPERS, OptimConfig, make_optimizer, merge_states
 from jaxtrain.parallel import place_batch
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
@@ -67,8 +67,9 @@ def updates_of(optimizer, params, seeds=(1, 2, 3)):
 
 
 FAST = ("adamw", "muon")
-EACH = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in OPTIMIZERS]
-NO_AVERAGE = [p for p in EACH if p.values != ("schedule_free",)]
+SLOW = ("adamw8bit", "schedule_free", "soap", "lamb")  # a state of each other kind
+EACH = [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)]
+NO_AVERAGE = [p for p in EACH if p in FAST or p.values != ("schedule_free",)]
 
 
 @pytest.mark.parametrize("name", EACH)

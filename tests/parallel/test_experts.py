@@ -65,19 +65,15 @@ def ours(args, mesh, tiles=1, network=network):
     return jax.device_get((found, grads))
 
 
-def on(tiles=1, slow=False, **sizes):
+def on(tiles=1, **sizes):
     name = "x".join(f"{k}{v}" for k, v in sizes.items()) or "one"
-    marks = pytest.mark.slow if slow else ()
-    return pytest.param(sizes, tiles, id=f"{name}-{tiles}", marks=marks)
+    return pytest.param(sizes, tiles, id=f"{name}-{tiles}")
 
 
 MESHES = [
-    on(), on(4), on(expert=8), on(4, slow=True, expert=8), on(expert=4, fsdp=2),
-    on(4, expert=4, fsdp=2), on(data=2, expert=2, tensor=2),
-    on(4, slow=True, data=2, expert=2, tensor=2), on(slow=True, context=4), on(4, context=4),
-    on(context=2, expert=4), on(4, slow=True, context=2, expert=4),
-    on(slow=True, fsdp=2, expert=2, context=2), on(4, fsdp=2, expert=2, context=2),
-    on(data=2, context=2, tensor=2), on(4, slow=True, data=2, context=2, tensor=2),
+    on(), on(4), on(expert=8), on(4, expert=4, fsdp=2), on(data=2, expert=2, tensor=2),
+    on(4, context=4), on(context=2, expert=4), on(4, fsdp=2, expert=2, context=2),
+    on(data=2, context=2, tensor=2),
 ]  # fmt: skip
 
 

@@ -42,8 +42,6 @@ def documents(rows):
     return 1 + jnp.cumsum(jnp.asarray(rows.tokens_BT) % 16 == 0, axis=1, dtype=jnp.int32)
 
 
-TWICE = GPT | {"depth": 8}, dict(pipeline=2, fsdp=4), 4, 2
-TWICE = pytest.param(*TWICE, marks=pytest.mark.slow)  # as a whole step of llama's below
 # Chunks of 2, 2 and 1 layers whose windows differ, with 1, 1 and 1 value embeddings; and twice
 # round of 2, 1, 1 and 1.
 UNLIKE = GPT | {"depth": 5, "window_pattern": "SSL"}
@@ -56,25 +54,19 @@ ALIKE = LLAMA | {"moe": {"experts": 4, "hidden": 32}}
 @pytest.mark.parametrize(
     ("family", "sizes", "micro", "repeats"),
     [
-        pytest.param(GPT, dict(pipeline=2, fsdp=2), 2, 1, marks=pytest.mark.slow),
-        TWICE,
         pytest.param(LLAMA, dict(pipeline=2, data=2), 8, 1, marks=pytest.mark.slow),
         (UNLIKE, dict(pipeline=3, fsdp=2), 2, 1),
         TWICE_UNLIKE,
         pytest.param(MIXED, dict(pipeline=2, data=2, expert=2), 4, 1, marks=pytest.mark.slow),
         (ALIKE, dict(pipeline=2, context=2, expert=2), 4, 1),
-        pytest.param(LLAMA, dict(pipeline=2, context=2), 4, 1, marks=pytest.mark.slow),
         pytest.param(UNLIKE, dict(pipeline=2, fsdp=2, tensor=2), 4, 1, marks=pytest.mark.slow),
     ],
     ids=[
-        "gpt",
-        "gpt twice round",
         "llama",
         "unlike",
         "unlike twice round",
         "experts",
         "experts and context",
-        "context",
         "tensor",
     ],
 )

@@ -25,13 +25,14 @@ def documents(rows):
     ("family", "sizes", "micro"),
     [
         (UNLIKE, dict(pipeline=3, fsdp=2), 2),
-        pytest.param(GPT, dict(pipeline=2), 1, marks=pytest.mark.slow),
-        pytest.param(GPT | {"remat": "block"}, dict(pipeline=2), 4, marks=pytest.mark.slow),
-        pytest.param(LLAMA, dict(pipeline=2, data=2), 4, marks=pytest.mark.slow),
-        pytest.param(GPT, dict(pipeline=2, data=2, tensor=2), 4, marks=pytest.mark.slow),
+        (GPT, dict(pipeline=2), 1),
+        (GPT | {"remat": "block"}, dict(pipeline=2), 4),
+        (LLAMA, dict(pipeline=2, data=2), 4),
+        (GPT, dict(pipeline=2, data=2, tensor=2), 4),
     ],
     ids=["unlike", "a row that is not divided", "recomputed", "tied head", "tensor"],
 )
+@pytest.mark.slow
 def test_stages_are_one_device(family, sizes, micro):
     """Loss and gradients, scaled by what the loss is divided by."""
     _, graphdef, _, params = build(**family)

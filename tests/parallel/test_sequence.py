@@ -115,6 +115,7 @@ def test_rows_come_together_without_a_transpose():
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 2, "data": 2}, {"expert": 2, "fsdp": 2}], ids=str)
+@pytest.mark.quick("{'tensor': 2, 'data': 2}")
 def test_parts_of_a_batch_side_by_side_are_one_batch(axes):
     """Loss and gradients, with the experts' loads, of two parts as of one; each has a device's own
     rows, so that nothing is sent to make them."""

@@ -1,7 +1,6 @@
 """Studies: what is planned, what is refused, what is resumed, and one from beginning to end."""
 
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -186,8 +185,8 @@ def record_like(first, config):
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
-    """A finished study with a prediction; the order in which its runs were trained. The default
-    tier trains the first of them and the held-out one: a run takes five seconds."""
+    """A finished study with a prediction; the order in which its runs were trained. The first
+    of them and the held-out one are really trained: a run takes five seconds."""
     folder, trained = tmp_path_factory.mktemp("study"), []
     fields = {"overrides": [*TREE["overrides"], *assignments(**QUICK)]}
     path, train = write(folder, **LINE, **fields), command.train
@@ -197,7 +196,7 @@ def study(tmp_path_factory):
             trained.append(config.run.name)
             if len(trained) == 3:
                 raise KeyboardInterrupt
-            if os.environ.get("JAXTRAIN_SLOW") or len(trained) == 1 or config.model.width == 32:
+            if len(trained) == 1 or config.model.width == 32:
                 return train(config)
             return record_like(folder / "tiny" / trained[0], config)
 

@@ -6,19 +6,38 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 from sweep_cases import ADAMW, RATE, open_sweep, rows_now, write_sweep
 
+from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.runs.history import read_rows
 from jaxtrain.sweep import work
 from jaxtrain.sweep.command import main
+from jaxtrain.sweep.trials import PruneEvent
+from jaxtrain.train.step import State
+from jaxtrain.train.stop_signal import StopSignal
 
 
 def events_of(run_dir):
     return [row for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "event"]
 
 
+def test_what_is_worse_stops_after_the_step_in_hand():
+    event, stop, rows = object.__new__(PruneEvent), StopSignal(Coordinator()), []
+    event.prune, event.stopped, event.stop = lambda step, last: last["bpb"] > 2, [], stop
+    event.metrics = SimpleNamespace(write=lambda *row: rows.append(row))
+    state = State({}, {}, jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32), {})
+    for step, bpb, stops in ((2, 1.0, False), (4, 3.0, True)):
+        event.evaluator = SimpleNamespace(last={"bpb": bpb})
+        event.run(step, state)
+        assert (stop.wanted, bool(event.stopped), bool(rows)) == (stops,) * 3
+    assert event.stopped == [4] and rows[0][:2] == (4, "event")
+
+
+@pytest.mark.slow
 def test_a_sweep_prunes_notes_what_diverges_and_runs_the_best_on_fresh_seeds(tmp_path, capsys):
     rates = {"optim.learning_rate": {"name": "choice", "values": [3e-3, 1e-12, 1e30]}}
     path = write_sweep(
@@ -63,8 +82,6 @@ def test_a_stopped_run_goes_on_in_its_directory(tmp_path, monkeypatch):
     """A signal in the middle of a trial; the same command resumes its checkpoint."""
     path = write_sweep(tmp_path, trials=1)
     c, queues = open_sweep(path)
-    from jaxtrain.train.stop_signal import StopSignal
-
     after = StopSignal.after
     monkeypatch.setattr(StopSignal, "after", lambda self, step: step == 3 or after(self, step))
     with pytest.raises(KeyboardInterrupt):
