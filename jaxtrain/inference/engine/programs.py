@@ -14,7 +14,7 @@ bytes of parameters, and of each row `kv` bytes of keys and values a token.
 - Prompts of a prefill: one, or sizes of four times as many each, up to `prefill_rows`. A row more
   is a chunk more to compute: one size would cost a lone prompt as much as all.
 - Prompts that begin: their tokens attend to each other, as whole rows do. Later parts, and prompts
-  whose first pages are known, attend to gathered pages, of GATHERED rows at most.
+  whose first pages are known, attend to gathered pages, of GATHERED tokens at most.
 - Samplers: top-k and top-p sort rows * vocabulary numbers in each step, and `Sampler.ALL` has the
   host wait for its branches. Several steps at once have a program each. A single step is beside a
   prompt, or for a grammar: there `BEST` runs by `ALL`.
@@ -46,7 +46,7 @@ from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Params
 
 GROWTH = 4  # of a size of the table of pages, or of the rows of a prefill, over the one below
-GATHERED = 4  # rows of a prefill whose pages are gathered: of a layer, T * S scores a head and row
+GATHERED = 2048  # tokens of a prefill whose pages are gathered, each with S scores a head
 
 
 def i32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -194,7 +194,9 @@ class Programs(NamedTuple):
 
     def prefill_sizes(self, begins: bool) -> list[int]:
         """Rows of the programs of a prefill, for prompts that begin or for the others."""
-        most, sizes = min(self.prefill_rows, self.prefill_rows if begins else GATHERED), [1]
+        most, sizes = self.prefill_rows, [1]
+        if not begins:
+            most = min(most, max(1, GATHERED // self.options.chunk))
         while sizes[-1] < most:
             sizes.append(min(sizes[-1] * GROWTH, most))
         return sizes
