@@ -91,8 +91,9 @@ def last_states(model: Drafter, o: EngineOptions) -> jax.ShapeDtypeStruct | None
 
 def begins_apart(o: EngineOptions, c: ResolvedModel, mesh: Mesh | None) -> bool:
     """Whether prompts that begin are computed as whole rows, with no page read. With 8-bit pages
-    later parts would see the keys of the first one otherwise than it did itself."""
-    plain = o.cache_dtype is None and not c.virtual and mesh is None
+    later parts would see the keys of the first one otherwise than it did itself. A lone prompt
+    gains less than compiling one more program takes."""
+    plain = o.cache_dtype is None and not c.virtual and mesh is None and o.slots > 1
     return plain and min(o.chunk, o.context or c.context_length) <= c.context_length
 
 
