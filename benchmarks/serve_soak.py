@@ -34,6 +34,7 @@ TIES = 0.02  # share of a run's answers that may differ: in 16 bits a tie can fa
 GROWTH, SLACK = 0.10, 64.0  # what the memory may grow: part of it, and MiB
 PATIENCE = 120.0  # seconds of one request
 START = 600.0  # seconds that the server may take to load and compile
+IDLE_S, IDLE_PERCENT = 2.0, 20.0  # of a core in so many seconds: a server that compiles nothing
 RANDOM_MODEL = [
     "model.depth=2", "model.width=64", "model.head_dim=16", "train.sequence_length=512",
     "train.batch_size=8", "train.device_batch_size=1", "train.steps=1", "data.tokenizer.name=bytes",
@@ -290,6 +291,14 @@ def start_server(run: Path, clients: int) -> tuple[subprocess.Popen[str], int, s
     return process, int(found[1]), "soak"
 
 
+def wait_until_idle(server: psutil.Process) -> None:
+    """Until nothing is compiled beside any more: that would count as growth of the memory."""
+    deadline = time.monotonic() + START
+    while server.cpu_percent(IDLE_S) > IDLE_PERCENT:
+        if time.monotonic() > deadline:
+            raise UserError(f"serve-soak: without a request the server is busy for {START:g} s")
+
+
 def bench_serve_soak(
     run: Sequence[str], variant: str | None, clients: int, minutes: float
 ) -> Iterator[dict[str, Any]]:
@@ -307,6 +316,7 @@ def bench_serve_soak(
             asyncio.run(load.ask_alone())
             asyncio.run(load.warm_up())
             server = psutil.Process(process.pid)
+            wait_until_idle(server)
             files, begun = server.num_fds(), time.perf_counter()
             curve = asyncio.run(load.run(clients, minutes * 60, server))
             seconds = time.perf_counter() - begun

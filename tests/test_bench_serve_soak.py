@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from tiny import byte_model, random_run
 
+from benchmarks import serve_soak
 from benchmarks.__main__ import main
 from benchmarks.serve_soak import (
     LONGEST,
@@ -15,8 +17,10 @@ from benchmarks.serve_soak import (
     body_of,
     faults_of,
     save_random,
+    wait_until_idle,
 )
 from jaxtrain.runs.saved import load_saved
+from jaxtrain.settings import UserError
 
 FINE = {
     "answers": 10, "lost": 0, "crossed": 0, "different": 0, "ties_allowed": 0, "taken_garbage": 0,
@@ -67,6 +71,15 @@ def test_without_a_run_a_random_model_is_served(tmp_path):
     save_random(str(tmp_path))
     longest = max(len(body_of("a", i, False)["prompt"]) for i in range(PROMPTS)) + LONGEST + 1
     assert load_saved(tmp_path).config.model.context_length >= longest
+
+
+def test_it_waits_until_nothing_is_compiled_any_more(monkeypatch):
+    busy = [97.0, 55.0, 3.0, 90.0]
+    wait_until_idle(SimpleNamespace(cpu_percent=lambda _: busy.pop(0)))
+    assert busy == [90.0]
+    monkeypatch.setattr(serve_soak, "START", 0.0)
+    with pytest.raises(UserError, match="busy for 0 s"):
+        wait_until_idle(SimpleNamespace(cpu_percent=lambda _: 99.0))
 
 
 @pytest.mark.slow
