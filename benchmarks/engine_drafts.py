@@ -190,7 +190,7 @@ def warm_engine(
     """One slot. Prompts are computed anew in each pass."""
     options = EngineOptions(
         slots=1, page_size=PAGE, context=load.prompt + load.new, decode_steps=load.decode_steps,
-        prefix_cache=False, **way._asdict(),
+        prefix_cache=False, megakernel=False, **way._asdict(),
     )  # fmt: skip
     parts = model.config, model.graphdef, model.params, model.tokenizer
     engine = Engine(*parts, options=options)

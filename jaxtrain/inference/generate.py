@@ -274,8 +274,9 @@ def chat_in_terminal(saved: Saved, chat: Chat, a: argparse.Namespace) -> None:
     room = context - tokens
     if room < 1:
         raise UserError(f"--tokens {tokens} leaves no room in a context of {context}; give fewer")
-    # A step a call, so that each token is shown as it comes.
-    options = EngineOptions(slots=1, cache_dtype=a.cache_dtype, decode_steps=1)
+    # A step a call, so that each token is shown as it comes; as in `make_engine`, no kernel that
+    # takes longer to compile than a talk gains by it.
+    options = EngineOptions(slots=1, cache_dtype=a.cache_dtype, decode_steps=1, megakernel=False)
     options = options._replace(**asked_drafts(a)._asdict())
     engine = engine_of(saved, options)
     turns = itertools.count()

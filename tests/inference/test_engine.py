@@ -74,6 +74,18 @@ def test_a_sample_depends_on_its_request_alone():
     assert engine.stats().preemptions > 0
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    engine = make_engine()
+    long, short = requests_of(prompts(40, 3))
+    engine.add(long)
+    engine.step()  # its first part, of seven
+    engine.add(short)
+    first = [update.id for _ in range(2) for update in engine.step() if update.tokens]
+    assert short.id in first and long.id not in first
+    while engine.busy:
+        engine.step()
+
+
 @pytest.mark.slow
 def test_a_sample_does_not_depend_on_chunks_or_the_prefix_cache():
     requests = requests_of(prompts(*LENGTHS))

@@ -13,7 +13,13 @@ from tiny import mesh_of
 
 from jaxtrain.inference.engine import Engine, EngineOptions, Request
 from jaxtrain.inference.engine.compiler import EngineCompiler
-from jaxtrain.inference.engine.programs import ProgramKey, Programs, fewest, table_sizes
+from jaxtrain.inference.engine.programs import (
+    ProgramKey,
+    Programs,
+    begins_apart,
+    fewest,
+    table_sizes,
+)
 from jaxtrain.inference.engine.sampling import Sampler
 from jaxtrain.parallel.axes import partition_spec
 
@@ -58,6 +64,16 @@ def test_prompts_that_begin_have_programs_of_their_own():
     other = ProgramKey("prefill_slots", 4, 64)
     assert all(other.serves(key) for key in ones if key.rows < 16)
     assert not any(key.serves(other) for key in ones)
+
+
+def test_when_prompts_that_begin_are_computed_as_whole_rows():
+    c = model("plain")[0]
+    options = EngineOptions(context=32, chunk=16)
+    assert begins_apart(options, [c], None)
+    for other in ({"slots": 1}, {"cache_dtype": "int8"}, {"draft_mtp": True}):
+        assert not begins_apart(options._replace(**other), [c], None)
+    for changes in ({"attention": "mosaic"}, {"prompt": 4}, {"context_length": 8}):
+        assert not begins_apart(options, [c, c.model_copy(update=changes)], None)
 
 
 def test_prompts_wait_for_a_program_that_they_fill_to_a_half():

@@ -105,7 +105,7 @@ class Engine:
             self.state = device.init_device_state(page, pages, options.slots, places, *how)
         in_place = all(reads_in_place(x, one, pages) for x, one in zip(parts, page))
         sizes = table_sizes(options, self.width, in_place)
-        begins = begins_apart(options, config, mesh)
+        begins = begins_apart(options, [one.config for one in both], mesh)
         self.programs = Programs(
             self.models, options, self.virtual, sizes, config.width, packed, begins
         )
@@ -308,17 +308,19 @@ class Engine:
     # ---- work of the device ---------------------------------------------------------------------
 
     def prefill(self) -> None:
-        """A chunk of the texts that are not computed yet, of some at once: all of them begin, or
-        none does, so that a text's numbers do not depend on its neighbours'."""
+        """A chunk of the texts that are not computed yet, of some at once. Those that begin are
+        apart from those that go on, so that a text's numbers do not depend on its neighbours'."""
+        todo = [one for one in self.running if not one.decoding]
+        begins = lambda one: self.programs.begins and not one.computed
+        parts = {which: [one for one in todo if begins(one) == which] for which in (True, False)}
+        for which, some in parts.items():
+            if some:
+                self.pace.reset()
+                self.prefill_part(some[: self.programs.at_once(len(some), which)], which)
+
+    def prefill_part(self, todo: list[Sequence], begins: bool) -> None:
+        """A chunk of these texts, and the first token behind those that are whole then."""
         o = self.options
-        if not (todo := [one for one in self.running if not one.decoding]):
-            return
-        self.pace.reset()
-        if begins := self.programs.begins and not todo[0].computed:
-            todo = [one for one in todo if not one.computed]
-        elif self.programs.begins:
-            todo = [one for one in todo if one.computed]
-        todo = todo[: self.programs.at_once(len(todo), begins)]
         longest = max(one.computed + min(one.left, o.chunk) for one in todo)
         key = self.compiler.pick(self.programs.prefilling(len(todo), longest, begins))
         parts = [(one.place, one.computed, min(one.left, o.chunk)) for one in todo]
@@ -442,7 +444,10 @@ class Engine:
         with self.pace.waiting():
             tokens_KBT = np.asarray(step.sampled.tokens_KBT)
         if (tokens_KBT == GAVE_UP).any():
-            raise RuntimeError("the kernel of all layers gave up; megakernel=False leaves it out")
+            raise RuntimeError(
+                "the kernel of all layers gave up, or the model's states are not finite; "
+                "megakernel=False (serve: --no-megakernel) leaves it out"
+            )
         right_B, wrong_B = (x.sum((0, 2)) for x in (tokens_KBT[:, :, 1:] >= 0, tokens_KBT == WRONG))
         tokens_Bk = tokens_KBT.swapaxes(0, 1).reshape(len(right_B), -1).tolist()
         new = tried = accepted = 0

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxtrain_kernels.decode_layers import PackedLayers
 from jaxtyping import PyTree
 
+from jaxtrain.inference.engine.pages import bytes_of, free_bytes
 from jaxtrain.inference.engine.programs import Drafter
 from jaxtrain.inference.engine.requests import EngineOptions
 from jaxtrain.model.packed import pack_layers, why_not_packed
@@ -46,6 +47,10 @@ def why_not_engine(
         return "needs one device"
     if context > c.context_length:
         return f"needs a context up to the model's {c.context_length}, got {context}"
+    # Packing has each layer's matrices twice for a moment.
+    need = pages * bytes_of(page) + 2 * bytes_of(params["blocks"])
+    if (free := free_bytes(params)) is not None and need > free:
+        return f"needs {need / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
     arrays = [jax.tree.leaves(layer) for layer in page]
     if any(len(layer) != 2 or layer[0].shape != arrays[0][0].shape for layer in arrays):
         return "needs pages of keys and values, equal in all layers"

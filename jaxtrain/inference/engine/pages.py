@@ -31,12 +31,20 @@ def page_digests(tokens: Sequence[int], size: int, adapter: str | None = None) -
 def affordable_pages(page: PyTree, wanted: int, params: PyTree, share: float) -> int:
     """Pages that a share of the device's free memory holds, at most `wanted`. page: the shapes of
     one; params: arrays of that device."""
-    stats = next(iter(jax.tree.leaves(params)[0].devices())).memory_stats()
-    if not stats:
+    if (free := free_bytes(params)) is None:
         return wanted
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page))
-    free = (stats["bytes_limit"] - stats["bytes_in_use"]) * share
-    return max(1, min(wanted, int(free) // size))
+    return max(1, min(wanted, int(free * share) // bytes_of(page)))
+
+
+def free_bytes(params: PyTree) -> int | None:
+    """Memory that is left on the device of some arrays; None where it does not say."""
+    stats = next(iter(jax.tree.leaves(params)[0].devices())).memory_stats()
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats else None
+
+
+def bytes_of(shapes: PyTree) -> int:
+    """Of arrays, or of their shapes."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 class PagePool:

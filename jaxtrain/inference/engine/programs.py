@@ -47,6 +47,7 @@ from jaxtrain.weights.params import Params
 
 GROWTH = 4  # of a size of the table of pages, or of the rows of a prefill, over the one below
 GATHERED = 2048  # tokens of a prefill whose pages are gathered, each with S scores a head
+BEGUN = 8192  # tokens of a prefill of prompts that begin
 
 
 def i32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -89,12 +90,18 @@ def last_states(model: Drafter, o: EngineOptions) -> jax.ShapeDtypeStruct | None
     return jax.ShapeDtypeStruct(shape, model.params["embed"].dtype) if o.draft_mtp else None
 
 
-def begins_apart(o: EngineOptions, c: ResolvedModel, mesh: Mesh | None) -> bool:
-    """Whether prompts that begin are computed as whole rows, with no page read. With 8-bit pages
-    later parts would see the keys of the first one otherwise than it did itself. A lone prompt
-    gains less than compiling one more program takes."""
-    plain = o.cache_dtype is None and not c.virtual and mesh is None and o.slots > 1
-    return plain and min(o.chunk, o.context or c.context_length) <= c.context_length
+def begins_apart(o: EngineOptions, models: Sequence[ResolvedModel], mesh: Mesh | None) -> bool:
+    """Whether prompts that begin are computed as whole rows, with no page read.
+
+    With 8-bit pages later parts would see the keys of the first one otherwise than it did itself. A
+    lone prompt gains less than compiling one more program takes. A model's own module reads pages
+    in any case, and a backend of attention that a run was trained with may not serve here.
+    """
+    chunk = min(o.chunk, o.context or models[0].context_length)
+    return (
+        o.cache_dtype is None and mesh is None and o.slots > 1 and not o.draft_mtp
+        and all(not c.virtual and c.attention is None and chunk <= c.context_length for c in models)
+    )  # fmt: skip
 
 
 class ProgramKey(NamedTuple):
@@ -118,7 +125,7 @@ class ProgramKey(NamedTuple):
     @property
     def cost(self) -> tuple[int, ...]:
         """By which those that serve are compared."""
-        return (-self.steps, self.rows, not self.begins, self.pages, self.sampler)
+        return (-self.steps, not self.begins, self.rows, self.pages, self.sampler)
 
 
 def fewest(keys: Collection[ProgramKey]) -> list[ProgramKey]:
@@ -195,9 +202,8 @@ class Programs(NamedTuple):
 
     def prefill_sizes(self, begins: bool) -> list[int]:
         """Rows of the programs of a prefill, for prompts that begin or for the others."""
-        most, sizes = self.prefill_rows, [1]
-        if not begins:
-            most = min(most, max(1, GATHERED // self.options.chunk))
+        tokens, sizes = BEGUN if begins else GATHERED, [1]
+        most = min(self.prefill_rows, max(1, tokens // self.options.chunk))
         while sizes[-1] < most:
             sizes.append(min(sizes[-1] * GROWTH, most))
         return sizes
@@ -238,7 +244,8 @@ class Programs(NamedTuple):
         """Steps of the programs that decode these requests, which come at once; without any, of
         all. One step is for what waits beside another's prompt, and for a last token alone."""
         o = self.options
-        together = len(asked) <= self.prefill_rows
+        most = min(len(asked), self.prefill_rows)
+        together = self.at_once(most, self.begins) == len(asked)
         short = all(len(one.prompt) <= o.chunk for one in asked)
         alone = any((one.sampling.max_tokens - 2) % o.decode_steps == 0 for one in asked)
         several = {o.decode_steps}
@@ -251,14 +258,15 @@ class Programs(NamedTuple):
         samplers = sorted({sampler_of(one.sampling) for one in asked} or set(Sampler))
         counts = {min(len(asked), o.slots)} if asked else {1, o.slots}
         steps = sorted(self.steps_of(asked), reverse=True)
+        parts = sorted(self.parts_of(asked), reverse=True)
         keys = [ProgramKey("put_texts")]
         # One of each page: those between have its pages.
         computed, decoded = ((*x[:: o.page_size], x[-1]) for x in lengths)
         computed = {self.pages_for(n) * o.page_size for n in computed}
         sized = {k: {self.pages_for(n + o.most(k) - 1): n for n in decoded}.values() for k in steps}
         for sampler in samplers:
-            keys += [self.prefilling(n, t, begins) for begins in sorted(self.parts_of(asked))
-                     for t in sorted(computed) for n in self.rows_of(asked, begins)]  # fmt: skip
+            keys += [self.prefilling(n, t, begins) for begins in parts for t in sorted(computed)
+                     for n in self.rows_of(asked, begins)]  # fmt: skip
             keys.append(ProgramKey("sample_first", sampler=sampler))
             keys += [self.decoding(r, k, n, sampler) for r in sorted(counts, reverse=True)
                      for k in steps for n in sized[k]]  # fmt: skip

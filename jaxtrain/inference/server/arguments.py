@@ -101,6 +101,10 @@ def add_engine(parser: Parser) -> None:
     )  # fmt: skip
     add_drafts(parser)
     parser.add_argument(
+        "--no-megakernel", action="store_true",
+        help="with --max-concurrency 1 on a GPU: kernels for each layer, not one for all",
+    )  # fmt: skip
+    parser.add_argument(
         "--tensor", type=whole(1), default=1, metavar="N", help="devices that split the model "
         "(default 1)",
     )  # fmt: skip

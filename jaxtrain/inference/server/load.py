@@ -87,7 +87,8 @@ def load_service(a: argparse.Namespace) -> Service:
     options = EngineOptions(
         slots=a.max_concurrency, max_queue=a.max_concurrency + a.max_queue, context=context,
         cache_dtype=a.cache_dtype, decode_steps=a.decode_steps, tensor=a.tensor,
-        adapters=tuple(a.adapter), adapt_steps=True, **asked_drafts(a)._asdict(),
+        adapters=tuple(a.adapter), adapt_steps=True,
+        megakernel=False if a.no_megakernel else None, **asked_drafts(a)._asdict(),
     )  # fmt: skip
     # What ends an answer of one of them ends every text.
     chats = [one.chat.end for one in (served, *adapters) if one.chat]
