@@ -15,7 +15,7 @@ VOCAB = 61
 LATENT = {
     "mla": {"kv_rank": 12, "rope_dim": 4}, "qk_norm": False, "value_embeddings": False,
 }  # fmt: skip
-MODELS = {  # of two layers, where nothing else is said
+MODELS = {  # two layers unless depth is named
     "nanochat": {},
     "grouped": {"kv_heads": 2, "attention_softcap": 5.0},
     "latent": LATENT,

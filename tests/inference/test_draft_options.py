@@ -30,7 +30,7 @@ def run(tmp_path_factory):
     return random_run(folder / "run", [*fields, "data.packing.name=padded"])
 
 
-def said(capsys, monkeypatch, *argv):
+def printed(capsys, monkeypatch, *argv):
     """What the command prints, to whom two questions are typed."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nAnd now?\n/quit\n"))
     assert jaxtrain([*map(str, argv)]) == 0
@@ -88,9 +88,9 @@ def test_the_text_is_that_without(run, command, how, capsys, monkeypatch):
     argv += [] if command == "chat" else ["--prompt", "To be, be, be", "--prompt", "or not"]
     argv = ["generate" if command == "answer" else command, run, *argv]
     given = [*HOW[how], *(["--draft-run", run] if how == "model" else [])]
-    plain = said(capsys, monkeypatch, *argv)
+    plain = printed(capsys, monkeypatch, *argv)
     made = engines(monkeypatch)
-    assert said(capsys, monkeypatch, *argv, *given) == plain
+    assert printed(capsys, monkeypatch, *argv, *given) == plain
     (engine,) = made
     assert engine.options.drafts == given[1]
     assert engine.stats().drafts > 0 or how == "text"  # which may hold nothing twice
