@@ -105,7 +105,7 @@ def test_the_text_is_that_without(run, command, how, capsys, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("command", ["generate --prompt a", "chat"])
-@pytest.mark.slow
+@pytest.mark.quick("generate --prompt a---draft-run {run}-say how many a step with drafts")
 def test_what_does_not_go_together_is_one_line(run, command, given, reason, capsys):
     assert jaxtrain([*command.split(), str(run), *given.format(run=run).split()]) == 2
     assert reason in capsys.readouterr().err
