@@ -166,8 +166,8 @@ def test_a_process_on_a_node_ends_with_it(cluster, monkeypatch):
         left = [one for one in (server, *others) if one not in gone]
         left[0].send_signal(signal.SIGTERM)
         assert left[0].wait() == -signal.SIGTERM
-        left[1].send_signal(signal.SIGINT)  # which the server takes as its end
-        assert left[1].poll(20) == 0
+        left[1].send_signal(signal.SIGINT)  # a server takes it as its end, if it has begun
+        assert left[1].poll(20) in (0, -signal.SIGINT)
     cluster.ask("add")
 
 

@@ -6,7 +6,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from tiny import assert_same_run, run_overrides, steps_of
+from tiny import WHOLE, assert_same_run, run_overrides, steps_of
 
 from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.config import load_config
@@ -115,8 +115,7 @@ def test_the_option_is_a_name_and_the_services_have_their_addresses():
 def test_a_run_that_is_taken_back_is_saved_and_goes_on(tmp_path, whole, capsys):
     notice = tmp_path / "notice"
     notice.touch()
-    fields = {"eval__every": 2, "sample__every": 4, "sample__prompts": "['']", "sample__tokens": 8}
-    fields["run__preemption"] = f"{{name: file, path: {notice}}}"
+    fields = WHOLE | {"run__preemption": f"{{name: file, path: {notice}}}"}
     assert main(run_overrides(tmp_path, **fields)) == 0
     assert "the run saves and stops" in capsys.readouterr().out
     (step,) = steps_of(tmp_path / "tiny")
