@@ -1,4 +1,4 @@
-"""LoRA adapters of one model, read from folders of peft's or of our runs."""
+"""LoRA adapters of one model, read from peft folders or jaxtrain runs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,12 +28,13 @@ from jaxtrain.weights.multi_lora import LoRAFactors, with_adapters
 from jaxtrain.weights.params import Params, ParamSpec
 
 Adapters = Sequence[tuple[str, Path]]
-# What decoding multiplies with latents of the cache, where rows have no matrix of their own.
+# Matrices that decoding applies to cached latents (MLA). All rows share one, without adapters.
 LATENT = ("k_up", "v_up")
 
 
 def load_adapters(saved: Saved, params: Params, adapters: Adapters, mesh: Mesh | None) -> Params:
-    """Parameters in their place, with adapters beside the matrices that any of them changes.
+    """Parameters on their devices, with the LoRA factors of adapters added to the matrices they
+    change.
 
     Raises UserError for an adapter that does not fit the model.
     """
@@ -58,7 +59,7 @@ def load_adapters(saved: Saved, params: Params, adapters: Adapters, mesh: Mesh |
 
 
 def read_factors(saved: Saved, params: Params, name: str, path: Path) -> dict[str, LoRAFactors]:
-    """The changes of matrices, by their names; their scale is in B."""
+    """LoRA factors by matrix name. B includes the LoRA scale."""
     where = f"adapter {name}={path}"
     folder = adapter_folder(str(path), f"adapter {name}:")
     try:
@@ -92,9 +93,10 @@ def read_factors(saved: Saved, params: Params, name: str, path: Path) -> dict[st
 
 
 def check_base(saved: Saved, folder: Path) -> None:
-    """UserError if the run of an adapter was tuned from another model.
+    """Raise UserError if the run of an adapter was tuned from another model.
 
-    The embedding of its merged model shows that. A folder from peft has none and is not checked.
+    Its merged model shows that by the embedding. A peft folder has no merged model and is not
+    checked.
     """
     if not (folder / WEIGHTS).is_file():
         return
@@ -108,7 +110,7 @@ def check_base(saved: Saved, folder: Path) -> None:
 
 
 def place_factors(one: LoRAFactors | None, spec: ParamSpec, mesh: Mesh) -> LoRAFactors | None:
-    """On a mesh: A split as the matrix's inputs, B as its outputs."""
+    """Put LoRA factors on a mesh: A is sharded like the matrix's inputs, B like its outputs."""
     if one is None:
         return None
     layers, ins, outs = spec.axes

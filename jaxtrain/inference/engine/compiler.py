@@ -1,4 +1,4 @@
-"""Programs are compiled in threads, beside each other and beside those that run."""
+"""Background compilation: programs are compiled in threads, in parallel, while others run."""
 
 import contextvars
 import logging
@@ -12,11 +12,12 @@ from jaxtrain.inference.engine.programs import ProgramKey
 
 log = logging.getLogger(__name__)
 
-COMPILERS = 8  # programs at once
+COMPILERS = 8  # programs compiled at once
 
 
 def compile_all(lowered: Iterable[jax.stages.Lowered]) -> int:
-    """Some programs at a time, the first ones while the next are still lowered; how many."""
+    """Compile programs in parallel, the first ones while the next are lowered. Returns their
+    number."""
     with ThreadPoolExecutor(COMPILERS) as pool:
         compiled = [pool.submit(one.compile) for one in lowered]
     for one in compiled:
@@ -25,18 +26,18 @@ def compile_all(lowered: Iterable[jax.stages.Lowered]) -> int:
 
 
 def is_ready(one: Future[object]) -> bool:
-    """Whether it was compiled."""
+    """Whether a program was compiled without error."""
     return one.done() and not one.cancelled() and one.exception() is None
 
 
 class Compiler[Key: Hashable]:
-    """What was begun to be compiled; jit keeps the programs themselves."""
+    """Compilations that were started, by key; jit keeps the programs themselves."""
 
     def __init__(self, mesh: Callable[[], AbstractContextManager[object]]):
-        """mesh: in which programs are lowered."""
+        """mesh: context in which programs are lowered."""
         self.mesh = mesh
         self.coming: dict[Key, Future[object]] = {}
-        self.failed: set[Key] = set()  # those that the log has named
+        self.failed: set[Key] = set()  # keys whose error was logged
         self.pools: list[ThreadPoolExecutor] = []
 
     def start(
@@ -45,9 +46,9 @@ class Compiler[Key: Hashable]:
         later: Collection[Key],
         lower: Callable[[Key], jax.stages.Lowered],
     ) -> None:
-        """Begin with these, in their order, beside what was begun before. Lowering holds Python:
-        the first ones are lowered here, the others in a thread. Compiling does not, and is done in
-        threads."""
+        """Start compiling these programs, in their order, in addition to earlier ones. Lowering
+        holds the GIL: `now` is lowered here, `later` in a thread. Compiling releases the GIL and
+        runs in threads."""
 
         def on_mesh(key: Key) -> jax.stages.Lowered:
             with self.mesh():
@@ -56,7 +57,7 @@ class Compiler[Key: Hashable]:
         lowering, compiling = pools = [ThreadPoolExecutor(n) for n in (1, COMPILERS)]
         self.pools += pools
         self.coming |= {key: compiling.submit(on_mesh(key).compile) for key in now}
-        context = contextvars.copy_context()  # of preferred backends
+        context = contextvars.copy_context()  # includes the preferred backends
         lowered = {key: lowering.submit(context.run, on_mesh, key) for key in later}
         finish = lambda one: one.result().compile()
         self.coming |= {key: compiling.submit(finish, one) for key, one in lowered.items()}
@@ -64,7 +65,8 @@ class Compiler[Key: Hashable]:
             pool.shutdown(wait=False)
 
     def wait(self, keys: Collection[Key]) -> None:
-        """Until these are ready; what failed of one is raised, and the others are left."""
+        """Wait until these are ready. If one failed, raise its error and cancel what has not
+        started."""
         try:
             for key in keys:
                 self.coming[key].result()
@@ -73,11 +75,12 @@ class Compiler[Key: Hashable]:
             raise
 
     def is_settled(self, key: Key) -> bool:
-        """Whether a call of the program waits for no thread: it is ready, failed, or not begun."""
+        """Whether a call of the program waits for no thread: it is ready, failed, or not
+        started."""
         return key not in self.coming or self.coming[key].done()
 
     def settle(self, key: Key) -> None:
-        """Wait until it is. What failed is named in the log, and raises when it is called."""
+        """Wait until a program is settled. A failure is logged; a call of the program raises it."""
         if (one := self.coming.get(key)) is None:
             return
         wait([one])
@@ -86,24 +89,24 @@ class Compiler[Key: Hashable]:
             log.warning("%s was not compiled: %s", key, one.exception())
 
     def wait_for_one(self, keys: Collection[Key]) -> None:
-        """Until one of them is settled."""
+        """Wait until one of these programs is settled."""
         if not any(map(self.is_settled, keys)):
             wait([self.coming[key] for key in keys], return_when=FIRST_COMPLETED)
 
     def stop(self) -> None:
-        """Leave what was not begun yet."""
+        """Cancel what has not started yet."""
         for pool in self.pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 class EngineCompiler(Compiler[ProgramKey]):
-    """An engine's programs; one may run in the place of another."""
+    """Compiler of an engine's programs, which may replace one another."""
 
     def pick(self, wanted: ProgramKey) -> ProgramKey:
-        """The program to run: the one itself where it is ready; in its place the cheapest that is
-        ready and serves; where none does, the one itself, once it is ready.
+        """Return the program to run: the wanted one if it is ready, or else the cheapest ready one
+        that serves. If none serves, wait for the wanted one.
 
-        Where none does, a program that was never begun, or failed, is compiled when it is called.
+        A wanted program that was never started, or that failed, is then compiled when it is called.
         """
         one = self.coming.get(wanted)
         if one is not None and is_ready(one):

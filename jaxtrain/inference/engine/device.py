@@ -1,9 +1,9 @@
-"""What an engine keeps on the device, and the programs that change it.
+"""Device state of an engine, and the jitted programs that update it.
 
-`prefill_slots` computes a part of some prompts, `sample_first` the token behind those that are
-whole, `decode_slots` the next token of all rows, or with drafts the next few, in one step or
-several. The texts themselves are on the device: a step needs no
-token of the step before from the host, which reads tokens while the next steps already run.
+`prefill_slots` computes a chunk of some prompts. `sample_first` samples the first token after
+prompts that are complete. `decode_slots` decodes the next token of all rows, or with drafts the
+next few, in one step or several. The sequences are on the device: a step needs no token from the
+host, which reads tokens while the next steps run.
 """
 
 import functools
@@ -32,19 +32,18 @@ from jaxtrain.parallel import constrain
 from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
 
-WRONG = -2  # in the place of a token that was guessed, and not sampled
-GAVE_UP = -3  # of a step whose one kernel of all layers has waited in vain for a part of itself
-LEAST_PAGE = 8  # tokens, if a page need not be as small as the virtual tokens are few
+WRONG = -2  # marks a position whose draft token was rejected
+GAVE_UP = -3  # marks a step whose megakernel stopped waiting for one of its own programs
+LEAST_PAGE = 8  # smallest page, in tokens, that several pages of virtual tokens may have
 
 
 class DeviceState(NamedTuple):
-    """What lies on the device.
+    """Arrays of an engine on the device.
 
-    kv: keys and values in pages, of the model and, where there is one, of what guesses, a small
-    model or the model's module; both have a token in the same page and place. texts_SC: the tokens
-    of each slot's text; known_S: how many. Of all but the last of them the pages hold keys and
-    values, unless the text is a prompt that is not computed yet. last: what the model's module
-    guesses from, if it is to.
+    kv: KV pages of the model, and of the draft model or the model's own MTP module if there is one.
+    Both store a token at the same page and offset. texts_SC: tokens of each slot's sequence.
+    known_S: their number. The pages hold keys and values of all but the last token, unless the
+    prompt is not computed yet. last: states that the MTP module drafts from, if it is used.
     """
 
     kv: tuple[LayerPages, ...]
@@ -54,7 +53,8 @@ class DeviceState(NamedTuple):
 
 
 class GraphDefs(tuple[nnx.GraphDef, ...]):
-    """Of the models: a static argument whose hash, that of a tree of modules, is computed once."""
+    """Graph definitions of the models: a static argument that computes its hash, over a tree of
+    modules, only once."""
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -65,8 +65,8 @@ class GraphDefs(tuple[nnx.GraphDef, ...]):
 
 
 class Sampled(NamedTuple):
-    """What some steps sampled for rows, [steps, B, ..]: new tokens, -1 in the place of none and
-    WRONG behind a guess that was wrong, and of `Sampler.ALL` logprobs where they are wanted."""
+    """Samples of some steps, [steps, B, ..]: new tokens (-1: no token, WRONG: a rejected draft
+    token), and with `Sampler.ALL` the log-probs where they are wanted."""
 
     tokens_KBT: Array
     logprob_KBT: Array | None = None
@@ -81,9 +81,9 @@ def init_device_state(
     page: PyTree, pages: int, slots: int, context: int,
     states: jax.ShapeDtypeStruct | None = None, stacked: bool = False,
 ) -> DeviceState:  # fmt: skip
-    """Empty pages and texts. page: of each model, shapes (`model.kv_cache.page_shapes`). states:
-    the shape [T, D] of a slot's `LastStates`, if there are any. stacked: the pages of all layers
-    are two arrays."""
+    """Empty pages and sequences. page: page shapes of each model (`model.kv_cache.page_shapes`).
+    states: shape [T, D] of a slot's `LastStates`, if there are any. stacked: the pages of all
+    layers are two arrays."""
     many = lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype)
     texts_SC, none_S = jnp.zeros((slots, context), jnp.int32), jnp.zeros(slots, jnp.int32)
     last = None
@@ -96,14 +96,15 @@ def init_device_state(
 
 
 def pinned(state: DeviceState) -> DeviceState:
-    """The state in its place: pages split by heads over the mesh's axis `tensor`, texts whole."""
+    """Constrain the state's sharding: pages over mesh axis `tensor` by KV heads, the rest
+    replicated."""
     heads = lambda x: constrain(x, None, None, "kv_heads", *(None for _ in x.shape[3:]))
     kv = jax.tree.map(heads, state.kv)
     return DeviceState(kv, *replicated(state[1:]))
 
 
 def replicated[Tree](tree: Tree) -> Tree:
-    """Whole on every device, so that every process can read it."""
+    """Replicate on every device, so that every process can read it."""
     return jax.tree.map(lambda x: constrain(x, *(None for _ in x.shape)), tree)
 
 
@@ -111,8 +112,7 @@ def replicated[Tree](tree: Tree) -> Tree:
 def put_virtual_tokens(
     graphdef: nnx.GraphDef, params: Params, state: DeviceState, pages_P: Int[Array, "P"]
 ) -> DeviceState:
-    """The state with the keys and values of a model's virtual tokens in some pages, which they
-    fill."""
+    """Write the keys and values of a model's virtual tokens into pages, which they fill."""
     virtual = nnx.merge(graphdef, params).virtual_tokens()
     assert virtual is not None
 
@@ -132,7 +132,7 @@ def put_texts(
     texts_NC: Int[Array, "N C"],
     lengths_N: Int[Array, "N"],
 ) -> DeviceState:
-    """The state with texts in some slots; that of a slot that is none is dropped."""
+    """Write sequences into some slots. A row whose slot is out of range is dropped."""
     texts_SC = state.texts_SC.at[slots_N].set(texts_NC, mode="drop")
     known_S = state.known_S.at[slots_N].set(lengths_N, mode="drop")
     return pinned(state._replace(texts_SC=texts_SC, known_S=known_S))
@@ -153,11 +153,11 @@ def prefill_slots(
     most: int,
     begins: bool = False,
 ) -> tuple[DeviceState, Float[Array, "B D"]]:
-    """Compute counts_R tokens of the texts of some slots, from starts_R on; the state of the last.
+    """Compute counts_R tokens of some slots' sequences, from starts_R on. Returns the last states.
 
-    An idle row has the slot number of none, and counts_R 0. most: rows of the states that are
-    returned, those behind R are zeros: one program samples from any number of them. begins: all
-    texts begin here, starts_R is 0.
+    An idle row has a slot out of range, and counts_R 0. most: rows of the returned states, padded
+    with zeros from R on, so that one program samples from any number of them. begins: all rows are
+    first chunks, starts_R is 0.
     """
     texts_RC = state.texts_SC.at[slots_R].get(mode="fill", fill_value=0)
     places_RT = starts_R[:, None] + jnp.arange(chunk)[None]
@@ -171,7 +171,7 @@ def prefill_slots(
     run = functools.partial(run_model, begins=begins)
     ran = [run(model, tokens_RT, cache) for model, cache in zip(models, caches)]
     states_RTD, kv = ran[0][0], tuple(kv for _, kv in ran)
-    if state.last is not None:  # of a text's last token the next one is not known: read again then
+    if state.last is not None:  # a last token has no known next token yet: processed again later
         next_RT = jnp.take_along_axis(texts_RC, places_RT + 1, axis=1, mode="clip")
         kv = (*kv, run_module(models[0], states_RTD, next_RT, caches[1])[1])
     last_RD = states_RTD[jnp.arange(len(slots_R)), jnp.maximum(counts_R - 1, 0)]
@@ -191,8 +191,8 @@ def sample_first(
     *,
     sampler: Sampler,
 ) -> tuple[DeviceState, Sampled]:
-    """Sample the token behind some whole texts, which it joins. rows: of all slots. lengths_B:
-    tokens of the texts. A row without one has the slot number of none."""
+    """Sample the first token after complete prompts, and append it. rows: of all slots. lengths_B:
+    sequence lengths. An idle row has a slot out of range."""
     texts_BC = state.texts_SC.at[slots_B].get(mode="fill", fill_value=0)
     rows = jax.tree.map(lambda x_S: x_S.at[slots_B].get(mode="clip"), rows)
     model = nnx.merge(graphdefs[0], choose_adapters(params, rows.sampling.adapter_B))
@@ -220,9 +220,9 @@ def decode_slots(
     sampler: Sampler,
     packed: PackedLayers | None = None,
 ) -> tuple[DeviceState, Sampled]:
-    """The next tokens of some slots, of so many steps; a text that is full gets none. rows: of all
-    slots. A row without a text has the slot number of none. packed: the layers for one kernel of
-    all, for stacked pages."""
+    """Decode the next tokens of some slots in `steps` steps; a full sequence gets none. rows: of
+    all slots. An idle row has a slot out of range. packed: layers of the megakernel, for stacked
+    pages."""
     active_B = slots_B < len(state.known_S)
     rows = jax.tree.map(lambda x_S: x_S.at[slots_B].get(mode="clip"), rows)
     adapted = choose_adapters(params[0], rows.sampling.adapter_B), *params[1:]
@@ -254,11 +254,11 @@ def decode_step(
     sampler: Sampler,
     packed: PackedLayers | None = None,
 ) -> tuple[DeviceState, Draw, tuple[Int[Array, "S"], Int[Array, "S"]]]:
-    """The next token of every active slot; with drafts, up to so many more that were guessed right.
-    Returns what was sampled, [S, T, ..], how many of the tokens count, and how many were tried.
+    """Decode the next token of every active slot, and up to `drafts` accepted draft tokens. Returns
+    the samples [S, T, ..], the number of new tokens, and the number of tokens tried.
 
-    A guess is right if it is the token that is sampled in its place, with the key of its place: so
-    the text is that without drafts.
+    A draft token is accepted if it equals the token that is sampled at its position, with the key
+    of that position: so the output is the same as without drafts.
     """
     S, T, known_S = len(active_S), drafts + 1, state.known_S
     sampling = rows.sampling
@@ -306,14 +306,14 @@ def decode_step(
 
 
 def longest_window(c: ResolvedModel) -> int:
-    """How many tokens before each one any layer of a model sees: of full attention, those of the
-    context that it was trained with."""
+    """Largest attention window of any layer, in tokens before each token. Full attention counts as
+    the context that the model was trained with."""
     whole = c.context_length + c.virtual - 1
     return max(spec.window or whole for spec in make_plan(c))
 
 
 def check_servable(c: ResolvedModel, context: int) -> str | None:
-    """Why a model cannot be served, in one line, or None."""
+    """Reason why a model cannot be served, in one line; None if it can."""
     if not c.causal:
         return "is an encoder (model.causal=false), which cannot continue a text"
     if c.position_embedding == "learned" and context > c.context_length:
@@ -324,8 +324,8 @@ def check_servable(c: ResolvedModel, context: int) -> str | None:
 def for_context(
     c: ResolvedModel, graphdef: nnx.GraphDef, vocab_size: int, context: int
 ) -> nnx.GraphDef:
-    """The model as it reads texts of up to `context` tokens: with LongRoPE all with the divisors of
-    long ones where a text may become one, as keys cannot change any more when it does."""
+    """Graph definition for sequences of up to `context` tokens. If LongRoPE's original context is
+    exceeded, all sequences use the long factors, because cached keys cannot change later."""
     scaling = c.rope_scaling
     if not scaling or scaling.name != "longrope" or context <= scaling.original_context:
         return graphdef
@@ -334,8 +334,8 @@ def for_context(
 
 
 def usable_page_size(virtual: int, wanted: int) -> int:
-    """Tokens of a page: as many as wanted, or fewer, if virtual tokens have to fill whole pages,
-    with which all rows begin."""
+    """Tokens per page: as wanted. Virtual tokens have to fill whole pages at the start of all rows,
+    so with them it is a divisor of their number, or that number if the divisors are too small."""
     if not virtual:
         return wanted
     divisors = (n for n in range(1, max(wanted, 1) + 1) if virtual % n == 0)

@@ -1,5 +1,5 @@
-"""Guesses of a text's next tokens: what followed its end where that stood before, or what a small
-model or the model's own module of multi-token prediction says."""
+"""Draft tokens for speculative decoding: from prompt lookup, from a small draft model, or from the
+model's own module of multi-token prediction (MTP)."""
 
 from typing import NamedTuple
 
@@ -14,21 +14,21 @@ from jaxtrain.model.kv_cache import LayerPages, StackedPages
 
 
 class LastStates(NamedTuple):
-    """The model's states of the tokens in front of each text's last one: so many as the last step
-    has computed, count_S; the others of states_STD are any."""
+    """The model's states of the tokens before each sequence's last one. count_S: number of states
+    that the last step computed; the other states in states_STD are undefined."""
 
     states_STD: Float[Array, "S T D"]
     count_S: Int[Array, "S"]
 
 
-SHORTEST, LONGEST = 2, 3  # tokens of a text's end that are looked for in it
+SHORTEST, LONGEST = 2, 3  # lengths of the suffix that prompt lookup searches for, in tokens
 
 
 def run_model(
     model: Transformer, tokens_BT: Array, cache: PagedCache, packed: PackedLayers | None = None,
     begins: bool = False,
 ) -> tuple[Array, LayerPages]:  # fmt: skip
-    """States [B, T, D] of new tokens, and the pages with them."""
+    """Run the model on new tokens. Returns their states [B, T, D] and the updated pages."""
     out = model(tokens_BT, mode=Paged(cache, packed, begins))
     assert isinstance(out.cache, PagedCache)
     return out.states, out.cache.kv
@@ -37,13 +37,13 @@ def run_model(
 def look_up(
     texts_SC: Int[Array, "S C"], known_S: Int[Array, "S"], drafts: int
 ) -> tuple[Int[Array, "S k"], Int[Array, "S"]]:
-    """What followed the last tokens of each text where they last stood before, and how many tokens
-    that are (0 to drafts): the last three, or else the last two."""
+    """Prompt lookup: the tokens that followed the latest earlier occurrence of a sequence's last
+    three tokens, or else of its last two. Also returns the number of these tokens (0 to drafts)."""
     S, C = texts_SC.shape
     if not drafts:
         return jnp.zeros((S, 0), jnp.int32), jnp.zeros(S, jnp.int32)
     place_1C = jnp.arange(C)[None]
-    best_S = jnp.full(S, -1, jnp.int32)  # where the tokens begin that followed
+    best_S = jnp.full(S, -1, jnp.int32)  # start of the tokens that followed
     for size in (SHORTEST, LONGEST):
         ends = jnp.take_along_axis(
             texts_SC, known_S[:, None] - size + jnp.arange(size)[None], axis=1, mode="clip"
@@ -51,7 +51,7 @@ def look_up(
         same_SC = jnp.ones((S, C), bool)
         for i in range(size):
             same_SC &= jnp.roll(texts_SC, size - i, axis=1) == ends[:, i, None]
-        # At place j: the `size` tokens before j are the text's last, and j is a known token.
+        # True at position j: the `size` tokens before j equal the last ones, and j is known.
         same_SC &= (place_1C >= size) & (place_1C < known_S[:, None])
         last_S = jnp.max(jnp.where(same_SC, place_1C, -1), axis=1)
         best_S = jnp.where(last_S >= 0, last_S, best_S)
@@ -71,11 +71,12 @@ def model_guesses(
     table_SW: Int[Array, "S W"],
     drafts: int,
 ) -> tuple[Int[Array, "S k"], LayerPages]:
-    """What a small model (Leviathan et al. 2022, arXiv:2211.17192) says next, and its pages.
+    """Draft tokens of a small model (Leviathan et al. 2022, arXiv:2211.17192), and its updated
+    pages.
 
-    It samples with the keys of the places that it guesses, the noise of the large model's samples:
-    so the two agree more often than two draws would. It reads its last guess as well, for the
-    pages of a text whose guesses all are right. room_S: tokens that may come yet, 0 in idle rows.
+    It samples with the large model's keys, and so its noise, at these positions: the two agree more
+    often than independent samples would. It also processes its last draft token, for the pages of a
+    sequence whose drafts are all accepted. room_S: tokens that may still come, 0 in idle rows.
     """
     take = lambda places_S: jnp.take_along_axis(texts_SC, places_S[:, None], 1, mode="clip")[:, 0]
 
@@ -101,9 +102,10 @@ def model_guesses(
 def run_module(
     model: Transformer, states_BTD: Array, tokens_BT: Array, cache: PagedCache
 ) -> tuple[Array, LayerPages]:
-    """States [B, T, D] of the first module of multi-token prediction, and its pages with them.
+    """Run the first MTP module. Returns its states [B, T, D] and its updated pages.
 
-    states_BTD: of places cache.starts_B on; tokens_BT: those that follow these places.
+    states_BTD: the model's states from position cache.starts_B on. tokens_BT: the tokens that
+    follow these positions.
     """
     positions_BT = cache.starts_B[:, None] + jnp.arange(tokens_BT.shape[1])[None]
     assert not isinstance(cache.kv, StackedPages)
@@ -125,13 +127,13 @@ def module_guesses(
     table_SW: Int[Array, "S W"],
     drafts: int,
 ) -> tuple[Int[Array, "S k"], LayerPages]:
-    """What the module of multi-token prediction says next (DeepSeek-V3, arXiv:2412.19437), and its
-    pages. Behind the first guess it reads its own states in the place of the model's.
+    """Draft tokens of the MTP module (DeepSeek-V3, arXiv:2412.19437), and its updated pages. After
+    the first draft token it reads its own states instead of the model's.
 
-    It samples as `model_guesses`. The pages keep what it reads of the model's states; the next step
-    writes over the rest. A page that the prefix cache knows may lack the module's keys of the last
-    tokens of the text that wrote it: guesses may be worse there. room_S: tokens that may come yet,
-    0 in idle rows.
+    It samples as `model_guesses` does. The pages keep the keys and values that come from the
+    model's states; the next step overwrites the others. A page in the prefix cache may lack the
+    module's keys of the last tokens of the sequence that wrote it: drafts may be worse there.
+    room_S: tokens that may still come, 0 in idle rows.
     """
     S, T, _ = last.states_STD.shape
     starts_S = jnp.maximum(known_S - 1 - last.count_S, 0)

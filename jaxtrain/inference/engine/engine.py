@@ -3,10 +3,10 @@
     while engine.busy:
         for update in engine.step(): ...
 
-A step computes a part of some prompts and the next tokens of every running request, and returns the
-tokens of the step before: the device already works while the host reads. Requests run in the order
-of their arrival. When pages run out, the youngest gives up its own and later computes its text
-again, from which it goes on as if nothing had been.
+A step computes a chunk of some prompts and the next tokens of every running request. It returns the
+tokens of the step before, so the device works while the host reads. Requests run in the order of
+their arrival. When pages run out, the youngest request is preempted: its pages are freed, and it is
+recomputed later, with the same output.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ from jaxtrain.weights.params import Params
 
 
 class Engine:
-    """Continues requests with one model; used by one thread."""
+    """Serves requests with one model. Only one thread may use it."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class Engine:
         drafter: Drafter | None = None,
         adapters: Collection[str] = (),
     ):
-        """params: on the device, in the compute dtype. stops: tokens that end every text.
-        mesh: that params lie on, of several devices. drafter: what guesses options.drafts.
-        adapters: names of those that params have, in their order (`with_adapters`)."""
+        """params: on the device, in the compute dtype. stops: tokens that end every text. mesh: the
+        devices of params, if there are several. drafter: the model of options.draft_run. adapters:
+        names of the LoRA adapters in params, in their order (`with_adapters`)."""
         self.context = options.context or config.context_length
         both = [Drafter(config, graphdef, params), *([drafter] if drafter else [])]
         for one, name in zip(both, ("this model", "the model that guesses")):
@@ -87,17 +87,17 @@ class Engine:
         options = options._replace(page_size=size)
         self.options, self.tokenizer, self.stops = options, tokenizer, stops
         self.graphdef, self.params, self.mesh = graphdef, params, mesh
-        self.adapters = {name: i for i, name in enumerate(adapters, 1)}  # their numbers
-        parts = [*both, *draft_modules(both[0], options)]  # each has pages of its own
+        self.adapters = {name: i for i, name in enumerate(adapters, 1)}  # indices by name
+        parts = [*both, *draft_modules(both[0], options)]  # each has its own KV pages
         self.window = max(device.longest_window(one.config) for one in parts)
         fit = lambda x: device.for_context(x.config, x.graphdef, tokenizer.vocab_size, self.context)
         self.models = device.GraphDefs(map(fit, both)), tuple(one.params for one in both)
         shape = options.page_size, options.cache_dtype
         page = tuple(page_shapes(x.config, x.params["embed"].dtype, *shape) for x in parts)
-        self.width = -(-self.context // options.page_size)  # pages of the longest text
+        self.width = -(-self.context // options.page_size)  # pages of the longest sequence
         most, share = options.slots * self.width, options.memory_share
         self.pool = PagePool(options.pages or affordable_pages(page, most, params, share))
-        self.virtual = config.virtual // options.page_size  # pages that all rows begin with
+        self.virtual = config.virtual // options.page_size  # pages at the start of every row
         pages, places = self.pool.total + self.virtual, self.context + options.drafts + 1
         packed = packed_layers(options, self.models[0], both, page[0], pages, mesh)
         with self.on_mesh():
@@ -113,7 +113,7 @@ class Engine:
         self.table_SW = np.zeros((options.slots, self.virtual + self.width), np.int32)
         self.table_SW[:, : self.virtual] = self.pool.total + np.arange(self.virtual)
         self.fresh, self.arrivals = True, 0  # no request has joined yet
-        self.more_prompts = False  # beside those that are computed now
+        self.more_prompts = False  # prompts wait for which the current prefill has no row
         self.rows = SlotTable(options.slots, tokenizer.vocab_size)
         self.slots: list[Sequence | None] = [None] * options.slots
         self.waiting: deque[Sequence] = deque()
@@ -125,7 +125,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has something to do or to tell."""
+        """Whether `step` has work to do or updates to return."""
         return bool(self.by_id or self.ready)
 
     def add(self, request: Request) -> None:
@@ -146,7 +146,7 @@ class Engine:
         self.waiting.append(sequence)
 
     def cancel(self, id: str) -> None:
-        """End a request; its last update comes with the next step. Nothing for an unknown id."""
+        """End a request; its last update comes with the next step. Ignores an unknown id."""
         sequence = self.by_id.get(id)
         if sequence is None:
             return
@@ -156,15 +156,15 @@ class Engine:
         self.ready.append(Update(id, "", (), (), "cancelled"))
 
     def stats(self) -> EngineStats:
-        """Counts of now."""
+        """Current statistics."""
         running = sum(one is not None for one in self.slots)
         now = {"running": running, "waiting": len(self.waiting), "pages_used": self.pool.used}
         return self.counts._replace(**now)
 
     def step(self) -> list[Update]:
-        """Start a step of the device, and read the one before; [] when idle.
+        """Start a step on the device, and return the updates of the one before; [] when idle.
 
-        The first tokens behind prompts are read at once: the device meanwhile decodes.
+        The first tokens after prompts are read at once, while the device decodes.
         """
         if self.by_id:
             self.count(steps=1)
@@ -178,11 +178,11 @@ class Engine:
         return ready
 
     def on_mesh(self) -> AbstractContextManager[object]:
-        """In which programs are traced and run."""
+        """Context in which programs are traced and run."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def params_for(self, adapter: str | None) -> Params:
-        """The parameters for one row with an adapter, or with none."""
+        """Parameters for one row, with an adapter or without."""
         if not self.adapters:
             return self.params
         number = self.adapters[adapter] if adapter else 0
@@ -196,15 +196,15 @@ class Engine:
 
     @property
     def running(self) -> list[Sequence]:
-        """Those in slots, in the order of their arrival."""
+        """Running sequences, in the order of their arrival."""
         return sorted((one for one in self.slots if one is not None), key=lambda s: s.arrival)
 
     # ---- joining and leaving --------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Give slots and pages to waiting requests, in their order, while there are some.
+        """Assign slots and pages to waiting requests, in their order, while there are free ones.
 
-        As many join as the next prefill takes; while the device computes it, the others do.
+        As many join as the next prefill takes. The others join while the device computes it.
         """
         if self.fresh and self.virtual:
             graphdef, pages = self.models[0][0], np.arange(self.virtual) + self.pool.total
@@ -230,15 +230,16 @@ class Engine:
         self.more_prompts = free() and len(new) == room
 
     def constrain(self, sequence: Sequence) -> None:
-        """Allow the tokens that a running request's grammar lets come next."""
+        """Mask the tokens of a running request to those that its grammar allows next."""
         if sequence.matcher is not None and sequence.slot is not None:
             self.rows.allow(sequence.slot, allowed_bits(sequence.matcher))
 
     def take_pages(self, sequence: Sequence) -> bool:
-        """Whether a waiting request now has pages for its text, known ones and new ones.
+        """Allocate pages for a waiting request, some from the prefix cache. False if too few are
+        free.
 
-        Each running request that needs more keeps a page to go on with: none is started to be put
-        off at once.
+        One page stays free for each running request that may still grow, so that no request is
+        started only to be preempted at once.
         """
         size, length = self.options.page_size, len(sequence.tokens)
         known: list[int] = []
@@ -266,7 +267,7 @@ class Engine:
         self.table_SW[sequence.slot, begin : begin + len(sequence.pages)] = sequence.pages
 
     def remember(self, sequence: Sequence) -> None:
-        """Full pages of a running request become known by what they hold."""
+        """Add the full pages of a running request to the prefix cache."""
         if self.options.prefix_cache:
             size = self.options.page_size
             if sequence.decoding:
@@ -275,7 +276,7 @@ class Engine:
             self.pool.remember(sequence.pages, known)
 
     def drop_pages(self, sequence: Sequence) -> None:
-        """Give back the pages that no layer sees any more; full pages stay known."""
+        """Free the pages that no layer attends to any more; full pages stay cached."""
         if count := sequence.unseen(self.window, self.options.page_size):
             self.remember(sequence)
             self.pool.give_back(sequence.pages[:count])
@@ -283,7 +284,7 @@ class Engine:
             sequence.dropped += count
 
     def leave_slot(self, sequence: Sequence) -> None:
-        """Give slot and pages back; full pages stay known."""
+        """Free a request's slot and pages; full pages stay cached."""
         if sequence.slot is None:
             return
         self.slots[sequence.slot] = None
@@ -299,8 +300,8 @@ class Engine:
         del self.by_id[sequence.request.id]
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue: it was the youngest that ran, and all that wait are
-        younger."""
+        """Move a request back to the head of the queue. It was the youngest running one, and all
+        waiting ones are younger."""
         self.leave_slot(sequence)
         self.waiting.appendleft(sequence)
         self.count(preemptions=1)
@@ -308,8 +309,8 @@ class Engine:
     # ---- work of the device ---------------------------------------------------------------------
 
     def prefill(self) -> None:
-        """A chunk of the texts that are not computed yet, of some at once. Those that begin are
-        apart from those that go on, so that a text's numbers do not depend on its neighbours'."""
+        """Compute a chunk of some prompts. First chunks and later ones run in separate calls, so
+        that a sequence's values do not depend on the other sequences."""
         todo = [one for one in self.running if not one.decoding]
         begins = lambda one: self.programs.begins and not one.computed
         parts = {which: [one for one in todo if begins(one) == which] for which in (True, False)}
@@ -319,7 +320,7 @@ class Engine:
                 self.prefill_part(some[: self.programs.at_once(len(some), which)], which)
 
     def prefill_part(self, todo: list[Sequence], begins: bool) -> None:
-        """A chunk of these texts, and the first token behind those that are whole then."""
+        """Compute a chunk of these sequences, and sample the first token of those it completes."""
         o = self.options
         longest = max(one.computed + min(one.left, o.chunk) for one in todo)
         key = self.compiler.pick(self.programs.prefilling(len(todo), longest, begins))
@@ -343,7 +344,7 @@ class Engine:
             self.started(sampled, rows, 1, first=True)
 
     def decode(self) -> None:
-        """The next tokens of all requests whose text is computed."""
+        """Decode the next tokens of all requests whose prefill is complete."""
         for one in self.running:
             self.drop_pages(one)
         if not (todo := [one for one in self.running if one.can_go_on]):
@@ -352,7 +353,7 @@ class Engine:
         most = self.options.most(key.steps)
         for one in todo:
             self.make_room(one, most)
-        # Program and pages are not for those that can go on since `make_room` read their tokens.
+        # Program and pages leave out those that can go on only since `make_room` read their tokens.
         if not (todo := [one for one in todo if one.can_go_on]):
             return
         self.state, sampled = self.programs.decode(
@@ -370,8 +371,8 @@ class Engine:
         return self.programs.decoding(len(todo), self.steps_at_once(), longest, sampler)
 
     def steps_at_once(self) -> int:
-        """How many steps the device runs next: several, unless a prompt is to be computed between
-        them, a grammar has to be asked between them, or pages are short."""
+        """Decode steps of the next call. One if a prompt waits for prefill, a grammar needs the
+        host between steps, every request needs at most one more token, or pages are short."""
         o, running = self.options, self.running
         steps = self.pace.steps if o.adapt_steps else o.decode_steps
         todo = [one for one in running if one.can_go_on]
@@ -385,7 +386,7 @@ class Engine:
         return steps if need <= self.pool.available else 1
 
     def make_room(self, sequence: Sequence, most: int) -> None:
-        """Pages for a request's next tokens; when there are none, the youngest gives up its own."""
+        """Allocate pages for a request's next tokens, or else preempt the youngest request."""
         while sequence.can_go_on:
             need = sequence.pages_missing(most, self.options.page_size)
             if need <= 0:
@@ -393,7 +394,7 @@ class Engine:
             if (new := self.pool.take(need)) is not None:
                 sequence.pages += new
                 self.write_table(sequence)
-            elif self.pending:  # some may have ended, and no step may be under way for a victim
+            elif self.pending:  # some may have ended, and a victim may have no step in flight
                 while self.pending:
                     self.read(self.pending.popleft())
             else:
@@ -402,7 +403,7 @@ class Engine:
     def started(
         self, sampled: Sampled, rows: list[tuple[int, Sequence]], most: int, first: bool = False
     ) -> None:
-        """Note a step whose tokens are to be read, and let them come to the host meanwhile."""
+        """Queue a step whose tokens are to be read, and start copying them to the host."""
         if rows:
             asked = any(one.request.sampling.logprobs is not None for _, one in rows)
             for x in jax.tree.leaves(sampled if asked else sampled.tokens_KBT):
@@ -410,11 +411,10 @@ class Engine:
             self.pending.append(Pending(sampled, tuple(rows), most, self.counts.steps, first))
 
     def warm_up(self, asked: Collection[Request] = (), beside: bool = False) -> int:
-        """Compile all programs that requests may need, some at a time, before the first one comes.
-        Returns how many.
+        """Compile all programs that requests may need, several at a time. Returns their number.
 
-        Without it a program is compiled when a request first needs it. asked: requests that come at
-        once, and no others. beside: wait for those alone that together serve any request.
+        Without it a program is compiled when a request first needs it. asked: the only requests
+        that will come, all at once. beside: wait only for programs that together serve any request.
         """
         keys = self.programs.needed(asked, self.context)
         now = fewest(keys) if beside else keys
@@ -426,21 +426,21 @@ class Engine:
         return len(keys)
 
     def lower(self, asked: Collection[Request] = ()) -> Iterator[jax.stages.Lowered]:
-        """The programs that `warm_up` compiles, one after the other."""
+        """Yield the lowered programs that `warm_up` compiles."""
         with self.on_mesh():
             rows = self.rows.on_device()
             for key in self.programs.needed(asked, self.context):
                 yield self.programs.lower(key, self.state, rows)
 
     def decode_program(self) -> jax.stages.Lowered:
-        """The program that the requests at work would decode with next."""
+        """Lowered program of the next decode call for the running requests."""
         with self.on_mesh():
             return self.programs.lower(self.decode_key(), self.state, self.rows.on_device())
 
     # ---- tokens -------------------------------------------------------------------------------
 
     def read(self, step: Pending) -> None:
-        """The tokens of a step, to whom they belong."""
+        """Read the tokens of a step, and pass them to their sequences."""
         with self.pace.waiting():
             tokens_KBT = np.asarray(step.sampled.tokens_KBT)
         if (tokens_KBT == GAVE_UP).any():

@@ -1,6 +1,6 @@
-"""Which tokens may come next in a text that has to match an expression, a schema or a grammar.
+"""Constrained decoding: tokens allowed next by a regular expression, a JSON schema or a grammar.
 
-The parsing is llguidance's (pip install 'jaxtrain[constrained]').
+llguidance does the parsing (pip install 'jaxtrain[constrained]').
 """
 
 import importlib
@@ -17,7 +17,7 @@ from jaxtrain.settings import UserError
 
 @runtime_checkable
 class Matcher(Protocol):
-    """A text so far, as llguidance's LLMatcher."""
+    """Grammar state of a partial text: the interface of llguidance's LLMatcher."""
 
     def is_error(self) -> bool: ...
 
@@ -31,7 +31,7 @@ class Matcher(Protocol):
 
 
 class VocabularyOfBytes:
-    """A tokenizer as llguidance asks for it: the bytes of every token."""
+    """Tokenizer interface that llguidance expects: the bytes of every token."""
 
     def __init__(self, tokenizer: Tokenizer, ends: Sequence[int]):
         self.encode = tokenizer.encode
@@ -45,7 +45,7 @@ class VocabularyOfBytes:
 
 
 class Grammars:
-    """Makes the matchers of one vocabulary. ends: tokens that may end a text that matches."""
+    """Factory of matchers for one vocabulary. ends: tokens that may end a matching text."""
 
     def __init__(self, tokenizer: Tokenizer, ends: Sequence[int]):
         self.library = llguidance()
@@ -55,14 +55,14 @@ class Grammars:
         self.tokenizer = self.library.LLTokenizer(wrapper, n_vocab=size, eos_token=ends)
 
     def matcher(self, grammar: Grammar, id: str) -> Matcher:
-        """At the beginning of a request's text. Raises UserError for a grammar that is none."""
+        """Matcher at the start of a request's text. Raises UserError for an invalid grammar."""
         where = f"request {id}: grammar {grammar.kind}"
         make = self.library.LLMatcher
         kinds = {"regex": make.grammar_from_regex, "json_schema": make.grammar_from_json_schema}
         kinds |= {"lark": make.grammar_from_lark}
         try:
             matcher = make(self.tokenizer, kinds[grammar.kind](grammar.source), log_level=0)
-        except ValueError as error:  # no JSON
+        except ValueError as error:  # invalid JSON
             raise UserError(f"{where}: {first_line(str(error))}") from None
         if matcher.is_error():
             raise UserError(f"{where}: {first_line(matcher.get_error())}")
@@ -82,5 +82,5 @@ def first_line(message: str) -> str:
 
 
 def allowed_bits(matcher: Matcher) -> np.ndarray:
-    """uint32 [V / 32]: a bit for each token that may come next."""
+    """Mask of the tokens allowed next, uint32 [V / 32]: one bit per token."""
     return np.frombuffer(matcher.compute_bitmask(), np.uint32)

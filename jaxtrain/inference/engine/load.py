@@ -1,4 +1,4 @@
-"""An engine of a model on disk."""
+"""Load an engine from a model on disk."""
 
 from pathlib import Path
 
@@ -20,12 +20,12 @@ from jaxtrain.settings import UserError
 
 
 def load_engine(run: Path, step: int | None = None, options: EngineOptions = DEFAULT) -> Engine:
-    """The engine of a run directory or model folder, a quantized one too. Raises UserError."""
+    """Engine of a run directory or model folder, which may be quantized. Raises UserError."""
     return engine_of(load_saved(run, step), options)
 
 
 def engine_of(saved: Saved, options: EngineOptions = DEFAULT) -> Engine:
-    """The engine of a model that was read already, in its compute dtype."""
+    """Engine of a loaded model, in its compute dtype."""
     c, mesh = saved.config.model, None
     if options.tensor > 1:
         devices, dims = jax.devices(), {"heads": c.heads}
@@ -43,8 +43,8 @@ def engine_of(saved: Saved, options: EngineOptions = DEFAULT) -> Engine:
 
 
 def load_drafter(options: EngineOptions, tokenizer: Tokenizer, mesh: Mesh | None) -> Drafter | None:
-    """The small model of `draft_run`, if there is one, on the mesh. UserError where it cannot guess
-    for a model of this tokenizer."""
+    """Load the draft model of `draft_run`, if there is one, onto the mesh. Raises UserError if its
+    tokenizer differs or `drafts` is 0."""
     if options.draft_run is None:
         return None
     small = load_saved(options.draft_run)
@@ -56,7 +56,7 @@ def load_drafter(options: EngineOptions, tokenizer: Tokenizer, mesh: Mesh | None
 
 
 def params_of(saved: Saved, mesh: Mesh | None) -> Params:
-    """The parameters in their compute dtype, on the first device or each device its parts."""
+    """Parameters in their compute dtype, on the first device, or sharded over the mesh."""
     dtype = compute_dtype(saved.config.train.precision)
     in_dtype = lambda params: cast(params, saved.specs, dtype)
     if mesh is None:

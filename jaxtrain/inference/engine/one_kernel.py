@@ -1,4 +1,5 @@
-"""All layers of a decode step in one kernel: whether an engine can have it, and its weights."""
+"""Megakernel of all layers of a decode step: whether an engine supports it, and its packed
+weights."""
 
 import logging
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ def packed_layers(
     options: EngineOptions, graphdefs: Sequence[nnx.GraphDef], models: Sequence[Drafter],
     page: PyTree, pages: int, mesh: Mesh | None,
 ) -> PackedLayers | None:  # fmt: skip
-    """The first model's layers, packed; None where the kernel does not serve, with a line in the
-    log where it was asked for. page: shapes of the pages of the first model's layers
-    (`page_shapes`). pages: of a layer."""
+    """Packed layers of the first model. None if the megakernel is off or unsupported; the latter is
+    logged if it was requested. page: page shapes of the first model's layers (`page_shapes`).
+    pages: pages per layer."""
     if options.megakernel is False:
         return None
     if why := why_not_engine(options, models, page, pages, mesh):
@@ -36,7 +37,7 @@ def packed_layers(
 def why_not_engine(
     options: EngineOptions, models: Sequence[Drafter], page: PyTree, pages: int, mesh: Mesh | None
 ) -> str | None:
-    """Why one kernel does not serve an engine; None = it does."""
+    """Reason why an engine cannot use the megakernel; None if it can."""
     c, params = models[0].config, models[0].params
     context = options.context or c.context_length
     if options.slots > 1:
@@ -47,7 +48,7 @@ def why_not_engine(
         return "needs one device"
     if context > c.context_length:
         return f"needs a context up to the model's {c.context_length}, got {context}"
-    # Packing has each layer's matrices twice for a moment.
+    # While packing, memory holds each layer's matrices twice.
     need = pages * bytes_of(page) + 2 * bytes_of(params["blocks"])
     if (free := free_bytes(params)) is not None and need > free:
         return f"needs {need / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"

@@ -1,22 +1,22 @@
-"""How many steps of decoding one call of the device is, while requests may come at any time.
+"""Number of decode steps per device call, while requests may come at any time.
 
-A new request waits for the calls that the device has already. Several steps a call spare the host
-time; where the device takes longer for one step than the host for a call, they spare nothing.
+A new request waits for the calls already queued on the device. Several steps per call save host
+time. They save nothing if the device takes longer for one step than the host for one call.
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-SMOOTHING = 0.5  # weight of the last call in the mean share
-IDLE_ENOUGH, TOO_BUSY = 0.5, 0.8  # share of time that the host works: try one step; go back
-TRIED = 4  # calls that are judged at least
+SMOOTHING = 0.5  # weight of the last call in the moving average
+IDLE_ENOUGH, TOO_BUSY = 0.5, 0.8  # share of time the host works: try one step; go back
+TRIED = 4  # minimum calls that are measured before a change
 PATIENCE = 64  # calls of several steps until one step is tried again
 
 
 class Pace:
-    """Decides by the share of time in which the host waits for the device. `reset`
-    says that something else was done between two calls of decoding."""
+    """Chooses the steps per call by the share of time that the host waits for the device. Call
+    `reset` if anything else ran between two decode calls."""
 
     def __init__(self, several: int, clock: Callable[[], float] = time.perf_counter):
         self.several, self.steps, self.clock = several, several, clock
@@ -25,18 +25,18 @@ class Pace:
         self.busy, self.judged, self.pause = 1.0, 0, 0
 
     def reset(self) -> None:
-        """The time until the next call says nothing."""
+        """Leave the time until the next call unmeasured."""
         self.last = None
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """While the host waits for the device."""
+        """Measure a wait of the host for the device."""
         begin = self.clock()
         yield
         self.waited += self.clock() - begin
 
     def called(self, steps: int) -> None:
-        """A call of so many steps was begun."""
+        """Record the start of a call of `steps` decode steps."""
         now, last, waited = self.clock(), self.last, self.waited
         self.last, self.waited = now, 0.0
         if last is None or now <= last or steps != self.steps:

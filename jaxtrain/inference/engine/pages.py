@@ -1,8 +1,8 @@
-"""Which pages of the KV cache are whose: free ones, those in use, and those of known prompts.
+"""Allocation of KV pages: free pages, pages in use, and cached pages of known prefixes.
 
-A full page is known by a digest of its tokens and of all before them. Requests with one beginning
-use the same pages; a page that no request uses stays known until it is the one that was unused
-longest and a new page is needed.
+The cache key of a full page is a digest of its tokens and all tokens before it. Requests with the
+same prefix share pages. A page that no request uses stays cached until a new page is needed and it
+is the least recently used one.
 """
 
 import hashlib
@@ -17,8 +17,9 @@ Digest = bytes
 
 
 def page_digests(tokens: Sequence[int], size: int, adapter: str | None = None) -> list[Digest]:
-    """Of each full page of `size` tokens, over it and what is before it. adapter: whose keys and
-    values differ from those of the model and of other adapters."""
+    """Digest of each full page of `size` tokens, over the page and all tokens before it. adapter:
+    name of a LoRA adapter, whose keys and values differ from those of the model and of other
+    adapters."""
     array, found = np.asarray(tokens, np.int32), list[Digest]()
     before = b"" if adapter is None else hashlib.blake2b(adapter.encode(), digest_size=16).digest()
     for i in range(len(array) // size):
@@ -29,26 +30,26 @@ def page_digests(tokens: Sequence[int], size: int, adapter: str | None = None) -
 
 
 def affordable_pages(page: PyTree, wanted: int, params: PyTree, share: float) -> int:
-    """Pages that a share of the device's free memory holds, at most `wanted`. page: the shapes of
-    one; params: arrays of that device."""
+    """Number of pages that fit in a share of the device's free memory, at most `wanted`. page: the
+    shapes of one page. params: arrays on that device."""
     if (free := free_bytes(params)) is None:
         return wanted
     return max(1, min(wanted, int(free * share) // bytes_of(page)))
 
 
 def free_bytes(params: PyTree) -> int | None:
-    """Memory that is left on the device of some arrays; None where it does not say."""
+    """Free memory in bytes on the device of some arrays. None if the device does not report it."""
     stats = next(iter(jax.tree.leaves(params)[0].devices())).memory_stats()
     return stats["bytes_limit"] - stats["bytes_in_use"] if stats else None
 
 
 def bytes_of(shapes: PyTree) -> int:
-    """Of arrays, or of their shapes."""
+    """Total bytes of arrays, or of their shapes."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 class PagePool:
-    """Numbers of pages, handed out and taken back."""
+    """Allocator of page indices. Counts the requests that use each page."""
 
     def __init__(self, pages: int):
         self.total = pages
@@ -56,20 +57,20 @@ class PagePool:
         self.uses: Counter[int] = Counter()
         self.page_of: dict[Digest, int] = {}
         self.digest_of: dict[int, Digest] = {}
-        self.unused: OrderedDict[int, None] = OrderedDict()  # known pages, longest unused first
+        self.unused: OrderedDict[int, None] = OrderedDict()  # cached, least recently used first
 
     @property
     def available(self) -> int:
-        """Pages that `take` could hand out."""
+        """Pages that `take` can allocate."""
         return len(self.free) + len(self.unused)
 
     @property
     def used(self) -> int:
-        """Pages that requests hold."""
+        """Pages that requests use."""
         return self.total - self.available
 
     def take(self, count: int) -> list[int] | None:
-        """So many pages, or None if there are fewer."""
+        """Allocate `count` pages. Returns None if fewer are available."""
         if count > self.available:
             return None
         return [self._one() for _ in range(count)]
@@ -84,7 +85,8 @@ class PagePool:
         return page
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """One use less of each; the last ones first become the longest unused."""
+        """Release one use of each page. Of those that become unused, the last ones are evicted
+        first."""
         for page in reversed(pages):
             self.uses[page] -= 1
             if self.uses[page]:
@@ -96,7 +98,7 @@ class PagePool:
                 self.free.append(page)
 
     def find(self, digests: Sequence[Digest]) -> list[int]:
-        """The pages of the longest known beginning, one use more of each."""
+        """Pages of the longest cached prefix. Adds one use to each."""
         found: list[int] = []
         for digest in digests:
             if (page := self.page_of.get(digest)) is None:
@@ -108,7 +110,7 @@ class PagePool:
         return found
 
     def remember(self, pages: Sequence[int], digests: Sequence[Digest]) -> None:
-        """These full pages are known by these digests from now on; one that is known stays."""
+        """Cache these full pages under their digests. Existing entries stay."""
         for page, digest in zip(pages, digests):
             if digest not in self.page_of and page not in self.digest_of:
                 self.page_of[digest], self.digest_of[page] = page, digest

@@ -1,25 +1,26 @@
-"""The programs that an engine runs: which there are, and which of them serves a step.
+"""Compiled programs of an engine: which ones exist, and which one serves a step.
 
-What a program computes in vain decides how many sizes of it there are. Let a step read `weights`
-bytes of parameters, and of each row `kv` bytes of keys and values a token.
+The number of sizes of a program depends on the work that is wasted on padding. Let a step read
+`weights` bytes of parameters, and for each row `kv` bytes of keys and values per token.
 
-- Pages of a row. Where the kernel reads pages in place (Triton), it reads those that a row has: a
-  table of the longest text costs its own 4 bytes a page, and one size is enough. Where XLA gathers
-  pages first, rows * kv * tokens of the table are read and written: at 32 rows of 36 KB a token
-  (gpt_d12 in bf16) 1,024 tokens are 1.2 GB beside 0.22 GB of weights. So there are sizes, each four
-  times the one below: a step gathers at most four times what its longest row needs.
-- Rows that decode: one, or all slots. A matmul of 8 to 64 rows reads the same weights, and the
-  kernel of attention reads nothing for an idle row. One row has kernels of its own: gpt_d12 takes
-  0.45 ms a step for it on an H200, 0.73 for 32.
-- Prompts of a prefill: one, or sizes of four times as many each, up to `prefill_rows`. A row more
-  is a chunk more to compute: one size would cost a lone prompt as much as all.
-- Prompts that begin: their tokens attend to each other, as whole rows do. Later parts, and prompts
-  whose first pages are known, attend to gathered pages, of GATHERED tokens at most.
-- Samplers: top-k and top-p sort rows * vocabulary numbers in each step, and `Sampler.ALL` has the
-  host wait for its branches. Several steps at once have a program each. A single step is beside a
-  prompt, or for a grammar: there `BEST` runs by `ALL`.
-- The first token behind a prompt: a program of its own without layers, so that those of prompts
-  need not be there for each sampler.
+- Pages per row. If the kernel reads pages in place (Triton), it reads only the pages that a row
+  has. A table for the longest sequence costs only its own 4 bytes per page, and one size is enough.
+  If XLA gathers pages first, rows * kv * tokens of the table are read and written: at 32 rows of 36
+  KB a token (gpt_d12 in bf16), 1,024 tokens are 1.2 GB, compared with 0.22 GB of weights. So each
+  size is four times the one below: a step gathers at most four times what its longest row needs.
+- Rows of a decode step: one, or all slots. A matmul of 8 to 64 rows reads the same weights, and the
+  attention kernel reads nothing for an idle row. One row has its own kernels: on an H200 a step of
+  gpt_d12 takes 0.45 ms with one row, 0.73 ms with 32.
+- Prompts of a prefill: one, or sizes that grow by four, up to `prefill_rows`. Each further row is a
+  further chunk to compute: with one size, a lone prompt would cost as much as all.
+- First chunks of prompts: their tokens attend to each other, as whole rows do. Later chunks, and
+  prompts whose first pages are cached, attend to gathered pages, in prefills of up to GATHERED
+  tokens.
+- Samplers: top-k and top-p sort rows * vocabulary values in each step, and with `Sampler.ALL` the
+  host waits for its branches. Calls of several steps have a program for each sampler. A single step
+  runs next to a prefill, or for a grammar, and uses `ALL` for `BEST`.
+- The first token after a prompt is sampled by its own program without layers, so that prefill
+  programs need not exist for each sampler.
 """
 
 from collections.abc import Collection, Sequence
@@ -45,9 +46,9 @@ from jaxtrain.model.mtp import layer_config
 from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Params
 
-GROWTH = 4  # of a size of the table of pages, or of the rows of a prefill, over the one below
-GATHERED = 2048  # tokens of a prefill whose pages are gathered, each with S scores a head
-BEGUN = 8192  # tokens of a prefill of prompts that begin
+GROWTH = 4  # ratio of a page table size, or of the rows of a prefill, to the one below
+GATHERED = 2048  # most tokens of one prefill that gathers pages: each token has S scores per head
+BEGUN = 8192  # most tokens of one prefill of first chunks
 
 
 def i32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -55,7 +56,7 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 class Drafter(NamedTuple):
-    """A small model that guesses tokens, of the same vocabulary."""
+    """A model that decodes or drafts tokens; a draft model has the same vocabulary."""
 
     config: ResolvedModel
     graphdef: nnx.GraphDef
@@ -63,8 +64,8 @@ class Drafter(NamedTuple):
 
 
 def draft_modules(model: Drafter, o: EngineOptions) -> list[Drafter]:
-    """The module of multi-token prediction that guesses as `o` says, as if it were a model of one
-    layer. UserError where it cannot."""
+    """Multi-token prediction module that drafts, as a model of one layer; [] without `draft_mtp`.
+    Raises UserError if it cannot draft."""
     if not o.draft_mtp:
         return []
     c = model.config
@@ -85,17 +86,18 @@ def draft_modules(model: Drafter, o: EngineOptions) -> list[Drafter]:
 
 
 def last_states(model: Drafter, o: EngineOptions) -> jax.ShapeDtypeStruct | None:
-    """The shape of what a slot's module guesses from, if it is to."""
+    """Shape of the states that a slot's module drafts from; None without `draft_mtp`."""
     shape = o.drafts + 1, model.config.width
     return jax.ShapeDtypeStruct(shape, model.params["embed"].dtype) if o.draft_mtp else None
 
 
 def begins_apart(o: EngineOptions, models: Sequence[ResolvedModel], mesh: Mesh | None) -> bool:
-    """Whether prompts that begin are computed as whole rows, with no page read.
+    """Whether first chunks of prompts are computed as whole rows, without reading pages.
 
-    With 8-bit pages later parts would see the keys of the first one otherwise than it did itself. A
-    lone prompt gains less than compiling one more program takes. A model's own module reads pages
-    in any case, and a backend of attention that a run was trained with may not serve here.
+    Not with 8-bit pages: later chunks would see other keys of the first chunk than it did itself.
+    Not with one slot: a lone prompt gains less than one more program takes to compile. Not with the
+    model's own module, which reads pages in any case. Not with `model.attention`: the attention
+    backend that a run was trained with may not work here.
     """
     chunk = min(o.chunk, o.context or models[0].context_length)
     return (
@@ -105,8 +107,8 @@ def begins_apart(o: EngineOptions, models: Sequence[ResolvedModel], mesh: Mesh |
 
 
 class ProgramKey(NamedTuple):
-    """One program. name: the function of `device`. rows: of prompts, or of texts that go on.
-    pages: of a row. steps: of decoding. begins: the prompts do."""
+    """Key of a program. name: function in `device`. rows: prompts, or sequences to decode. pages:
+    per row. steps: decode steps. begins: for first chunks of prompts."""
 
     name: str
     rows: int = 0
@@ -116,7 +118,7 @@ class ProgramKey(NamedTuple):
     begins: bool = False
 
     def serves(self, other: "ProgramKey") -> bool:
-        """Whether it can run in the place of the other, which would do so at less cost."""
+        """Whether this program can run instead of the other, at the same or a higher cost."""
         large = self.rows >= other.rows and self.pages >= other.pages
         sampled = self.sampler >= other.sampler and self.steps <= other.steps
         also = other.begins or not self.begins
@@ -124,24 +126,26 @@ class ProgramKey(NamedTuple):
 
     @property
     def cost(self) -> tuple[int, ...]:
-        """By which those that serve are compared."""
+        """Sort key of programs that serve the same step."""
         return (-self.steps, not self.begins, self.rows, self.pages, self.sampler)
 
 
 def fewest(keys: Collection[ProgramKey]) -> list[ProgramKey]:
-    """Those without which some of the others would have none in their place."""
+    """Programs that no other one can replace. Together they can replace all of them."""
     return [a for a in keys if not any(b.serves(a) for b in keys if b != a)]
 
 
 class Lengths(NamedTuple):
-    """Tokens of texts: computed, up to the end of a part of a prompt; decoded, the next one too."""
+    """Sequence lengths in tokens. computed: at the end of a prompt's chunk. decoded: with the next
+    token."""
 
     computed: range
     decoded: range
 
 
 def row_lengths(asked: Collection[Request], chunk: int, context: int) -> Lengths:
-    """Those that these requests come by, unless one gives up its pages; without any, all."""
+    """Sequence lengths that these requests reach if none is preempted; with no requests, all
+    lengths."""
     if not asked:
         return Lengths(range(1, context + 1), range(1, context + 1))
     prompts = [len(one.prompt) for one in asked]
@@ -151,7 +155,7 @@ def row_lengths(asked: Collection[Request], chunk: int, context: int) -> Lengths
 
 
 def reads_in_place(model: Drafter, page: PyTree, pages: int) -> bool:
-    """Whether a model's attention reads so many pages where they are. page: shapes of each layer's
+    """Whether a model's attention reads this many pages in place. page: shapes of each layer's page
     (`page_shapes`)."""
     one = jax.tree.leaves(page)[0]
     keys, H = jax.ShapeDtypeStruct((pages, *one.shape[1:]), one.dtype), one.shape[-1]
@@ -160,7 +164,7 @@ def reads_in_place(model: Drafter, page: PyTree, pages: int) -> bool:
 
 
 def table_sizes(options: EngineOptions, width: int, in_place: bool) -> tuple[int, ...]:
-    """Pages of a row that programs look at. width: pages of the longest text."""
+    """Page table sizes, in ascending order. width: pages of the longest sequence."""
     least = max(1, -(-options.least_tokens // options.page_size))
     sizes = []
     while not in_place and least < width:
@@ -170,9 +174,9 @@ def table_sizes(options: EngineOptions, width: int, in_place: bool) -> tuple[int
 
 
 class Programs(NamedTuple):
-    """What the programs of an engine are made of. virtual: pages that all rows begin with; sizes:
-    pages of a row, in ascending order; state_dim: of a token's last state; packed: the layers for
-    one kernel of all; begins: prompts that begin have programs of their own."""
+    """Specification of an engine's programs. virtual: pages at the start of every row. sizes: page
+    table sizes, in ascending order. state_dim: width of a token's last state. packed: layers of the
+    megakernel. begins: first chunks of prompts have their own programs."""
 
     models: tuple[GraphDefs, tuple[Params, ...]]
     options: EngineOptions
@@ -184,16 +188,16 @@ class Programs(NamedTuple):
 
     @property
     def prefill_rows(self) -> int:
-        """Prompts that one step computes at most."""
+        """Maximum number of prompts that one step computes."""
         return min(self.options.prefill_rows, self.options.slots)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages of a row that a step looks at."""
+        """Smallest page table size that holds this many tokens, or else the largest size."""
         need = -(-tokens // self.options.page_size)
         return next((size for size in self.sizes if size >= need), self.sizes[-1])
 
     def decoding(self, rows: int, steps: int, tokens: int, sampler: Sampler) -> ProgramKey:
-        """So many steps of so many texts. tokens: of the longest one, the next one too."""
+        """Key of a decode call. tokens: of the longest sequence, with the next token."""
         rows = 1 if rows == 1 else self.options.slots
         if sampler == Sampler.BEST and steps < self.options.decode_steps:
             sampler = Sampler.ALL
@@ -201,7 +205,7 @@ class Programs(NamedTuple):
         return ProgramKey("decode_slots", rows, pages, steps, sampler)
 
     def prefill_sizes(self, begins: bool) -> list[int]:
-        """Rows of the programs of a prefill, for prompts that begin or for the others."""
+        """Row counts of the prefill programs, for first chunks of prompts or for later ones."""
         tokens, sizes = BEGUN if begins else GATHERED, [1]
         most = min(self.prefill_rows, max(1, tokens // self.options.chunk))
         while sizes[-1] < most:
@@ -209,20 +213,20 @@ class Programs(NamedTuple):
         return sizes
 
     def at_once(self, prompts: int, begins: bool) -> int:
-        """How many of so many prompts a step computes: those of the largest program that they fill
-        to a half at least."""
+        """Number of these prompts that a step computes: at most the rows of the largest program
+        that they fill at least half."""
         filled = [n for n in self.prefill_sizes(begins) if n == 1 or n <= 2 * prompts]
         return min(filled[-1], prompts)
 
     def prefilling(self, rows: int, tokens: int, begins: bool) -> ProgramKey:
-        """A part of so many texts. tokens: of the longest one, up to the end of its part."""
+        """Key of a prefill call. tokens: of the longest sequence, up to the end of its chunk."""
         size = next(n for n in self.prefill_sizes(begins) if n >= rows)
         pages = self.pages_for(self.options.chunk if begins else tokens)
         return ProgramKey("prefill_slots", size, pages, begins=begins)
 
     def parts_of(self, asked: Collection[Request]) -> set[bool]:
-        """Whether parts of prompts begin a text, in prefills of these requests, which come at once;
-        without any, of all."""
+        """Values of `begins` that prefills of these requests need. The requests come at once; with
+        none, all values."""
         o = self.options
         if not (self.begins and asked):
             return {self.begins, False}
@@ -231,7 +235,7 @@ class Programs(NamedTuple):
         return {True, not known and all(len(one.prompt) <= o.chunk for one in asked)}
 
     def rows_of(self, asked: Collection[Request], begins: bool) -> list[int]:
-        """How many prompts there are in a prefill, as `parts_of`."""
+        """Numbers of prompts in a prefill. asked: as in `parts_of`."""
         if not asked:
             return self.prefill_sizes(begins)
         left, counts = len(asked), set[int]()
@@ -241,8 +245,9 @@ class Programs(NamedTuple):
         return sorted(counts)
 
     def steps_of(self, asked: Collection[Request]) -> set[int]:
-        """Steps of the programs that decode these requests, which come at once; without any, of
-        all. One step is for what waits beside another's prompt, and for a last token alone."""
+        """Numbers of decode steps in calls for these requests. The requests come at once; with
+        none, all numbers. A single step runs while another request's prompt waits, and for a lone
+        last token."""
         o = self.options
         most = min(len(asked), self.prefill_rows)
         together = self.at_once(most, self.begins) == len(asked)
@@ -252,15 +257,15 @@ class Programs(NamedTuple):
         return several if asked and together and short and not alone else several | {1}
 
     def needed(self, asked: Collection[Request], context: int) -> list[ProgramKey]:
-        """All that requests may need, those first that most of them do. asked: requests that come
-        at once, and no others; without any, all that may come."""
+        """Keys of all programs that requests may need, the most needed ones first. asked: the only
+        requests that will come, all at once; if empty, any request may come."""
         o, lengths = self.options, row_lengths(asked, self.options.chunk, context)
         samplers = sorted({sampler_of(one.sampling) for one in asked} or set(Sampler))
         counts = {min(len(asked), o.slots)} if asked else {1, o.slots}
         steps = sorted(self.steps_of(asked), reverse=True)
         parts = sorted(self.parts_of(asked), reverse=True)
         keys = [ProgramKey("put_texts")]
-        # One of each page: those between have its pages.
+        # One length per page: the lengths between need the same pages.
         computed, decoded = ((*x[:: o.page_size], x[-1]) for x in lengths)
         computed = {self.pages_for(n) * o.page_size for n in computed}
         sized = {k: {self.pages_for(n + o.most(k) - 1): n for n in decoded}.values() for k in steps}
@@ -273,13 +278,14 @@ class Programs(NamedTuple):
         return list(dict.fromkeys(keys))
 
     def lower(self, key: ProgramKey, state: DeviceState, rows: SlotRows) -> jax.stages.Lowered:
-        """state, rows: arguments of the program; their shapes and shardings are read."""
+        """Lower a program. state, rows: its arguments, of which only shapes and shardings are
+        read."""
         o, (graphdefs, params), R, B = self.options, self.models, key.rows, self.prefill_rows
         if key.name == "put_texts":
             texts = i32(B), i32(B, state.texts_SC.shape[1]), i32(B)
             return device.put_texts.lower(state, *texts)
         if key.name == "sample_first":
-            place = state.known_S.sharding  # whole on each device of a mesh, as the states are
+            place = state.known_S.sharding  # replicated over a mesh, as the states are
             states_BD = jax.ShapeDtypeStruct(
                 (B, self.state_dim),
                 params[0]["embed"].dtype,
@@ -304,15 +310,15 @@ class Programs(NamedTuple):
     # ---- calls ----------------------------------------------------------------------------------
 
     def idle(self, rows: int) -> np.ndarray:
-        """The slot number of none, of so many rows."""
+        """Slot indices of idle rows: one beyond the last slot."""
         return np.full(rows, self.options.slots, np.int32)
 
     def table_of(self, key: ProgramKey, table_SW: np.ndarray, slots_B: np.ndarray) -> np.ndarray:
-        """The pages of some slots that a program looks at, copied."""
+        """Copy of the page table rows of some slots, as wide as a program reads."""
         return table_SW[np.minimum(slots_B, self.options.slots - 1), : self.virtual + key.pages]
 
     def put_texts(self, state: DeviceState, new: Sequence[tuple[int, list[int]]]) -> DeviceState:
-        """new: slots, and the texts that they get."""
+        """Write sequences into slots. new: (slot, tokens) of each."""
         B, C = self.prefill_rows, state.texts_SC.shape[1]
         slots_B, lengths_B = self.idle(B), np.zeros(B, np.int32)
         texts_BC = np.zeros((B, C), np.int32)
@@ -329,8 +335,8 @@ class Programs(NamedTuple):
         table_SW: np.ndarray,
         parts: Sequence[tuple[int, int, int]],
     ) -> tuple[DeviceState, Array]:
-        """parts: slots, tokens that are computed there, and that are to be. Of each the last state
-        comes back."""
+        """Compute chunks of prompts. parts: (slot, tokens computed before, tokens to compute) of
+        each. Returns the state and the last token's hidden state of each chunk."""
         o, R = self.options, key.rows
         slots_R, starts_R, counts_R = self.idle(R), np.zeros(R, np.int32), np.zeros(R, np.int32)
         for i, part in enumerate(parts):
@@ -350,7 +356,7 @@ class Programs(NamedTuple):
         states_BD: Array,
         whole: Sequence[tuple[int, int, int]],
     ) -> tuple[DeviceState, Sampled]:
-        """whole: rows of the states, their slots, and the lengths of their texts."""
+        """Sample the first token after prompts. whole: (row of states_BD, slot, length) of each."""
         slots_B, lengths_B = self.idle(len(states_BD)), np.zeros(len(states_BD), np.int32)
         for i, slot, length in whole:
             slots_B[i], lengths_B[i] = slot, length
@@ -368,7 +374,7 @@ class Programs(NamedTuple):
         table_SW: np.ndarray,
         slots: Sequence[int],
     ) -> tuple[DeviceState, Sampled]:
-        """slots: of the texts that go on; the first row is of the first one."""
+        """Decode the next tokens. slots: of the sequences, in the order of the rows."""
         slots_B = self.idle(key.rows)
         slots_B[: len(slots)] = slots
         where = jax.device_put((slots_B, self.table_of(key, table_SW, slots_B)))

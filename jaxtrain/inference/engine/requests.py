@@ -1,30 +1,30 @@
-"""What an engine is asked for, and what it answers."""
+"""Requests, options, updates and statistics of an engine."""
 
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 
 class Grammar(NamedTuple):
-    """What a text has to match: a regular expression, a JSON schema as JSON, or a grammar in
-    llguidance's variant of Lark."""
+    """Constraint on the generated text: a regular expression, a JSON schema as JSON, or a grammar
+    in llguidance's variant of Lark."""
 
     kind: Literal["regex", "json_schema", "lark"]
     source: str
 
 
 class SamplingParams(NamedTuple):
-    """How new tokens of one request are sampled, and where they end.
+    """Sampling parameters and stop conditions of one request.
 
-    temperature: 0 takes the best token. top_k: among so many best tokens. top_p: among the best
-    with so much probability (Holtzman et al. 2020). min_p: among those with so much of the best
-    one's probability (Nguyen et al. 2024). typical_p: among so much probability of those whose
-    surprise is nearest to the expected one (Meister et al. 2022). repetition_penalty divides
-    positive logits of tokens that the text has, prompt included, and multiplies negative ones
-    (Keskar et al. 2019). presence_penalty and frequency_penalty are subtracted from logits of new
-    tokens, once and for each time. stop: strings that end the text, and are not part of it.
-    logprobs: None, or how many best tokens to report beside the sampled one. ignore_stop: go on to
-    max_tokens at any rate. grammar: the form that the text must have. logit_bias: (token, what is
-    added to its logit, from -100 to 100), before all else.
+    temperature: 0 takes the best token. top_k: sample among this many best tokens. top_p: among the
+    best tokens with this much probability (Holtzman et al. 2020). min_p: among tokens with at least
+    this share of the best one's probability (Nguyen et al. 2024). typical_p: among tokens with this
+    much probability whose surprise is nearest to the expected one (Meister et al. 2022).
+    repetition_penalty divides positive logits of tokens in the sequence, prompt included, and
+    multiplies negative ones (Keskar et al. 2019). presence_penalty and frequency_penalty are
+    subtracted from the logits of generated tokens, once and per occurrence. stop: strings that end
+    the text and are not part of it. logprobs: None, or the number of top tokens to report besides
+    the sampled one. ignore_stop: continue to max_tokens in any case. grammar: constraint on the
+    text. logit_bias: (token, value added to its logit, from -100 to 100), before all else.
     """
 
     max_tokens: int = 256
@@ -46,11 +46,12 @@ class SamplingParams(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A prompt of token ids to continue. id: of the caller's choice, unique among those at work.
+    """A prompt of token ids to continue. id: chosen by the caller, unique among unfinished
+    requests.
 
-    adapter: the name of a LoRA adapter of the engine's; None: the model itself.
-    behind: the new text continues the prompt's, as an answer in a chat does not: a space at its
-    start stays, which sentencepiece takes away from the start of a text.
+    adapter: name of one of the engine's LoRA adapters; None: the model itself. behind: the new text
+    continues the prompt's text, which an answer in a chat does not. A space at its start is then
+    kept; sentencepiece removes it at the start of a text.
     """
 
     id: str
@@ -61,7 +62,8 @@ class Request(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """Log-probability of a new token before temperature, penalties and masks, and of the best."""
+    """Log-prob of a new token before temperature, penalties and masks, and those of the top
+    tokens."""
 
     token: int
     logprob: float
@@ -69,10 +71,10 @@ class TokenLogprob(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a step added to a request; `text` may be empty, or have waited for whole characters.
+    """Output that a step added to a request. `text` has whole characters only, and may be empty.
 
     finish_reason: "stop" (a stop string or token), "length" (max_tokens), "cancelled", or None
-    while more will come. A token that ends the text is in `tokens`, not in `text`.
+    while the request runs. A token that ends the text is in `tokens`, not in `text`.
     """
 
     id: str
@@ -83,47 +85,47 @@ class Update(NamedTuple):
 
 
 class EngineStats(NamedTuple):
-    """Counts of an engine: of now, and (from preemptions on) since its start."""
+    """Statistics of an engine: current values, and from `preemptions` on totals since its start."""
 
     running: int
     waiting: int
     pages_used: int
     pages_total: int
     preemptions: int
-    prefix_hits: int  # tokens of prompts that were found in the prefix cache
-    prompt_tokens: int  # tokens of prompts, found or computed
+    prefix_hits: int  # prompt tokens found in the prefix cache
+    prompt_tokens: int  # prompt tokens, cached or computed
     new_tokens: int
-    drafts: int  # guessed tokens that were tried
-    accepted_drafts: int  # those that were right
+    drafts: int  # draft tokens that were verified
+    accepted_drafts: int  # draft tokens that were accepted
     steps: int
 
     @property
     def acceptance(self) -> float | None:
-        """The share of guessed tokens that were right; None before the first guess."""
+        """Share of draft tokens that were accepted. None before the first draft token."""
         return self.accepted_drafts / self.drafts if self.drafts else None
 
 
 class EngineOptions(NamedTuple):
-    """What an engine has room for.
+    """Limits and features of an engine.
 
-    slots: requests that run at once. pages: of the KV cache; default what `memory_share` of the
-    device's free memory holds, at most a full context for every slot. page_size: tokens of a page.
-    context: tokens of a request, prompt and new ones; default the model's context_length. chunk:
-    tokens of a prompt that one step computes, of up to prefill_rows prompts. cache_dtype: int8,
-    float8, or None, the compute dtype. max_queue: requests that may wait. prefix_cache: prompts
-    share full pages with the same beginning. drafts: tokens that are guessed for each step from
-    what followed the last two or three tokens before (prompt lookup, Saxena 2023), 0: none.
-    decode_steps: steps that the device runs before the host hears of their tokens, while no prompt
-    waits to be computed and no running request has a grammar; then it is one at a time.
-    adapt_steps: one step at a time where the device takes longer for it than the host for a call,
-    so that a new request waits less; for one process, as it goes by the clock.
-    draft_run: run directory of a small model that guesses them instead, of the same tokenizer.
-    draft_mtp: the model's own module of multi-token prediction does (`objective.name=mtp`).
-    tensor: devices that split heads and hidden units. adapters: (name, folder) of each LoRA
-    adapter that a request may name. A folder is a run with LoRA or an adapter from peft.
-    least_tokens: of a row that a step looks at, shorter ones too: with as many as `context`, one
-    program is compiled in the place of several. megakernel: all layers of a decode step are one
-    kernel (`model.packed`); None: where one slot, the device and the model allow it.
+    slots: requests that run at once. pages: pages of the KV cache; default what fits in
+    `memory_share` of the device's free memory, at most a full context for every slot. page_size:
+    tokens per page. context: maximum tokens of a request, prompt and new ones; default the model's
+    context_length. chunk: tokens of a prompt that one step computes, for up to prefill_rows
+    prompts. cache_dtype: int8, float8, or None for the compute dtype. max_queue: maximum waiting
+    requests. prefix_cache: prompts with the same prefix share full pages. drafts: draft tokens per
+    step, 0 for none; they are what followed the last two or three tokens earlier in the sequence
+    (prompt lookup, Saxena 2023). decode_steps: decode steps per device call, before the host reads
+    their tokens; one at a time while a prompt waits for prefill or a running request has a grammar.
+    adapt_steps: run one step per call if the device takes longer for it than the host for a call,
+    so that a new request waits less. It depends on the clock, so it is for one process only.
+    draft_run: run directory of a small draft model to use instead, with the same tokenizer.
+    draft_mtp: the model's own multi-token prediction module drafts (`objective.name=mtp`). tensor:
+    devices that shard heads and hidden units. adapters: (name, folder) of each LoRA adapter that a
+    request may name. A folder is a run with LoRA or an adapter from peft. least_tokens: tokens of
+    the smallest page table; if as many as `context`, one program is compiled instead of several.
+    megakernel: run all layers of a decode step in one kernel (`model.packed`); None: if there is
+    one slot, and the device and the model allow it.
     """
 
     slots: int = 32
@@ -147,7 +149,7 @@ class EngineOptions(NamedTuple):
     megakernel: bool | None = None
 
     def most(self, steps: int) -> int:
-        """New tokens of a row that so many steps bring at most."""
+        """Maximum new tokens per row in `steps` steps."""
         return steps * (self.drafts + 1)
 
 

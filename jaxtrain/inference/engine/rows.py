@@ -1,4 +1,4 @@
-"""The sampling parameters of an engine's slots, as the host keeps them."""
+"""Sampling parameters of an engine's slots, on the host."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from jaxtyping import Array
 from jaxtrain.inference.engine.requests import SamplingParams
 from jaxtrain.inference.engine.sampling import MOST_BIASED, RowSampling, Sampler, SlotRows
 
-OFF = 2**31 - 1  # top_k of all tokens
+OFF = 2**31 - 1  # no limit: top_k of all tokens
 
 
 def row_values(s: SamplingParams, prompt: int, adapter: int) -> tuple[float | int, ...]:
@@ -23,16 +23,16 @@ def row_values(s: SamplingParams, prompt: int, adapter: int) -> tuple[float | in
     )  # fmt: skip
 
 
-# Of all 32 tokens of a word: every one is allowed.
+# Mask of 32 tokens, all of which are allowed.
 ALL = 0xFFFFFFFF
-# Of SamplingParams: what each program can sample by, or has nothing to do with.
+# Fields of SamplingParams that each program supports, or that do not concern it.
 CHEAP = {"max_tokens", "temperature", "min_p", "seed", "stop", "stop_tokens", "ignore_stop"}
 FIELDS = {Sampler.TEMPERATURE: CHEAP, Sampler.BEST: CHEAP | {"top_k", "top_p"}}
 IDLE = row_values(SamplingParams(max_tokens=0, temperature=0), 0, 0)
 
 
 def sampler_of(s: SamplingParams) -> Sampler:
-    """The least program that a request can be sampled by."""
+    """Cheapest program that supports a request's sampling parameters."""
     default = SamplingParams()
     asked = {name for name in s._fields if getattr(s, name) != getattr(default, name)}
     return next((one for one, fields in FIELDS.items() if asked <= fields), Sampler.ALL)
@@ -46,7 +46,7 @@ DTYPES["seed_B"] = np.uint32
 
 
 class SlotTable:
-    """Rows that change as requests come and go; copied to the device when they have changed."""
+    """Sampling inputs of all slots, copied to the device after a change."""
 
     def __init__(self, slots: int, vocab_size: int):
         columns = zip(IDLE, RowSampling._fields, strict=True)
@@ -59,13 +59,14 @@ class SlotTable:
         self.bias_there: tuple[Array, Array] | None = None
 
     def put(self, slot: int, sampling: SamplingParams, prompt: int, adapter: int = 0) -> None:
-        """A request with so many tokens of a prompt begins in a slot. adapter: its number."""
+        """Write a request's parameters into a slot. prompt: tokens of its prompt. adapter: its
+        index."""
         self._write(slot, row_values(sampling, prompt, adapter))
         if sampling.logit_bias:
             self._bias(slot, sampling.logit_bias)
 
     def clear(self, slot: int) -> None:
-        """A slot asks for nothing again."""
+        """Reset a slot to idle."""
         self._write(slot, IDLE)
         if (self.allowed_Sv[slot] != ALL).any():
             self.allow(slot, np.uint32(ALL))
@@ -73,7 +74,7 @@ class SlotTable:
             self._bias(slot, ())
 
     def allow(self, slot: int, bits_v: np.ndarray | np.uint32) -> None:
-        """The tokens that a slot's text may go on with."""
+        """Set the mask of the tokens that a slot allows next."""
         self.allowed_Sv[slot] = bits_v
         self.allowed_there = None
 
@@ -89,8 +90,8 @@ class SlotTable:
         self.bias_there = None
 
     def on_device(self) -> SlotRows:
-        """What is sampled for all slots."""
-        # Copies: an array on a CPU may be the host's own memory.
+        """Sampling inputs of all slots, on the device."""
+        # Copies, because an array on a CPU device may share the host's memory.
         if self.there is None:
             self.there = RowSampling(*jax.device_put([x.copy() for x in self.columns]))
         if (allowed := self.allowed_there) is None:

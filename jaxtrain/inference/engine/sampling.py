@@ -1,8 +1,8 @@
-"""Sampling of a token a row, every parameter an array: no mix of requests compiles anew.
+"""Sampling of one token per row. Every parameter is an array, so no mix of requests recompiles.
 
-A row's draw is a function of its seed, the token's position and the row's logits alone. There are
-three programs (`Sampler`). In that of everything a branch is taken only while a row asks for it: on
-a GPU the host waits for each.
+A row's sample depends only on its seed, the token's position and the row's logits. There are three
+programs (`Sampler`). `Sampler.ALL` takes a branch only if a row asks for it: on a GPU the host
+waits for each branch.
 """
 
 import enum
@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-MOST_TOP = 20  # logprobs beside the sampled one
-MOST_BIASED = 300  # tokens of one request with a bias on their logits
+MOST_TOP = 20  # top log-probs, besides that of the sampled token
+MOST_BIASED = 300  # tokens of one request with a logit bias
 
 
 class Sampler(enum.IntEnum):
-    """What a program can sample by: each has what it names, and what those before it name."""
+    """Sampling parameters that a program supports. Each member includes those before it."""
 
     TEMPERATURE = 0  # and min_p
     BEST = 1  # top_k and top_p
@@ -25,9 +25,9 @@ class Sampler(enum.IntEnum):
 
 
 class RowSampling(NamedTuple):
-    """The sampling parameters of rows, arrays [B]; prompt_B: tokens of the prompt; limit_B: tokens
-    of the whole text at most; top_B: logprobs beside the sampled one, -1 without any; guesses_B:
-    tokens that may be guessed in one step; adapter_B: the LoRA adapter's number, 0: none."""
+    """Sampling parameters of rows, arrays [B]. prompt_B: prompt tokens. limit_B: maximum tokens of
+    the sequence. top_B: number of top log-probs, -1 for no log-probs at all. guesses_B: maximum
+    draft tokens per step. adapter_B: index of the LoRA adapter, 0 for none."""
 
     temperature_B: Array
     top_k_B: Array
@@ -46,8 +46,9 @@ class RowSampling(NamedTuple):
 
 
 class SlotRows(NamedTuple):
-    """What is sampled for rows: their parameters; a bit for each token that a row may have; tokens
-    (of padding one beyond the vocabulary), and what is added to their logits."""
+    """Sampling inputs of rows. allowed_Bv: a bit for each token, 1 if it is allowed. biased_Bn:
+    tokens with a logit bias (padding is beyond the vocabulary). bias_Bn: the values added to their
+    logits."""
 
     sampling: RowSampling
     allowed_Bv: UInt32[Array, "B v"]
@@ -56,8 +57,8 @@ class SlotRows(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Of each row: the token, and by `Sampler.ALL` its logprob before temperature and penalties,
-    and the best ones."""
+    """Sampled token of each row. `Sampler.ALL` adds its log-prob before temperature and penalties,
+    and the top tokens with theirs."""
 
     token_B: Array
     logprob_B: Array | None = None
@@ -72,9 +73,9 @@ def sample_rows(
     lengths_B: Int[Array, "B"],
     sampler: Sampler,
 ) -> Draw:
-    """The token at position lengths_B of each row. texts_BC: the row's tokens before it.
+    """Sample the token at position lengths_B of each row. texts_BC: the row's tokens before it.
 
-    sampler: no row asks for more.
+    sampler: supports what every row asks for.
     """
     s = rows.sampling
     if sampler < Sampler.ALL:
@@ -100,12 +101,12 @@ def sample_rows(
 
 
 def when(rows_B: Bool[Array, "B"], yes, no, x_BV: Array) -> Array:
-    """yes(x) if a row asks for it, else no(x); neither is computed in vain."""
+    """yes(x) if any row asks for it, else no(x). Only one of them runs."""
     return jax.lax.cond(jnp.any(rows_B), yes, no, x_BV)
 
 
 def add_logit_bias(logits_BV: Array, rows: SlotRows) -> Float[Array, "B V"]:
-    """Logits with the biases of some tokens."""
+    """Logits plus the logit biases of each row."""
     rows_B1 = jnp.arange(len(logits_BV))[:, None]
     return logits_BV.at[rows_B1, rows.biased_Bn].add(rows.bias_Bn, mode="drop")
 
@@ -113,7 +114,8 @@ def add_logit_bias(logits_BV: Array, rows: SlotRows) -> Float[Array, "B V"]:
 def penalized(
     logits_BV: Array, s: RowSampling, texts_BC: Array, lengths_B: Array
 ) -> Float[Array, "B V"]:
-    """Logits less what a row's tokens so far cost them."""
+    """Logits after the repetition, presence and frequency penalties for each row's tokens so
+    far."""
     rows_B1 = jnp.arange(len(logits_BV))[:, None]
     place_1C = jnp.arange(texts_BC.shape[1])[None]
     here_BC = place_1C < lengths_B[:, None]
@@ -132,7 +134,7 @@ def penalized(
 
 
 def mask_tokens(logits_BV: Array, allowed_Bv: Array) -> Float[Array, "B V"]:
-    """-inf where a row's bit is 0."""
+    """Logits, -inf where a row's bit is 0."""
     token_V = jnp.arange(logits_BV.shape[1])
     word_BV = allowed_Bv[:, token_V // 32]
     bit_BV = (word_BV >> (token_V % 32).astype(jnp.uint32)[None]) & jnp.uint32(1)
@@ -140,7 +142,7 @@ def mask_tokens(logits_BV: Array, allowed_Bv: Array) -> Float[Array, "B V"]:
 
 
 def sampled(logits_BV: Array, s: RowSampling, positions_B: Array) -> Int[Array, "B"]:
-    """A token by the probabilities that a row's filters leave."""
+    """Sample a token from the probabilities that a row's filters keep."""
     scaled_BV = scaled_logits(logits_BV, s)
     ordered_B = (s.top_k_B < logits_BV.shape[1]) | (s.top_p_B < 1)
     scaled_BV = when(ordered_B, lambda x: keep_best(x, s), lambda x: x, scaled_BV)
@@ -150,18 +152,19 @@ def sampled(logits_BV: Array, s: RowSampling, positions_B: Array) -> Int[Array, 
 
 
 def scaled_logits(logits_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
-    """Divided by the temperature; of a greedy row, which does not read them, by a small number."""
+    """Logits divided by the temperature. Greedy rows do not use them, and divide by a small
+    value."""
     return logits_BV / jnp.maximum(s.temperature_B, 1e-6)[:, None]
 
 
 def keep_likely(scaled_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
-    """The tokens with min_p of the best one's probability."""
+    """Keep the tokens with at least min_p times the best token's probability; -inf elsewhere."""
     floor_B1 = scaled_BV.max(-1, keepdims=True) + jnp.log(s.min_p_B)[:, None]
     return jnp.where(scaled_BV < floor_B1, -jnp.inf, scaled_BV)
 
 
 def with_noise(scaled_BV: Array, s: RowSampling, positions_B: Array) -> Int[Array, "B"]:
-    """A token by its probability: the best after Gumbel noise of the row's key."""
+    """Sample a token by the Gumbel-max trick, with noise from the row's key."""
 
     def noise_V(seed: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed), position)
@@ -172,7 +175,7 @@ def with_noise(scaled_BV: Array, s: RowSampling, positions_B: Array) -> Int[Arra
 
 
 def keep_best(scaled_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
-    """The top_k best, and of these the best with top_p of the probability."""
+    """Keep the top_k best tokens, and of these the best ones with top_p of the probability."""
     ordered_BV = jnp.sort(scaled_BV, axis=-1, descending=True)
     V = scaled_BV.shape[1]
     last_B1 = jnp.clip(s.top_k_B, 1, V)[:, None] - 1
@@ -187,7 +190,8 @@ def keep_best(scaled_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
 
 
 def keep_typical(scaled_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
-    """The tokens nearest to the expected surprise, with typical_p of the probability."""
+    """Keep the tokens whose surprise is nearest to the expected one, with typical_p of the
+    probability."""
     log_p_BV = jax.nn.log_softmax(scaled_BV, axis=-1)
     p_BV = jnp.exp(log_p_BV)
     surprise_BV = jnp.where(p_BV > 0, -log_p_BV, jnp.inf)
@@ -203,7 +207,8 @@ def keep_typical(scaled_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
 
 
 def logprobs(logits_BV: Array, token_B: Array, top_B: Array) -> tuple[Array, Array, Array]:
-    """The sampled token's, and the best tokens with theirs; zeros while no row asks."""
+    """Log-prob of the sampled token, then the top tokens and theirs. Zeros if no row asks for
+    them."""
     n = min(MOST_TOP, logits_BV.shape[1])
 
     def some(logits_BV: Array) -> tuple[Array, Array, Array]:

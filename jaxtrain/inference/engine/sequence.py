@@ -1,4 +1,4 @@
-"""One request at work: its tokens so far, where it runs, and what it has been told."""
+"""State of one request: its tokens, its slot and pages, and its output so far."""
 
 import math
 from collections.abc import Collection
@@ -18,11 +18,12 @@ from jaxtrain.settings import UserError
 
 
 class Sequence:
-    """A request and its state; slot: where it runs, None while it waits or when it is done.
+    """A request and its state. slot: its index in the batch, None while it waits or when it is
+    done.
 
-    computed: tokens whose keys and values its pages hold, as far as prompts go. ahead: new tokens
-    at most of steps that were not read yet. pages: those of its text, but for the first `dropped`,
-    which no layer sees any more.
+    computed: prompt tokens whose keys and values are in its pages. ahead: maximum new tokens of
+    steps that are not read yet. pages: KV pages of its tokens, without the first `dropped`, which
+    no layer attends to any more.
     """
 
     def __init__(self, request: Request, arrival: int, tokenizer: Tokenizer, stops: set[int]):
@@ -42,47 +43,48 @@ class Sequence:
 
     @property
     def place(self) -> int:
-        """The slot of one that runs."""
+        """Slot of a running request."""
         assert self.slot is not None
         return self.slot
 
     @property
     def length(self) -> int:
-        """Tokens that its text has at most, those of unread steps included."""
+        """Maximum current length in tokens, including the tokens of unread steps."""
         return min(len(self.tokens) + self.ahead, self.limit)
 
     @property
     def can_go_on(self) -> bool:
-        """Whether its next token can be sampled now: which ones a grammar allows depends on the one
-        before, which has to be read first."""
+        """Whether its next token can be sampled now. With a grammar, the token before it has to be
+        read first, because the allowed tokens depend on it."""
         waits = self.matcher is not None and self.ahead > 0
         return self.decoding and self.length < self.limit and not waits
 
     @property
     def left(self) -> int:
-        """Tokens of its text that are not computed yet, before it decodes."""
+        """Tokens that prefill has not computed yet."""
         return len(self.tokens) - self.computed
 
     @property
     def held(self) -> int:
-        """Tokens from its beginning whose keys and values are computed, as far as is known here."""
+        """Number of leading tokens whose keys and values are computed, as far as the host has
+        read."""
         return len(self.tokens) - 1 if self.decoding else self.computed
 
     def pages_missing(self, most: int, size: int) -> int:
-        """Pages that it needs for so many more tokens, and does not have."""
+        """Number of pages to allocate for `most` more tokens."""
         tokens = min(self.length + most - 1, self.limit)
         return -(-tokens // size) - self.dropped - len(self.pages)
 
     def unseen(self, window: int, size: int) -> int:
-        """How many of its pages are behind the window of each token that is still to come."""
+        """Number of its pages that are outside the attention window of every token to come."""
         return max(0, (self.held - window) // size - self.dropped)
 
     def hash_pages(self, size: int, held: int) -> None:
-        """digests: of the full pages among the first `held` tokens."""
+        """Set `digests` to those of the full pages among the first `held` tokens."""
         self.digests = page_digests(self.tokens[:held], size, self.request.adapter)
 
     def read(self, tokens: list[int], logprobs: list[TokenLogprob]) -> Update:
-        """Take new tokens in, up to one that ends the text."""
+        """Append new tokens, up to one that ends the text."""
         text, kept, reason = "", 0, None
         for token in tokens:
             self.tokens.append(token)
@@ -115,27 +117,27 @@ class Sequence:
         logprobs: list[TokenLogprob],
         reason: str | None,
     ) -> Update:
-        """The first `kept` of new tokens."""
+        """Update with the first `kept` of the new tokens."""
         self.done = reason is not None
         return Update(self.request.id, text, tuple(tokens[:kept]), tuple(logprobs[:kept]), reason)
 
 
 class Pending(NamedTuple):
-    """Steps whose tokens were not read yet, and which row of them is whose."""
+    """A call whose tokens are not read yet. rows: (row, sequence) of each request in it."""
 
     sampled: Sampled
     rows: tuple[tuple[int, Sequence], ...]
-    most: int  # new tokens of a row
+    most: int  # maximum new tokens per row
     step: int
-    first: bool  # the tokens are the first ones behind prompts
+    first: bool  # the tokens are the first ones after prompts
 
 
 def check_request(
     request: Request, context: int, room: int, vocab_size: int, adapters: Collection[str]
 ) -> None:
-    """Raises UserError for a request that can never be served.
+    """Raise UserError for a request that can never be served.
 
-    context: tokens of a text at most; room: tokens that all pages hold; adapters: their names.
+    context: maximum tokens of a sequence. room: tokens that all pages hold. adapters: their names.
     """
     s, size = request.sampling, len(request.prompt)
     where = f"request {request.id}"
@@ -187,10 +189,10 @@ def check_request(
 
 
 def read_logprobs(sampled: Sampled, row: int, request: Request) -> list[TokenLogprob]:
-    """Of a row's new tokens, if its request asks for them."""
+    """Log-probs of a row's new tokens, if its request asks for them."""
     if (most := request.sampling.logprobs) is None:
         return []
-    assert sampled.logprob_KBT is not None  # as by `Sampler.ALL`
+    assert sampled.logprob_KBT is not None  # `Sampler.ALL` returns them
     tokens_KT, of_token_KT, top_KTn, of_top_KTn = (np.asarray(x)[:, row] for x in sampled)
     new_KT = tokens_KT >= 0
     lists = (x[new_KT].tolist() for x in (tokens_KT, of_token_KT, top_KTn, of_top_KTn))

@@ -1,4 +1,4 @@
-"""Text of tokens as they come: whole characters, and nothing of a string that would end it."""
+"""Incremental detokenization: emits whole characters, and holds back a possible stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,23 +7,23 @@ from jaxtrain.data import Tokenizer
 
 
 class TextStream:
-    """The new text of one request. behind: as in `Request`."""
+    """Text of one request's new tokens. behind: as in `Request`."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], behind: bool = False):
         self.pieces, self.prefix = tokenizer.pieces, b"" if behind else tokenizer.prefix
         self.stops = [stop for stop in stops if stop]
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.held = ""  # the beginning of a stop string, perhaps
+        self.held = ""  # text that may begin a stop string
 
     def add(self, token: int) -> tuple[str, bool]:
-        """What a token adds to the text, and whether a stop string ends it here."""
+        """Text that a token adds, and whether a stop string ends the text here."""
         piece = self.pieces[token] if token < len(self.pieces) else b""
         if self.prefix and piece:
             piece, self.prefix = piece.removeprefix(self.prefix), b""
         return self._cut(self.decoder.decode(piece))
 
     def end(self) -> tuple[str, bool]:
-        """What was held back, and whether it has a stop string after all."""
+        """Text that was held back, and whether it contains a stop string after all."""
         text, stopped = self._cut(self.decoder.decode(b"", final=True))
         if stopped:
             return text, True
@@ -42,7 +42,7 @@ class TextStream:
         return text[: len(text) - len(self.held)], False
 
     def _waiting(self, text: str) -> int:
-        """How many of the last characters may be the beginning of a stop string."""
+        """Number of last characters that may be the beginning of a stop string."""
         most = max(map(len, self.stops), default=1) - 1
         for size in range(min(most, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self.stops):
