@@ -17,7 +17,7 @@ ENDING = ".jsonl.zst"  # of the file that `score` writes
 
 
 def evaluate_parser() -> Parser:
-    """Of `jaxtrain evaluate`: validation, or in-context tasks."""
+    """Parser of `jaxtrain evaluate`: validation, or in-context tasks."""
     parser = Parser(
         "jaxtrain evaluate",
         description="Validation loss, perplexity and bits per byte of a split; or tasks.",
@@ -45,7 +45,7 @@ def evaluate_parser() -> Parser:
 
 
 def score_parser() -> Parser:
-    """Of `jaxtrain score`: columns of scores beside the text."""
+    """Parser of `jaxtrain score`: columns of scores for each document of a text."""
     parser = Parser(
         "jaxtrain score",
         description="Score the documents of a text by a trained model, to filter or sample it by.",
@@ -62,7 +62,7 @@ def score_parser() -> Parser:
 
 
 def search_rope_parser() -> Parser:
-    """Of `jaxtrain search-rope`: LongRoPE's divisors of a trained model."""
+    """Parser of `jaxtrain search-rope`: LongRoPE's divisors for a trained model."""
     parser = Parser(
         "jaxtrain search-rope",
         description="Search the divisors of a model's rotary frequencies for longer texts "
@@ -88,7 +88,7 @@ def search_rope_parser() -> Parser:
 
 
 def lm_eval_parser() -> Parser:
-    """Of `jaxtrain lm-eval`: tasks of EleutherAI's lm-evaluation-harness."""
+    """Parser of `jaxtrain lm-eval`: tasks of EleutherAI's lm-evaluation-harness."""
     parser = Parser(
         "jaxtrain lm-eval", description="Any task of EleutherAI's lm-evaluation-harness."
     )
@@ -102,6 +102,6 @@ def lm_eval_parser() -> Parser:
 
 
 def add_model(parser: Parser) -> None:
-    """RUN and --step: which model."""
+    """Add RUN and --step, which name the model."""
     parser.add_argument("run", type=local, help="run directory or model folder, also at a URL")
     parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")

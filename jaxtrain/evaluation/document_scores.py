@@ -1,9 +1,9 @@
-"""What a model says of each document of a text, by which some are worth more than others.
+"""Scores of each document of a text by a model, for data selection.
 
-Of each token, averaged over a document's: its negative log-likelihood, EL2N (the L2 norm of the
-softmax minus the one-hot label) and the norm of its gradient by the head, |p - y| |h| (GraNd of the
-last layer; both of arXiv:2107.07075). And the mean of the last states, whose distance to the
-nearest of some prototypes says how unusual a document is (arXiv:2206.14486).
+Means over a document's tokens: negative log-likelihood, EL2N (the L2 norm of the softmax minus the
+one-hot label) and the norm of the loss's gradient by the head, |p - y| |h| (GraNd of the last
+layer; both of arXiv:2107.07075). Also the mean of the last states: its distance to the nearest
+prototype shows how unusual a document is (arXiv:2206.14486).
 """
 
 from collections import deque
@@ -30,22 +30,22 @@ MEASURES = ("nll", "el2n", "grad_norm")  # the order of axis m
 
 
 class Measured(NamedTuple):
-    """Of N documents. A document without tokens has NaN."""
+    """Measurements of N documents. A document without tokens has NaN."""
 
-    tokens_N: np.ndarray  # int64, that are predicted
-    means_Nm: np.ndarray  # float64, of each measure over the tokens
-    states_ND: np.ndarray | None  # float32, the mean last state, of length 1
+    tokens_N: np.ndarray  # int64, predicted tokens
+    means_Nm: np.ndarray  # float64, mean of each measure over the tokens
+    states_ND: np.ndarray | None  # float32, the mean last state, with L2 norm 1
 
 
 class Measurer(NamedTuple):
-    """A model on its devices; `measure` takes documents of any length, each begins with BOS."""
+    """A model on its devices. `measure` takes documents of any length; each begins with BOS."""
 
     measure: Callable[[Sequence[np.ndarray]], Measured]
-    tokens: int  # of a batch: much fewer documents than that leave devices idle
+    tokens: int  # of a batch: documents of much fewer tokens leave devices idle
 
 
 def make_measurer(saved: Saved, config: Resolved, states: bool) -> Measurer:
-    """states: whether the mean last states are wanted too."""
+    """Measurer of a saved model. states: whether to compute the mean last states, too."""
     mesh, params, shape, chunk = shard_model(saved, config)
     whole = NamedSharding(mesh, PartitionSpec())
     program = jax.jit(
@@ -54,9 +54,9 @@ def make_measurer(saved: Saved, config: Resolved, states: bool) -> Measurer:
     pool = jax.jit(sum_by_document, static_argnums=2, out_shardings=whole)
 
     def run(rows: BranchBatch, owners_BT: np.ndarray) -> tuple[np.ndarray, Any]:
-        """The pieces of a batch, and what they sum to, which the device still works on."""
+        """Pieces of a batch, and their sums, which the device still computes."""
         pieces, own_BT = np.unique(owners_BT, return_inverse=True)
-        count = 1 << (len(pieces) - 1).bit_length()  # few programs serve all batches
+        count = 1 << (len(pieces) - 1).bit_length()  # rounded up, so that few programs serve all batches
         chunks = -(-int((rows.labels_BM >= 0).sum(1).max()) // chunk)
         with jax.set_mesh(mesh):
             placed, own_BT = place_batch((rows, own_BT.reshape(owners_BT.shape)), mesh)
@@ -80,7 +80,10 @@ def make_measurer(saved: Saved, config: Resolved, states: bool) -> Measurer:
 def split_to_context(
     documents: Sequence[np.ndarray], length: int
 ) -> tuple[list[Scored], list[int]]:
-    """Pieces of at most length + 1 tokens in which each token but the first is a label once."""
+    """Split documents into pieces of at most length + 1 tokens, and return each piece's document.
+
+    Each token of a document but the first is a label once.
+    """
     places = [
         (number, begin)
         for number, tokens in enumerate(documents)
@@ -97,10 +100,10 @@ def measure_rows(
     chunks: Array | int,
     chunk: int,
 ) -> tuple[Float[Array, "B T m"], Float[Array, "B T D"]]:
-    """The measures of each label, 0 from chunks * chunk on, and the states that predict them.
+    """Measures of each label (0 from chunks * chunk on), and the states that predict the labels.
 
-    A row is documents side by side, so that label t belongs to place t. The logits are there of
-    `chunk` places of a row at a time.
+    A row has packed documents, so that label t belongs to position t. Logits are computed for
+    `chunk` positions of a row at a time.
     """
     model = nnx.merge(graphdef, params)
     texts = rows.tokens_BT, rows.positions_BT, rows.segments_BT
@@ -120,7 +123,7 @@ def measure_rows(
 def of_labels(
     model: Transformer, x_ND: Float[Array, "N D"], labels_N: Int[Array, "N"]
 ) -> Float[Array, "N m"]:
-    """The measures of some labels in float32; of -1 they mean nothing."""
+    """Measures of labels in float32; those of label -1 are undefined."""
     logits_NV = model.logits(x_ND)
     hot_NV = jnp.arange(logits_NV.shape[1])[None] == labels_N[:, None]
     top_N = jax.nn.logsumexp(logits_NV, axis=1)
@@ -134,7 +137,7 @@ def of_labels(
 
 
 def sum_by_document(values: PyTree, owners_BT: Int[Array, "B T"], count: int) -> PyTree:
-    """Each array [B, T, a] summed in float32 over the places of an owner: [count, a]."""
+    """Sum each array [B, T, a] in float32 over the positions of each owner: [count, a]."""
     owners_N = owners_BT.reshape(-1)
 
     def one(y_BTa: Array) -> Array:
@@ -149,7 +152,7 @@ def per_document(
     owners: np.ndarray,
     found: Sequence[tuple[np.ndarray, Any]],
 ) -> Measured:
-    """The sums of pieces as means of the documents that own them."""
+    """Combine the sums of pieces to means per document."""
     N = len(documents)
     tokens_N = np.array([len(tokens) - 1 for tokens in documents], np.int64)
     means_Nm, states_ND = np.zeros((N, len(MEASURES))), None

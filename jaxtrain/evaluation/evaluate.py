@@ -50,12 +50,12 @@ from jaxtrain.settings import UserError, command
 from jaxtrain.storage.fetch import send_results
 from jaxtrain.weights.params import Params, Specs
 
-# Batches in the devices' queue. Hundreds of programs that exchange with other processes wait for
-# one another for ever on CPUs: each holds a thread until its partner's has one.
+# Maximum batches in the devices' queue. On CPUs, hundreds of queued programs with collectives
+# deadlock: each holds a thread until its partner in another process has one.
 AHEAD = 4
-BLOCK = 16  # batches whose sums are added apart, so that nodes can share a split
-ASKED = ("step", "tasks", "needle", "limit", "all_shots", "crop")  # arguments that processes share
-# Fields of a saved model's configuration that validation reads, and a command line may change.
+BLOCK = 16  # batches that are summed separately, so that nodes can share a split
+ASKED = ("step", "tasks", "needle", "limit", "all_shots", "crop")  # arguments that are equal in all processes
+# Fields of a saved model's configuration for validation that a command line may change.
 VALIDATED = (
     "data.train", "data.validation", "data.tokenizer", "data.cache_dir", "data.local_cache",
     "data.prepare_workers", "data.skip_damaged", "eval.batch_size", "mesh",
@@ -70,7 +70,7 @@ def make_validation_step(
     bytes_V: jax.Array,
     join: Callable[[Params, Params | None], Params] = join_full,
 ) -> jax.stages.Wrapped:
-    """(params, batch, sums) -> sums with the batch added, compiled; `frozen` as a keyword."""
+    """Jitted (params, batch, sums, frozen=None) -> `sums` with those of the batch added."""
 
     def add_batch(params, batch, sums, frozen=None):
         params = join(cast(params, specs, dtype), frozen)
@@ -88,8 +88,8 @@ def lower_scorer(
     batches: Iterator[data.Batch],
     mesh: Mesh,
 ) -> Callable[[], object]:
-    """Lower the program that `validation_metrics` runs on such batches, ahead of its use; returns
-    what compiles it."""
+    """Lower the program that `validation_metrics` runs on such batches, ahead of its use. Returns a
+    function that compiles it."""
     batch, sums = place_batch(next(batches), mesh), objectives.zero_sums()
     return scorer.lower(params, batch, sums, frozen=frozen).compile
 
@@ -117,7 +117,7 @@ def validation_sums(
     max_tokens: int | None,
     sums: objectives.EvaluationSums,
 ) -> objectives.EvaluationSums:
-    """`sums` with those of the batches added, on the device."""
+    """Add the sums of the batches to `sums`, on the device."""
     seen, queued = 0, deque[objectives.EvaluationSums]()
     for batch in batches:
         sums = scorer(params, place_batch(batch, mesh), sums)
@@ -145,9 +145,9 @@ def figures_of(sums: Iterable[SupportsFloat]) -> dict[str, float]:
 def held_out_batches(
     store: data.TokenStore, c: Resolved, mesh: Mesh, change: Augment | None = None
 ) -> Iterator[data.Batch]:
-    """The validation split once, in rows as in training, as many as `eval` says: this process's.
+    """This process's batches of one pass over the validation split, in rows as in training.
 
-    change: of `make_row_change`.
+    `eval` sets the rows per batch. change: result of `make_row_change`.
     """
     share, shares = process_batch_shard(mesh)
     rows = c.eval.batch_size or c.train.device_batch_size
@@ -163,7 +163,7 @@ def held_out_batches(
 
 
 class BlockSums:
-    """The sums of the batches of a split, BLOCK at a time; blocks are mostly asked for in order."""
+    """Sums of a split's batches, BLOCK at a time. Blocks should mostly be requested in order."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class BlockSums:
         self.rest, self.next = batches(), 0
 
     def __call__(self, number: int) -> list[float] | None:
-        """Of a block, by its number; None behind the last one."""
+        """Sums of a block, by its index; None after the last one."""
         if number < self.next:
             self.rest, self.next = self.batches(), 0
         skipped = islice(self.rest, (number - self.next) * BLOCK)
@@ -191,7 +191,7 @@ def evaluate(saved: Saved, config: Resolved, remote: RemoteModel | None = None) 
     """Validate a saved model on the validation split of `config.data`.
 
     remote: the same model for the nodes of a Ray cluster, which share the blocks of batches. Their
-    sums are added in order, so that the figures are those of one host.
+    sums are added in order, so the results are those of one host.
     """
     check_text_loss(saved, config)
     if remote is None:
@@ -206,7 +206,7 @@ def evaluate(saved: Saved, config: Resolved, remote: RemoteModel | None = None) 
 
 
 def load_block_sums(remote: RemoteModel, prepared: Path | None) -> BlockSums:
-    """On a node. prepared: the folder of the validation split, if it is one."""
+    """Load the model on a node. prepared: the folder of the validation split, if it has one."""
     if prepared is not None and not prepared.is_dir():
         shared = "data.cache_dir must be on a disk that all nodes share, or at a URL"
         raise missing_on_node("folder", prepared, shared)
@@ -214,7 +214,7 @@ def load_block_sums(remote: RemoteModel, prepared: Path | None) -> BlockSums:
 
 
 def check_text_loss(saved: Saved, config: Resolved) -> None:
-    """Raises UserError for a model and data that have no loss of text."""
+    """Raise UserError for a model and data that have no language-modeling loss."""
     if saved.config.objective.name in PREFERENCES and config.data == saved.config.data:
         raise UserError(
             f"{saved.config.run.name} was trained on preferences, which have no loss of text; its "
@@ -236,7 +236,7 @@ def prepare_validation(saved: Saved, config: Resolved) -> data.TokenStore:
 
 
 def make_block_sums(saved: Saved, config: Resolved) -> BlockSums:
-    """A model on its devices that validates blocks of batches."""
+    """Put a model on its devices, to validate blocks of batches."""
     store, mesh = prepare_validation(saved, config), make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         scorer = make_validation_step(
@@ -257,7 +257,7 @@ def make_block_sums(saved: Saved, config: Resolved) -> BlockSums:
 
 
 def data_for(saved: Saved, config: Resolved) -> data.DataConfig:
-    """The data to evaluate on. Other text than in training must not train another tokenizer."""
+    """Data to evaluate on. New text must not train another tokenizer than the saved one."""
     tokenizer = config.data.tokenizer
     if config.data == saved.config.data or tokenizer != saved.config.data.tokenizer:
         return config.data
@@ -269,7 +269,7 @@ def data_for(saved: Saved, config: Resolved) -> data.DataConfig:
 def answer_tasks(
     saved: Saved, config: Resolved, arguments: argparse.Namespace, remote: RemoteModel | None
 ) -> None:
-    """What --tasks asks for: a table on the screen, figures in --out."""
+    """Run --tasks: print a table, and write the results to --out."""
     check_decoder(saved.config.model)
     names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
     name = "tasks.json" if arguments.step is None else f"tasks_step_{arguments.step:06d}.json"

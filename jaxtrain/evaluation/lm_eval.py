@@ -2,7 +2,7 @@
 
 jaxtrain lm-eval RUN --tasks mmlu,gsm8k [--num-fewshot 5] [--limit 100]
 
-`HarnessModel(load_saved(path))` is what `lm_eval.simple_evaluate(model=...)` takes.
+Use it in Python as `lm_eval.simple_evaluate(model=HarnessModel(load_saved(path)))`.
 """
 
 import importlib
@@ -29,14 +29,15 @@ from jaxtrain.storage.fetch import send_results
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 Base: Any = importlib.import_module("lm_eval.api.model").LM if INSTALLED else object
 HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-PATIENCE = 4.0  # seconds that the hub has to answer
-NEW_TOKENS = 256  # that an answer may have if a task does not say
+PATIENCE = 4.0  # seconds to wait for the hub
+NEW_TOKENS = 256  # maximum of an answer if the task sets none
 
 
 class HarnessModel(Base):
-    """The harness's interface. Every text begins with BOS, and keeps its end where it is too long.
+    """The harness's model interface. Every text begins with BOS; one that is too long keeps its
+    end.
 
-    A request is lm_eval's `Instance`: what it asks for is in `args`.
+    A request is lm_eval's `Instance`; its contents are in `args`.
     """
 
     def __init__(self, saved: Saved, overrides: Sequence[str] = ()):
@@ -53,20 +54,20 @@ class HarnessModel(Base):
     def loglikelihood_rolling(self, requests: list[Any], **options: Any) -> list[float]:
         """args (text,) -> its log-likelihood after BOS.
 
-        Each token is asked for once; of a longer text than the context, in windows of that size.
+        Each token is scored once. A longer text than the context is scored in windows of that size.
         """
         return self.model.log_likelihood(request.args[0] for request in requests).tolist()
 
     def generate_until(self, requests: list[Any], **options: Any) -> list[str]:
         """args (context, settings) -> text up to the first of `until`, which is not part of it.
 
-        Settings beside `until`: max_gen_toks, and with do_sample temperature, top_p, top_k.
+        Other settings: max_gen_toks, and with do_sample temperature, top_p, top_k.
         """
         asked = [self.request(i, *one.args) for i, one in enumerate(requests)]
         return run_requests(make_engine(self.model.writer, asked), asked) if asked else []
 
     def request(self, i: int, text: str, settings: dict[str, Any]) -> Request:
-        """One of them as the engine takes it."""
+        """Engine request for one request of `generate_until`."""
         new = min(int(settings.get("max_gen_toks", NEW_TOKENS)), self.scorer.context // 2)
         temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
         top_k, top_p = settings.get("top_k") or None, settings.get("top_p")
@@ -78,7 +79,7 @@ class HarnessModel(Base):
 
 
 def reachable() -> bool:
-    """Whether the hub of data sets answers, through a proxy if there is one."""
+    """Whether the dataset hub answers, through a proxy if there is one."""
     try:
         urllib.request.urlopen(urllib.request.Request(HUB, method="HEAD"), timeout=PATIENCE).close()
     except urllib.error.HTTPError:
@@ -89,7 +90,7 @@ def reachable() -> bool:
 
 
 def stay_offline() -> None:
-    """Have the libraries of the hub, which would try for a minute, look into their caches alone."""
+    """Make the hub's libraries use their caches alone; otherwise they would try for a minute."""
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     for name in ("huggingface_hub.constants", "datasets.config"):  # read when they are imported
         if module := sys.modules.get(name):
@@ -113,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
         found = lm_eval.simple_evaluate(
             model, tasks=a.tasks.split(","), num_fewshot=a.num_fewshot, limit=a.limit
         )
-    except (OSError, KeyError, ValueError) as error:  # of its tasks, and of their data
+    except (OSError, KeyError, ValueError) as error:  # from its tasks, or their data
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"--tasks {a.tasks}: the harness has no such data: {first}{why}") from error
     print(importlib.import_module("lm_eval.utils").make_table(found))

@@ -1,10 +1,10 @@
-"""Log-likelihoods of many token sequences: packed rows in, a few numbers a sequence out.
+"""Log-likelihoods of many token sequences, which are packed into rows.
 
-One compiled program, or two where sequences share beginnings, serves all lengths up to the context;
-twice, four times, ... the context have their own. They are compiled in threads, beside each other
-and beside the scoring of those that are ready. Padding short texts into a longer program would save
-no compile time and would change roundings. The head is applied to the places that are asked for,
-some at a time, never to whole rows.
+One compiled program serves all lengths up to the context, or two programs if sequences share
+prefixes. Rows of two, four, ... times the context have their own. Programs compile in threads, in
+parallel, while those that are ready score. Padding short texts into a longer program would save no
+compile time and would change rounding. The head is applied only to the positions that are scored,
+in chunks, never to whole rows.
 """
 
 from collections import deque
@@ -39,7 +39,7 @@ from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
 from jaxtrain.runs.saved import Saved, place_params
 from jaxtrain.weights.params import Params
 
-# Fields of a saved model's configuration that a command line may change, of those read here.
+# Fields of a saved model's configuration that are read here and a command line may change.
 FIELDS = (
     "eval.batch_size",
     "mesh",
@@ -47,18 +47,18 @@ FIELDS = (
     "train.device_batch_size",
     "model.context_length",
 )
-AHEAD = 8  # batches that the device is given before the first one's numbers are waited for
-HELD_BYTES = 1 << 28  # of batches that wait for their programs, on the host
-HEAD_ROWS = 1024  # places a device computes logits of at a time
+AHEAD = 8  # batches queued on the device before the host waits for the first one's results
+HELD_BYTES = 1 << 28  # of batches on the host that wait for their programs
+HEAD_ROWS = 1024  # positions whose logits a device computes at a time
 
 
 class ShardedModel(NamedTuple):
-    """A model on its devices, and what it is given at once."""
+    """A model on its devices, and the shape of its batches."""
 
     mesh: Mesh
     params: Any
     shape: RowShape
-    chunk: int  # places of a row whose logits are computed at a time
+    chunk: int  # positions per row whose logits are computed at a time
 
 
 class Scorer:
@@ -67,16 +67,16 @@ class Scorer:
     def __init__(self, model: ShardedModel, program: jax.stages.Wrapped):
         """program: (params, rows, chunks) -> nll and greedy [B, M], of all processes."""
         self.model, self.program, self.shape = model, program, model.shape
-        self.context = model.shape.trunk  # tokens that the model was trained on at a time
+        self.context = model.shape.trunk  # context length of the configuration, in tokens
         self.compiler = Compiler[RowShape](lambda: jax.set_mesh(model.mesh))
 
     def compile(self, shapes: Collection[RowShape]) -> list[Future[object]]:
-        """Begin to compile for batches of these shapes, the first ones first; what was begun.
+        """Start compiling for batches of these shapes, in their order. Returns what was started.
 
-        Among several processes it begins nothing, and each program is compiled when it is called:
-        they time kernels for each other, and must all compile the same program at a time. One
-        process with several devices waits here: loading a program waits for running kernels, which
-        may wait for those of another device behind a load.
+        With several processes nothing is started, and each program is compiled when it is called:
+        the processes time kernels for each other, so they must all compile the same program at a
+        time. One process with several devices waits here: loading a program waits for running
+        kernels, which may wait for kernels of another device that are queued after a load.
         """
         new = [shape for shape in shapes if shape not in self.compiler.coming]
         if jax.process_count() > 1 or not new:
@@ -88,7 +88,7 @@ class Scorer:
         return [self.compiler.coming[shape] for shape in new]
 
     def lower(self, shape: RowShape) -> jax.stages.Lowered:
-        """The program of a shape."""
+        """Lowered program of a shape."""
         return self.program.lower(self.model.params, self.place(empty_batch(shape)), np.int32(0))
 
     def shape_of(self, rows: BranchBatch) -> RowShape:
@@ -97,14 +97,15 @@ class Scorer:
         return RowShape(B, T - R, R, self.shape.num_shards)
 
     def place(self, rows: BranchBatch) -> BranchBatch:
-        """This process's part of a batch on its devices. The mesh must be set."""
+        """Put this process's shard of a batch on its devices. The mesh must be set."""
         share, shares = process_batch_shard(self.model.mesh)
         mine = len(rows.tokens_BT) // shares
         part = slice(share * mine, (share + 1) * mine)
         return place_batch(BranchBatch(*(x[part] for x in rows)), self.model.mesh)
 
     def score(self, rows: BranchBatch) -> tuple[jax.Array, jax.Array]:
-        """nll and greedy [B, M], still on the device. Waits for the program where it was begun."""
+        """nll and greedy [B, M], on the device. Waits for the program if its compilation was
+        started."""
         self.compiler.settle(self.shape_of(rows))
         chunks = -(-int((rows.labels_BM >= 0).sum(1).max()) // self.model.chunk)
         with jax.set_mesh(self.model.mesh):
@@ -112,18 +113,18 @@ class Scorer:
 
 
 class Scores(NamedTuple):
-    """Numbers of all sequences of a job, and how its questions divide them."""
+    """Scores of all sequences of a job, and the sequences per question."""
 
     nll: np.ndarray  # float64 [N], nats of all scored tokens
-    greedy: np.ndarray  # bool [N], whether each of them is the likeliest
-    tokens: np.ndarray  # int64 [N], how many they are
+    greedy: np.ndarray  # bool [N], whether each scored token is the likeliest
+    tokens: np.ndarray  # int64 [N], number of scored tokens
     sizes: list[int]  # sequences of each question
 
 
 def shard_model(saved: Saved, config: Resolved, most_rows: int | None = None) -> ShardedModel:
-    """Put a saved model on the mesh of `config`, which also says how many rows go at once.
+    """Put a saved model on the mesh of `config`, which also sets the rows per batch.
 
-    most_rows: fewer, for a few questions.
+    most_rows: an upper limit of the rows, for a few questions.
     """
     check_decoder(saved.config.model)
     mesh = make_mesh(config.mesh)
@@ -159,7 +160,8 @@ def score_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """(nll_BM in float32, greedy_BM) of the labels of a `BranchBatch`; 0 beyond chunks * chunk.
 
-    In texts longer than the context no layer looks back further than that, as in nanochat's GPT.
+    In longer texts than the context, each layer's window is at most the context, as in nanochat's
+    GPT.
     """
     model = nnx.merge(graphdef, params)
     context = model.config.context_length
@@ -192,11 +194,11 @@ def scores(
     jobs: Iterable[Iterable[Sequence[Scored]]],
     progress: Callable[[int], None] = lambda questions: None,
 ) -> Iterator[Scores]:
-    """The numbers of each job in turn. A job is questions, a question is sequences.
+    """Yield the scores of each job, in order. A job consists of questions, a question of sequences.
 
-    What sequences of a question begin with is computed once. While the device works, the host
-    reads ahead, into the next job too; and while a program is compiled, the device scores what
-    others are ready for. progress: is told of questions that went to the device.
+    The common prefix of a question's sequences is computed once. While the device works, the host
+    reads ahead, also into the next job. While a program compiles, the device scores batches of
+    other programs. progress: called with the number of questions that went to the device.
     """
     queue = ScoringQueue(scorer, progress)
     for questions in jobs:
@@ -208,14 +210,14 @@ def scores(
 
 
 class ScoringJob:
-    """The numbers of a job while they come in."""
+    """Scores of a job, collected batch by batch."""
 
     def __init__(self):
         self.sizes: list[int] = []
         self.lengths: list[int] = []
-        self.first = bytearray()  # of each sequence, whether it is the first of its question
+        self.first = bytearray()  # per sequence, whether it is the first of its question
         self.parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self.packed, self.batches = False, 0  # whether all are; those that are not collected
+        self.packed, self.batches = False, 0  # whether all are packed; batches not collected yet
 
     def counted(self, questions: Iterable[Sequence[Scored]]) -> Iterator[Sequence[Scored]]:
         for question in questions:
@@ -227,7 +229,7 @@ class ScoringJob:
     def questions_in(self, owners_BM: np.ndarray) -> int:
         """How many questions have their first sequence in a batch."""
         owners = owners_BM[owners_BM >= 0]
-        begins = np.diff(owners, prepend=-1) != 0  # the labels of a sequence are side by side
+        begins = np.diff(owners, prepend=-1) != 0  # the labels of a sequence are adjacent
         return int(np.frombuffer(bytes(self.first), np.uint8)[owners[begins]].sum())
 
     def scores(self) -> Scores:
@@ -239,7 +241,7 @@ class ScoringJob:
 
 
 class HeldBatch(NamedTuple):
-    """A batch that the device is yet to be given."""
+    """A batch that is not on the device yet."""
 
     job: ScoringJob
     rows: BranchBatch
@@ -252,9 +254,9 @@ class HeldBatch(NamedTuple):
 
 
 class ScoringQueue:
-    """Batches on their way: some wait for their program, AHEAD of them are with the device.
+    """Queue of batches: some wait for their program, at most AHEAD are on the device.
 
-    A sequence is in one batch, so that the order of batches changes no sum.
+    Each sequence is in one batch, so the order of batches does not change any sum.
     """
 
     def __init__(self, scorer: Scorer, progress: Callable[[int], None]):
@@ -268,8 +270,8 @@ class ScoringQueue:
         return self.jobs[-1]
 
     def add(self, batch: HeldBatch) -> Iterator[Scores]:
-        """Take a batch; the device is given it as soon as its program is ready. Yields the scores
-        of jobs that are complete, as `send`, `collect` and `empty` do."""
+        """Queue a batch, which goes to the device as soon as its program is ready. Yields the
+        scores of complete jobs, as do `send`, `collect` and `empty`."""
         if self.scorer.model.mesh.size == 1:  # several devices may be at work: see `compile`
             self.scorer.compile([batch.shape])
         batch.job.batches += 1
@@ -279,7 +281,7 @@ class ScoringQueue:
             yield from self.wait_and_send()
 
     def send(self) -> Iterator[Scores]:
-        """Give the device what its programs are ready for."""
+        """Send the batches to the device whose programs are ready."""
         held, self.held = self.held, []
         for one in held:
             if not self.scorer.compiler.is_settled(one.shape):
@@ -295,7 +297,7 @@ class ScoringQueue:
         yield from self.send()
 
     def collect(self) -> Iterator[Scores]:
-        """Wait for the numbers of the batch that was given first."""
+        """Wait for the results of the oldest batch on the device."""
         job, owners_BM, out = self.running.popleft()
         nll_BM, greedy_BM = jax.device_get(out)
         real = owners_BM >= 0
@@ -304,7 +306,7 @@ class ScoringQueue:
         yield from self.finished()
 
     def empty(self) -> Iterator[Scores]:
-        """Behind the last batch."""
+        """Finish all batches, after the last one was added."""
         while self.held:
             yield from self.wait_and_send()
         while self.running:
@@ -312,6 +314,6 @@ class ScoringQueue:
         yield from self.finished()  # a job may have no batch
 
     def finished(self) -> Iterator[Scores]:
-        """The numbers of jobs in their order, of those that have them all."""
+        """Yield the scores of complete jobs, in their order."""
         while self.jobs and self.jobs[0].packed and not self.jobs[0].batches:
             yield self.jobs.popleft().scores()

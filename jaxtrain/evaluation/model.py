@@ -71,18 +71,18 @@ class Model:
 
     @property
     def writer(self) -> LanguageModel:
-        """What continues texts."""
+        """Language model that continues texts."""
         parts = self.config.model, self.saved.graphdef, self.compute_params
         return LanguageModel(*parts, self.tokenizer, self.saved.prompting)
 
     @cached_property
     def scorer(self) -> Scorer:
-        """What log-likelihoods are computed with, on the mesh of the configuration."""
+        """Scorer of log-likelihoods, on the mesh of the configuration."""
         return make_scorer(self.saved, self.config)
 
     @cached_property
     def template(self) -> Chat:
-        """How conversations are put into words. Raises UserError if the model has no template."""
+        """Chat template of the model. Raises UserError if the model has none."""
         return make_chat(*template_for(self.saved), self.tokenizer)
 
     def logits(self, tokens_BT: ArrayLike) -> Float[Array, "B T V"]:
@@ -93,48 +93,50 @@ class Model:
     # ---- log-likelihoods -----------------------------------------------------------------------
 
     def log_likelihood(self, texts: Iterable[str | tuple[str, str]]) -> np.ndarray:
-        """float64 [N], nats, negative: of each text after BOS, or of each pair's second part after
-        its first. A text longer than the context is taken in windows, a pair loses its beginning.
-        """
+        """Log-likelihoods in nats (negative), float64 [N]: of each text after BOS, or of each
+        pair's second part after its first. A longer text than the context is scored in windows; a
+        longer pair loses its beginning."""
         asked = [list(self.parts(x)) for x in texts]
         found = self.score([part] for parts in asked for part in parts)
         ends = np.cumsum([len(parts) for parts in asked])
         return np.array([-found.nll[e - len(p) : e].sum() for e, p in zip(ends, asked)])
 
     def answers(self, pairs: Iterable[tuple[str, str]]) -> Scores:
-        """The numbers of (context, continuation) pairs: nats, and whether each is the likeliest.
+        """Scores of (context, continuation) pairs: nats, and whether each is the likeliest.
 
-        Pairs in a row with one context are answers to one question, whose context is read once.
+        Consecutive pairs with the same context are answers to one question, whose context is
+        computed once.
         """
         groups = groupby(pairs, key=lambda pair: pair[0])
         return self.score([self.pair(*pair) for pair in group] for _, group in groups)
 
     def score(self, questions: Iterable[Sequence[Scored]]) -> Scores:
-        """The numbers of sequences; those of a question share a beginning."""
+        """Scores of sequences; those of a question share a prefix."""
         (found,) = scores(self.scorer, [questions])
         return found
 
     def parts(self, text: str | tuple[str, str]) -> Iterator[Scored]:
-        """What to score of a text, or of a pair."""
+        """Sequences to score for a text, or for a pair."""
         if isinstance(text, str):
             yield from self.windows(self.encode(text))
         else:
             yield self.pair(*text)
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [T], with BOS in front."""
+        """Token ids, int32 [T], with BOS in front."""
         ids = [[self.tokenizer.bos_id], self.tokenizer.encode(text)]
         return np.concatenate(ids).astype(np.int32)
 
     def pair(self, context: str, continuation: str) -> Scored:
-        """Spaces at the context's end belong to the continuation's first token."""
+        """Sequence to score for a pair. Spaces at the context's end belong to the continuation's
+        first token."""
         tokens = self.encode(context + continuation)
         first = min(len(self.encode(context.rstrip())), len(tokens) - 1)
         lost = max(0, len(tokens) - self.scorer.context - 1)
         return Scored(tokens[lost:], max(1, first - lost))
 
     def windows(self, tokens: np.ndarray) -> Iterator[Scored]:
-        """All tokens but the first, in pieces; the last piece sees a whole context too."""
+        """Windows that score all tokens but the first; the last window has a whole context, too."""
         context = self.scorer.context
         for begin in range(1, len(tokens), context):
             end = min(begin + context, len(tokens))
@@ -207,10 +209,11 @@ def _logits(graphdef: Any, params: Any, tokens_BT: Array) -> Array:
 
 
 def load(source: str | Path, step: int | None = None) -> Model:
-    """The model of a run directory, a saved folder, or a Hugging Face checkpoint: a folder, or
+    """Model of a run directory, a saved folder, or a Hugging Face checkpoint: a folder, or
     OWNER/NAME[@REVISION].
 
-    step: that checkpoint of a run in the place of the end. Raises UserError for anything else.
+    step: load this checkpoint of a run instead of the final model. Raises UserError for anything
+    else.
     """
     path = local(str(source)).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
@@ -224,8 +227,8 @@ def load(source: str | Path, step: int | None = None) -> Model:
 
 
 def build(config: Config) -> Model:
-    """A model with the initial values of `run.seed`. Prepares the data where the tokenizer has to
-    be trained on it."""
+    """A model with the initial values of `run.seed`. Prepares the data if the tokenizer has to be
+    trained on it."""
     tokenizer = data.prepare(config.data).tokenizer
     c = resolve(config, tokenizer.vocab_size)
     graphdef, specs = split(Transformer(c.model, tokenizer.vocab_size))

@@ -1,8 +1,8 @@
-"""Needle in a haystack: does a model find one fact again, by how far back it stands?
+"""Needle in a haystack: whether a model recalls one fact, by text length and depth of the fact.
 
-A number is hidden in sentences that say nothing of it, at some depth of a text of some length; the
-end of the text asks for it (passkey retrieval: Mohtashami & Jaggi 2023, arXiv:2305.16300; the grid
-of lengths and depths: Kamradt 2023). A model that recalls nothing chooses one number of four.
+A number is hidden in unrelated sentences, at some depth of a text of some length. The end of the
+text asks for it (passkey retrieval: Mohtashami & Jaggi 2023, arXiv:2305.16300; the grid of lengths
+and depths: Kamradt 2023). A model that recalls nothing chooses one number of four.
 """
 
 import argparse
@@ -38,21 +38,21 @@ SAMPLES = 10  # texts of each length and depth
 
 
 class Cell(NamedTuple):
-    """What came of the texts of one length and depth."""
+    """Results for the texts of one length and depth."""
 
-    length: int  # tokens with the question and the answer
+    length: int  # tokens, including question and answer
     depth: float
     samples: int
-    chosen: float  # share in which the hidden number is the likeliest of four; chance is 0.25
-    exact: float  # share in which each of its tokens is the likeliest of all
+    chosen: float  # share of texts whose hidden number is the likeliest of four; chance is 0.25
+    exact: float  # share of texts in which each token of the number is the likeliest of all
 
 
 def haystack(
     tokenizer: data.Tokenizer, length: int, depth: float, rng: np.random.Generator
 ) -> list[Scored]:
-    """A text of at most `length` tokens with four answers; the first is the number that it hides.
+    """A text of at most `length` tokens with four answers; the first is the hidden number.
 
-    UserError where the fact and the question alone have more tokens.
+    Raises UserError if the fact and the question alone have more tokens.
     """
     city = CITIES[rng.integers(len(CITIES))]
     low, high = 10 ** (DIGITS - 1), 10**DIGITS
@@ -78,7 +78,7 @@ def haystack(
 def haystacks(
     tokenizer: data.Tokenizer, length: int, depth: float, samples: int
 ) -> Iterator[list[Scored]]:
-    """The same texts for every model of a tokenizer."""
+    """Texts of one length and depth, the same for every model with this tokenizer."""
     for sample in range(samples):
         rng = np.random.default_rng([length, round(1000 * depth), sample])
         yield haystack(tokenizer, length, depth, rng)
@@ -89,7 +89,7 @@ def find_needles(
 ) -> list[Cell]:
     """Ask for hidden numbers in texts of each length and depth, and write `out` (JSON).
 
-    UserError for a length beyond the context that `config` says.
+    Raises UserError for a length beyond the context of `config`.
     """
     if longer := [length for length in lengths if length > config.model.context_length]:
         raise UserError(
@@ -127,7 +127,7 @@ def needle_table(cells: Sequence[Cell]) -> Table:
 
 
 def lengths_of(text: str) -> list[int]:
-    """The lengths of --needle. UserError for anything else than numbers above 0."""
+    """Parse the lengths of --needle. Raises UserError unless all are integers above 0."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UserError(f"--needle: got {text!r}, must be lengths in tokens, as in 1024,4096")
@@ -135,7 +135,7 @@ def lengths_of(text: str) -> list[int]:
 
 
 def answer_needles(saved: Saved, config: Resolved, arguments: argparse.Namespace) -> None:
-    """What --needle asks for: a table on the screen, figures in --out."""
+    """Run --needle: print a table, and write the results to --out."""
     name = "needle.json" if arguments.step is None else f"needle_step_{arguments.step:06d}.json"
     out = arguments.out or arguments.run / name
     samples = arguments.limit or SAMPLES

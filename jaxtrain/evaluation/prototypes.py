@@ -1,4 +1,4 @@
-"""k-means over unit vectors, by cosine: how far a text is from what a corpus is full of.
+"""k-means over unit vectors, by cosine: distance of a document from a corpus's typical content.
 
 Sorscher et al. 2022 (arXiv:2206.14486) prune by the cosine distance to the nearest centroid.
 """
@@ -11,13 +11,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 ROUNDS = 25
-TRIES = 8  # greedy k-means++: candidates of each seed
+TRIES = 8  # greedy k-means++: candidates per seed
 
 
 def find_prototypes(
     x_ND: Float[np.ndarray, "N D"], count: int, seed: int = 0
 ) -> Float[np.ndarray, "C D"]:
-    """The directions of `count` < N clusters: Lloyd's rounds from the seeds of k-means++."""
+    """Unit centroids of `count` < N clusters: Lloyd's iterations from k-means++ seeds."""
     return np.asarray(_clustered(jnp.asarray(x_ND), jax.random.key(seed), count))
 
 
@@ -37,7 +37,8 @@ def _clustered(x_ND: Array, key: Array, count: int) -> Array:
     N, D = x_ND.shape
 
     def seed(i, found):
-        """Of some drawn by their distance to the nearest seed, the one that serves all best."""
+        """Draw candidates by their distance to the nearest seed; add the one with the lowest
+        total."""
         seeds_CD, far_N = found
         drawn_A = jax.random.categorical(keys[i], jnp.log(far_N), shape=(TRIES,))
         near_NA = jnp.maximum(1.0 - _cosines(x_ND, x_ND[drawn_A]), 0.0)
@@ -49,7 +50,7 @@ def _clustered(x_ND: Array, key: Array, count: int) -> Array:
         nearest_N = jnp.argmax(_cosines(x_ND, centers_CD), axis=1)
         sums_CD = jax.ops.segment_sum(x_ND, nearest_N, count)
         length_C1 = jnp.linalg.norm(sums_CD, axis=1, keepdims=True)
-        # A center that no text is nearest to stays where it is.
+        # A center without any nearest text is unchanged.
         return jnp.where(length_C1 > 0, sums_CD / jnp.maximum(length_C1, 1e-30), centers_CD)
 
     begin = jnp.zeros((count, D)), jnp.ones(N)

@@ -1,4 +1,4 @@
-"""How the nodes of a Ray cluster load the model of a command: from its folder, or from its URL."""
+"""Model loading on the nodes of a Ray cluster, from a folder or from a URL."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from jaxtrain.storage.location import local
 
 
 class RemoteModel(NamedTuple):
-    """What a command was told about its model."""
+    """Arguments by which a node loads the model of a command."""
 
     run: str  # an absolute path or a URL
     step: int | None
@@ -32,6 +32,6 @@ class RemoteModel(NamedTuple):
 
 
 def place_of_run(folder: Path) -> str:
-    """Where nodes find the run of a folder: at the URL that it is a copy of, or there."""
+    """Location of a run for nodes: the URL that its folder is a copy of, or else the folder."""
     remote = source_of(folder)
     return str(folder.absolute()) if remote is None else remote.url

@@ -1,10 +1,10 @@
 """LongRoPE's candidates (Ding et al. 2024, arXiv:2402.13753): divisors of the rotary frequencies.
 
-A divisor for each pair of channels, from 1 (extrapolation) to a little more than the extension
-ratio (interpolation), and never less than that of the pair before, which turns faster. The paper
-searches also how many tokens at the beginning keep their frequencies; here all have the same.
-The factor on rotated queries and keys, which the paper fixes, is searched with them: YaRN's
-divisors come with one, linear and NTK-aware ones without.
+Each pair of channels has a divisor, from 1 (extrapolation) to slightly more than the extension
+ratio (interpolation). It is never below the divisor of the pair before, which rotates faster. The
+paper also searches the number of initial tokens that keep their frequencies; here all tokens have
+the same. The factor on rotated queries and keys, which the paper fixes, is searched, too: YaRN's
+divisors have such a factor, linear and NTK-aware ones have none.
 """
 
 import math
@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxtrain.model.rope import LongRopeScaling, YarnScaling, frequencies
 
-MARGIN = 1.25  # divisors up to so many times the extension ratio, as in the paper
+MARGIN = 1.25  # maximum divisor, as a multiple of the extension ratio, as in the paper
 REDRAWN = 0.3  # probability that a mutation changes a divisor, as in the paper
-STEP = 0.25  # standard deviation of a change, of the range of the logarithms
-DIGITS = 3  # of a divisor that was drawn, behind the point
+STEP = 0.25  # standard deviation of a change, as a share of the log range
+DIGITS = 3  # decimals of a divisor that was drawn
 
 
 class RopeCandidate(NamedTuple):
@@ -38,7 +38,7 @@ class RopeCandidate(NamedTuple):
 
 
 class RopeSpace(NamedTuple):
-    """What may be searched: pairs of channels, the extension ratio, the context before it."""
+    """Search space: pairs of channels, the extension ratio, the context before the extension."""
 
     pairs: int
     base: float  # of the rotary frequencies
@@ -65,10 +65,10 @@ class RopeSpace(NamedTuple):
 
 
 def known_candidates(space: RopeSpace) -> dict[str, RopeCandidate]:
-    """The divisors of the ways that need no search, by name.
+    """Candidates of the methods that need no search, by name.
 
     none: the frequencies of training. linear: Chen et al. 2023, arXiv:2306.15595. ntk: NTK-aware,
-    the base times ratio^(H / (H - 2)), of a head's H channels, so that the last pair is divided by
+    the base times ratio^(H / (H - 2)), for a head's H channels, so that the last pair is divided by
     the ratio (bloc97 2023). yarn: Peng et al. 2023, arXiv:2309.00071.
     """
     last = max(space.pairs - 1, 1)
@@ -77,7 +77,7 @@ def known_candidates(space: RopeSpace) -> dict[str, RopeCandidate]:
     scaling = YarnScaling.model_validate({"factor": space.ratio, "original_context": space.context})
     yarn_h, factor = frequencies(2 * space.pairs, space.base, scaling, jnp.zeros((1, 1), jnp.int32))
     yarn = np.maximum.accumulate(np.asarray(plain_h, np.float64) / np.asarray(yarn_h, np.float64))
-    clipped = np.clip(yarn, 1.0, space.ratio)  # what float32 rounds away
+    clipped = np.clip(yarn, 1.0, space.ratio)  # undoes float32 rounding
     return {
         "none": RopeCandidate((1.0,) * space.pairs),
         "linear": RopeCandidate((float(space.ratio),) * space.pairs),
@@ -87,7 +87,7 @@ def known_candidates(space: RopeSpace) -> dict[str, RopeCandidate]:
 
 
 def mutate(parent: RopeCandidate, space: RopeSpace, rng: np.random.Generator) -> RopeCandidate:
-    """Some divisors moved on the scale of logarithms; what they cross moves with them."""
+    """Move some divisors on a log scale. Divisors that they would cross move with them."""
     top = math.log(MARGIN * space.ratio)
     logs = np.log(parent.divisors)
     chosen = rng.random(space.pairs) < REDRAWN
@@ -104,13 +104,13 @@ def mutate(parent: RopeCandidate, space: RopeSpace, rng: np.random.Generator) ->
 def cross(
     a: RopeCandidate, b: RopeCandidate, space: RopeSpace, rng: np.random.Generator
 ) -> RopeCandidate:
-    """Each divisor of one parent or the other, in rising order."""
+    """Take each divisor from one parent or the other, sorted in ascending order."""
     taken = np.where(rng.random(space.pairs) < 0.5, a.divisors, b.divisors)
     return few_digits(np.sort(taken), a.factor if rng.random() < 0.5 else b.factor, space)
 
 
 def few_digits(divisors: np.ndarray, factor: float, space: RopeSpace) -> RopeCandidate:
-    """Few digits, and in the range in spite of them."""
+    """Round to a few decimals, then clip to the range."""
     short = np.clip(np.round(divisors, DIGITS), 1.0, MARGIN * space.ratio)
     return RopeCandidate(
         tuple(short.tolist()), float(min(round(factor, DIGITS), space.most_factor))
@@ -122,7 +122,7 @@ def first_generation(space: RopeSpace, count: int, seed: int) -> list[RopeCandid
     rng = np.random.default_rng([seed, 0])
     known = list(known_candidates(space).values())
     found = dict.fromkeys(known)
-    for number in range(100 * count):  # of very few pairs there may be no more candidates
+    for number in range(100 * count):  # with very few pairs there may be no more candidates
         if len(found) >= count:
             break
         found[mutate(known[number % len(known)], space, rng)] = None
@@ -132,10 +132,10 @@ def first_generation(space: RopeSpace, count: int, seed: int) -> list[RopeCandid
 def next_generation(
     scores: Mapping[RopeCandidate, float], space: RopeSpace, count: int, seed: int, number: int
 ) -> list[RopeCandidate]:
-    """Half mutations, half crossings of the `count` best of all so far; none that has a score.
+    """Half mutations, half crossovers of the `count` best candidates so far; none that has a score.
 
-    scores: bits per byte of all candidates before this generation. A function of its arguments
-    alone: a search that goes on draws the same candidates again.
+    scores: bits per byte of all candidates before this generation. The result depends on the
+    arguments alone: a resumed search draws the same candidates again.
     """
     rng = np.random.default_rng([seed, number])
     parents = sorted(scores, key=lambda one: (scores[one], one))[:count]
@@ -152,5 +152,5 @@ def next_generation(
 
 
 def best_of(scores: Mapping[RopeCandidate, float], among: Sequence[RopeCandidate]) -> RopeCandidate:
-    """The one with the fewest bits per byte; of equal ones the first."""
+    """Candidate with the fewest bits per byte; the first one of a tie."""
     return min(among, key=lambda one: scores[one])

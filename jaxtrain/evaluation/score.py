@@ -1,4 +1,4 @@
-"""Scores of a text by a trained model, as columns to filter, to sample or to order it by.
+"""Score documents with a trained model: columns to filter, to sample or to order them by.
 
 jaxtrain score RUN --score el2n,perplexity --out scored.jsonl.zst [key=value ...]
 """
@@ -48,8 +48,8 @@ from jaxtrain.evaluation.tasks import identity
 from jaxtrain.runs.saved import Saved, load_saved
 from jaxtrain.settings import UserError, command
 
-ALONE = 1 << 24  # stored bytes; less is tokenized before other processes would have started
-JOB_BATCHES = 16  # of the model, at least, that are packed together
+ALONE = 1 << 24  # stored bytes; less is tokenized here before other processes would have started
+JOB_BATCHES = 16  # minimum model batches that are packed together
 SAVE_SECONDS = 30.0
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 WRITTEN = "written"
@@ -60,7 +60,7 @@ TEXT = (
     "data.local_cache",
     "data.prepare_workers",
 )  # fields that may be changed
-SAMPLE = 1 << 17  # documents that prototypes are found from
+SAMPLE = 1 << 17  # maximum documents that prototypes are computed from
 FORMAT = 1
 
 
@@ -77,9 +77,9 @@ def score(
 
     remote: the same model for the nodes of a Ray cluster, if those do the work.
 
-    What has been measured is kept in a folder beside it until all is written. Returns the summary,
-    which stays beside `out`. Raises UserError for a source that cannot be scored, and if `out`
-    holds something else.
+    Measurements are kept in a folder next to `out` until all is written. Returns the summary, which
+    is also kept next to `out`. Raises UserError for a source that cannot be scored, and if `out`
+    has other contents.
     """
     check_arguments(names, out, clusters, config.data)
     source, states = filter_sources(config.data, progress)[0].train, "prototypicality" in names
@@ -128,7 +128,7 @@ def check_arguments(
 
 
 class MeasuredPart(NamedTuple):
-    """What is known of some groups of documents in a row."""
+    """Measurements of consecutive groups of documents."""
 
     counts: np.ndarray  # int64 [groups], documents of each
     size: int  # bytes of text
@@ -137,10 +137,10 @@ class MeasuredPart(NamedTuple):
 
 
 class Measuring(NamedTuple):
-    """A model, or one on each of several nodes."""
+    """Measurement with one model, or with a model on each of several nodes."""
 
     tokens: int  # of a batch
-    each: Callable[[Iterable[list[np.ndarray]]], Iterator[Measured]]  # in order, of documents
+    each: Callable[[Iterable[list[np.ndarray]]], Iterator[Measured]]  # lists of documents, in order
 
 
 def measure_here(saved: Saved, config: Resolved, states: bool) -> Measuring:
@@ -156,7 +156,7 @@ def measure_on_nodes(remote: RemoteModel, states: bool) -> Measuring:
 def load_measure(
     remote: RemoteModel, states: bool
 ) -> Callable[[list[np.ndarray] | None], Measured | int]:
-    """On a node: documents -> what is measured; None -> the tokens of a batch."""
+    """Load a measurer on a node: documents -> measurements; None -> the tokens of a batch."""
     measurer = make_measurer(*remote.load(), states)
     return lambda some: measurer.tokens if some is None else measurer.measure(some)
 
@@ -170,7 +170,7 @@ def measure_all(
     mapped: Map,
     progress: Progress,
 ) -> None:
-    """Measure what `folder` does not know yet, and write it there now and then."""
+    """Measure the documents that `folder` lacks, and save them there periodically."""
     known = [(part.size, part.after) for part in map(load_part, part_files(folder))]
     size, after = sum(size for size, _ in known), known[-1][1] if known else START
     stored = sum(file.size or 0 for file in files)
@@ -194,13 +194,13 @@ def measure_all(
             if time.monotonic() - begun >= SAVE_SECONDS:
                 save_part(folder / f"{number:08d}.npz", found)
                 found, number, begun = [], number + 1, time.monotonic()
-    finally:  # also when it is interrupted
+    finally:  # also after an interrupt
         if found:
             save_part(folder / f"{number:08d}.npz", found)
 
 
 def group_by_tokens(read: Iterable[DocumentGroup], tokens: int) -> Iterator[list[DocumentGroup]]:
-    """Groups whose documents have so many tokens at least; the last may have fewer."""
+    """Lists of groups with at least `tokens` tokens in all; the last may have fewer."""
     some: list[DocumentGroup] = []
     for group in read:
         some.append(group)
@@ -212,7 +212,7 @@ def group_by_tokens(read: Iterable[DocumentGroup], tokens: int) -> Iterator[list
 
 
 def save_part(path: Path, found: Sequence[MeasuredPart]) -> None:
-    """The parts as one file of arrays, which appears when it is complete."""
+    """Write the parts as one file of arrays, which appears when it is complete."""
     arrays = {
         "counts": np.concatenate([part.counts for part in found]),
         "size": np.array(sum(part.size for part in found)),
@@ -244,7 +244,7 @@ def part_files(folder: Path) -> list[Path]:
 
 
 def columns_of(folder: Path, names: Sequence[str], clusters: int) -> dict[str, np.ndarray]:
-    """float64 [documents] of each score; NaN for a document without tokens."""
+    """Column of each score, float64 [documents]; NaN for a document without tokens."""
     columns: dict[str, np.ndarray] = {}
     if files := part_files(folder):
         means_Nm = np.concatenate([load_part(path).measured.means_Nm for path in files])
@@ -256,9 +256,9 @@ def columns_of(folder: Path, names: Sequence[str], clusters: int) -> dict[str, n
 
 
 def prototypicality(files: Sequence[Path], clusters: int) -> np.ndarray:
-    """float64 [documents]: the distance of each mean state to the nearest of the prototypes.
+    """Distance of each document's mean state to the nearest prototype, float64 [documents].
 
-    Those are found from SAMPLE of the documents at most; the states are read a file at a time.
+    Prototypes are computed from at most SAMPLE documents. The states are read one file at a time.
     """
     there = np.concatenate([load_part(path).measured.tokens_N > 0 for path in files])
     numbers = np.flatnonzero(there)
@@ -294,7 +294,7 @@ def write_scored(
     mapped: Map,
     progress: Progress,
 ) -> None:
-    """The text with its columns, as `folder`/WRITTEN. Raises UserError if there is no text."""
+    """Write the text with its columns to `folder`/WRITTEN. Raises UserError if there is no text."""
     known = [load_part(path) for path in part_files(folder)]
     total, size = sum(part.size for part in known), 0
     if not total:
@@ -310,7 +310,7 @@ def write_scored(
         os.fsync(file.fileno())
 
 
-# ---- what is said of it ------------------------------------------------------------------------
+# ---- summary -----------------------------------------------------------------------------------
 
 
 def digest(facts: object) -> str:
@@ -322,7 +322,7 @@ def summary_path(out: Path) -> Path:
 
 
 def existing_summary(out: Path, key: str) -> dict[str, Any]:
-    """The summary of what is there."""
+    """Summary of an existing `out`. Raises UserError if it is of other scores."""
     with suppress(OSError, ValueError):
         result = json.loads(summary_path(out).read_text())
         if result["key"] == key:
@@ -334,7 +334,7 @@ def existing_summary(out: Path, key: str) -> dict[str, Any]:
 
 
 def quantiles_of(columns: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
-    """How each score is distributed; of all documents that have it."""
+    """Quantiles of each score, over all documents that have it."""
     found = {}
     for name, column in columns.items():
         there = column[~np.isnan(column)]

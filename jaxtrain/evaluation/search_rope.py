@@ -1,8 +1,8 @@
-"""`jaxtrain search-rope RUN --length N`: LongRoPE's divisors, searched on long documents.
+"""`jaxtrain search-rope RUN --length N`: search LongRoPE's divisors on long documents.
 
-Ding et al. 2024, arXiv:2402.13753. The trained model stays as it is; only the divisors of its
-rotary frequencies change. They are arguments of one compiled program, so that a candidate costs one
-forward pass over the text. An interrupted search goes on, and finds what it would have found.
+Ding et al. 2024, arXiv:2402.13753. The trained model does not change; only the divisors of its
+rotary frequencies do. They are arguments of one compiled program, so that a candidate costs one
+forward pass over the text. An interrupted search resumes, and finds the same candidate.
 """
 
 import json
@@ -61,7 +61,7 @@ class RopeMeasures(NamedTuple):
 
 
 class WayToStretch(NamedTuple):
-    """Bits per byte of one way to stretch the frequencies."""
+    """Bits per byte of one method of scaling the frequencies."""
 
     name: str
     target: float
@@ -69,7 +69,7 @@ class WayToStretch(NamedTuple):
 
 
 def search_space(saved: Saved, length: int) -> RopeSpace:
-    """The space of a model's search. Raises UserError for a model or length without one."""
+    """Search space of a model. Raises UserError for a model or length that cannot be searched."""
     c = saved.config.model
     check_decoder(c)
     if c.position_embedding != "rotary":
@@ -89,10 +89,10 @@ def search_space(saved: Saved, length: int) -> RopeSpace:
 
 
 def long_rows(store: data.TokenStore, length: int, count: int) -> np.ndarray:
-    """int32 [rows, length + 1]: `count` rows at most, each BOS and a piece of one document.
+    """At most `count` rows, int32 [rows, length + 1], each BOS and a piece of one document.
 
-    First the beginnings of the documents in their order, then their next pieces. UserError where
-    no document has so many tokens.
+    The first pieces of all documents come first, in their order, then the second pieces, and so on.
+    Raises UserError if no document has so many tokens.
     """
     if store.marked or store.pairs is not None:
         raise UserError("search-rope reads documents, not conversations: give --text FILE")
@@ -113,8 +113,8 @@ def long_rows(store: data.TokenStore, length: int, count: int) -> np.ndarray:
 
 
 def row_batches(rows: np.ndarray, length: int, at_once: int) -> Iterator[data.Batch]:
-    """The rows [N, S + 1] in pieces of `length` tokens, so many rows at a time; the last batch is
-    filled up with rows that do not count."""
+    """Batches of rows [N, S + 1] in pieces of `length` tokens, `at_once` per batch; the last batch
+    is padded with rows of weight 0."""
     whole = (rows.shape[1] - 1) // length * length
     tokens = rows[:, :whole].reshape(-1, length)
     targets = rows[:, 1 : whole + 1].reshape(-1, length)
@@ -126,7 +126,7 @@ def row_batches(rows: np.ndarray, length: int, at_once: int) -> Iterator[data.Ba
 
 
 def make_measures(saved: Saved, config: Resolved, rows: np.ndarray) -> RopeMeasures:
-    """The model on its devices, a row of the target length on each of them at a time."""
+    """Put the model on its devices, each with one row of the target length at a time."""
     mesh, bytes_V = make_mesh(config.mesh), jnp.asarray(saved.tokenizer.token_bytes())
     dtype = compute_dtype(config.train.precision)
     with jax.set_mesh(mesh):
@@ -155,13 +155,13 @@ def make_measures(saved: Saved, config: Resolved, rows: np.ndarray) -> RopeMeasu
 
 
 class SearchHistory:
-    """The candidates that have been measured, one a line of a file."""
+    """Measured candidates, one per line of a file."""
 
     def __init__(self, path: Path, facts: dict[str, Any]):
-        """Reads what is there. UserError if that is of another search."""
+        """Read an existing file. Raises UserError if it is of another search."""
         self.path, self.scores = path, dict[RopeCandidate, float]()
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]  # the last may be torn
+        whole = [line for line in lines if line.endswith("\n")]  # the last line may be incomplete
         if not whole:
             path.parent.mkdir(parents=True, exist_ok=True)
             whole = [json.dumps(facts, sort_keys=True) + "\n"]
@@ -181,7 +181,7 @@ class SearchHistory:
         write_whole(path, "".join(whole))
 
     def measured(self, one: RopeCandidate, evaluate: Evaluate) -> float:
-        """The bits per byte of a candidate, measured if they are not known."""
+        """Bits per byte of a candidate, measured unless the file has them."""
         if one not in self.scores:
             self.scores[one] = evaluate(one)
             with self.path.open("a") as file:
@@ -197,7 +197,7 @@ def search(
     population: int,
     seed: int,
 ) -> RopeCandidate:
-    """The candidate with the fewest bits per byte; prints a line for each generation."""
+    """Candidate with the fewest bits per byte. Prints a line for each generation."""
     scores: dict[RopeCandidate, float] = {}
     count = max(population // 2, 1)
     for number in range(generations + 1):
@@ -218,9 +218,9 @@ def search(
 def compared(
     space: RopeSpace, measures: RopeMeasures, history: SearchHistory, best: RopeCandidate
 ) -> list[WayToStretch]:
-    """The ways that need no search, and the best that was found, at both lengths.
+    """Bits per byte at both lengths, of the methods that need no search and of the best candidate.
 
-    Of the best, rows of the original length have the short divisors, which are 1.
+    For the best candidate, rows of the original length have the short divisors, which are 1.
     """
     rows = []
     for name, one in known_candidates(space).items():
@@ -232,7 +232,7 @@ def compared(
 
 
 def rope_table(rows: list[WayToStretch], space: RopeSpace, length: int) -> Table:
-    """Bits per byte of each way, for a console."""
+    """Bits per byte of each method, for a console."""
     table = Table(box=None, header_style="bold", title="bits per byte")
     table.add_column("tokens")
     for tokens in (length, space.context):
@@ -244,7 +244,8 @@ def rope_table(rows: list[WayToStretch], space: RopeSpace, length: int) -> Table
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    """Return the exit code: 0, 130 after an interrupt, or 2 after one line about what the user can
+    fix."""
     a = search_rope_parser().parse_intermixed_args(argv)
     try:
         start()

@@ -1,8 +1,9 @@
-"""In-context tasks: how many examples a model answers right, and CORE, their centred mean.
+"""In-context tasks: a model's accuracy, and CORE, the mean of the centered accuracies.
 
 CORE (DCLM, arXiv:2406.11794) is the mean over 22 tasks of (accuracy - chance) / (1 - chance). An
-example counts as right as in nanochat: of several answers, or several beginnings, the likeliest by
-mean token is the right one; of a single answer each token is the likeliest.
+example counts as correct as in nanochat. Of several answers, or several contexts, the right one
+must have the best mean log-likelihood per token. Of a single answer, each token must be the
+likeliest.
 """
 
 import json
@@ -34,7 +35,7 @@ from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_json
 
 Result = dict[str, Any]
-FORMAT = 3  # of the file; an older one is written anew
+FORMAT = 3  # of the file; an older one is overwritten
 
 
 def run_tasks(
@@ -46,13 +47,13 @@ def run_tasks(
     rules: Rules = NANOCHAT,
     remote: RemoteModel | None = None,
 ) -> Result:
-    """Answer tasks and write what `out` then holds, after each of them; returns it.
+    """Run tasks, and write the results to `out` after each of them. Returns those of `names`.
 
-    What `out` already has of this model and these questions is kept. `core` is in it if all tasks
-    of CORE are, by the same rules. Raises UserError for a model that gives no numbers.
-    remote: the same model for the nodes of a Ray cluster, each of which answers whole tasks.
+    Results in `out` of the same model and questions are kept. `core` is included if all tasks of
+    CORE are, with the same rules. Raises UserError for a model whose log-likelihoods are not
+    finite. remote: the same model for the nodes of a Ray cluster, each of which runs whole tasks.
     """
-    if config.model.position_embedding == "learned":  # there are none beyond the context
+    if config.model.position_embedding == "learned":  # no positions beyond the context
         rules = rules._replace(crop=True)
     found = bundle.find(names)
     model = identity(saved, config)
@@ -83,7 +84,7 @@ def run_tasks(
 
 
 def load_answer(remote: RemoteModel, few: int | None) -> Callable[[Loaded], Result]:
-    """On a node: a task -> its figures. few: as in `make_scorer`."""
+    """Load a scorer on a node: task -> its results. few: `most_rows` of `make_scorer`."""
     saved, config = remote.load()
     scorer = make_scorer(saved, config, few)
     quiet = Progress(disable=True)
@@ -91,7 +92,7 @@ def load_answer(remote: RemoteModel, few: int | None) -> Callable[[Loaded], Resu
 
 
 def same_rules(entries: Sequence[Result]) -> bool:
-    """Whether the same rules could have given them all; a limit above a task's examples is none."""
+    """Whether all entries can have the same rules; a limit above a task's examples is no limit."""
     limited = [entry for entry in entries if entry["examples"] < entry["of"]]
     cut = {(entry["examples"], entry["all_shots"]) for entry in limited}
     most = min((examples for examples, _ in cut), default=math.inf)
@@ -102,7 +103,7 @@ def same_rules(entries: Sequence[Result]) -> bool:
 def answer_all(
     scorer: Scorer, tokenizer: data.Tokenizer, tasks: Sequence[Loaded], bar: Progress
 ) -> Iterator[tuple[Loaded, Result]]:
-    """Each task with its figures, as soon as they are known."""
+    """Yield each task with its results, as soon as they are complete."""
     compile_ahead(scorer, tokenizer, tasks, bar)
     number = bar.add_task("examples", total=sum(loaded.asked for loaded in tasks))
     jobs = (data.questions(loaded, tokenizer, scorer.context) for loaded in tasks)
@@ -117,15 +118,15 @@ def answer_all(
             )
             begin = now
     except (Exception, KeyboardInterrupt):
-        scorer.compiler.stop()  # else the process ends when all that was begun is compiled
+        scorer.compiler.stop()  # else the process ends only after all started compilations
         raise
 
 
 def compile_ahead(
     scorer: Scorer, tokenizer: data.Tokenizer, tasks: Sequence[Loaded], bar: Progress
 ) -> None:
-    """Begin to compile what the tasks will need, as far as some of their examples tell: tokenizing
-    all of CORE takes as long as scoring it. What they do not tell is compiled when it is needed."""
+    """Start to compile programs that the tasks will need, judged by some of their examples, because
+    tokenizing all of CORE takes as long as scoring it. Others are compiled when they are needed."""
     if jax.process_count() > 1:  # as `Scorer.compile`
         return
     shapes: dict[RowShape, None] = {}  # in the order of their use
@@ -142,7 +143,8 @@ def compile_ahead(
 
 
 def is_correct(loaded: Loaded, found: Scores) -> np.ndarray:
-    """bool [examples]: which of them are answered right. The first of equals is the answer."""
+    """Whether each example is answered correctly, bool [examples]. The first of a tie is the
+    answer."""
     if not np.isfinite(found.nll).all():
         raise UserError(
             f"{loaded.task.label}: the model's log-likelihoods are not finite: its weights are "
@@ -157,7 +159,7 @@ def is_correct(loaded: Loaded, found: Scores) -> np.ndarray:
 
 
 def figures(loaded: Loaded, correct: np.ndarray) -> Result:
-    """What is known of a task."""
+    """Results of a task."""
     accuracy, chance = float(correct.mean()), loaded.chance
     return {
         "accuracy": accuracy,
@@ -179,7 +181,7 @@ def figures(loaded: Loaded, correct: np.ndarray) -> Result:
 
 
 def identity(saved: Saved, config: Resolved) -> Result:
-    """What the answers depend on besides the questions."""
+    """Identity of all that the results depend on besides the questions."""
     digest = 0
     for leaf in jax.tree.leaves(saved.params):
         digest = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).reshape(-1), digest)
@@ -194,7 +196,7 @@ def identity(saved: Saved, config: Resolved) -> Result:
 
 
 def previous_results(path: Path, model: Result) -> Result:
-    """The tasks that a file has of this model."""
+    """Results of this model's tasks in an existing file."""
     with suppress(OSError, ValueError, AttributeError):
         written = json.loads(path.read_text())
         if written.get("model") == model:

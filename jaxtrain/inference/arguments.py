@@ -1,5 +1,5 @@
-"""The command lines of `generate` and `chat`, and options that `serve` has as well; nothing here
-imports JAX."""
+"""Command lines of `generate` and `chat`, and options shared with `serve`; nothing here imports
+JAX."""
 
 import argparse
 from pathlib import Path
@@ -12,9 +12,9 @@ TOKENS = 256  # new tokens by default
 
 
 class DraftOptions(NamedTuple):
-    """Speculative decoding, by the names of the engine's options (`EngineOptions`). drafts: tokens
-    that are guessed for each step, 0: none. They are guessed from the text before, or by the model
-    of draft_run, or by the model's own module of multi-token prediction."""
+    """Options of speculative decoding, named as in `EngineOptions`. drafts: draft tokens per step,
+    0 for none. They come from prompt lookup, from the model of draft_run, or from the model's own
+    module of multi-token prediction."""
 
     drafts: int = 0
     draft_run: Path | None = None
@@ -22,7 +22,7 @@ class DraftOptions(NamedTuple):
 
 
 def add_drafts(parser: Parser) -> None:
-    """The options of `asked_drafts`."""
+    """Add the options that `asked_drafts` reads."""
     parser.add_argument(
         "--drafts", type=whole(0, 16), default=0, metavar="N",
         help="tokens guessed for each step (speculative decoding; default 0), from the text before",
@@ -37,12 +37,12 @@ def add_drafts(parser: Parser) -> None:
 
 
 def asked_drafts(a: argparse.Namespace) -> DraftOptions:
-    """Speculative decoding as a command line asks for it."""
+    """Speculative decoding options of a command line."""
     return DraftOptions(a.drafts, a.draft_run, a.draft_mtp)
 
 
 def generate_parser(program: str = "jaxtrain generate") -> Parser:
-    """Of `jaxtrain generate`: a prompt is continued, or answered."""
+    """Parser of `jaxtrain generate`, which continues or answers a prompt."""
     parser = Parser(program, description="Text from a trained model.")
     parser.add_argument("run", type=local, help="run directory or model folder, also at a URL")
     parser.add_argument("--prompt", action="append", help="text to continue; may be given often")
@@ -73,5 +73,5 @@ def generate_parser(program: str = "jaxtrain generate") -> Parser:
 
 
 def chat_parser() -> Parser:
-    """Of `jaxtrain chat`, which is `jaxtrain generate --chat`."""
+    """Parser of `jaxtrain chat`, which is `jaxtrain generate --chat`."""
     return generate_parser("jaxtrain chat")

@@ -1,4 +1,4 @@
-"""A conversation in the terminal: what is typed is answered as the tokens come."""
+"""Chat in the terminal: typed lines are answered, token by token."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, runtime_checkable
@@ -14,7 +14,7 @@ Answer = Callable[[np.ndarray], Iterator[str]]  # tokens of a prompt -> pieces o
 
 @runtime_checkable
 class TextOut(Protocol):
-    """A text stream that is written to, as sys.stdout."""
+    """A writable text stream, such as sys.stdout."""
 
     def write(self, text: str, /) -> object: ...
 
@@ -30,10 +30,10 @@ def chat_loop(
     typed: Iterable[str],
     out: TextOut,
 ) -> None:
-    """Answer each typed line, the conversation so far in view, until /quit or the end of `typed`.
+    """Answer each typed line, given the conversation so far, until /quit or the end of `typed`.
 
-    room: tokens that a prompt may have; the oldest questions and their answers are forgotten to
-    keep it. out: a text stream. Ctrl-C ends an answer, not the conversation.
+    room: maximum tokens of a prompt; the oldest questions and their answers are dropped to fit.
+    out: a text stream. Ctrl-C ends an answer, not the conversation.
     """
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
@@ -61,9 +61,9 @@ def chat_loop(
 
 
 def fit_to_context(chat: Chat, messages: list, fixed: int, room: int) -> tuple[np.ndarray, list]:
-    """A prompt of at most `room` tokens if that can be, and the messages that are left in it.
+    """A prompt of at most `room` tokens if that is possible, and the messages that it keeps.
 
-    The first `fixed` and the last stay; questions go with their answers, the oldest first.
+    The first `fixed` and the last stay; questions are dropped with their answers, the oldest first.
     """
     prompt = chat.prompt(messages)
     while len(prompt) > room and len(messages) > fixed + 1:

@@ -1,4 +1,4 @@
-"""Text from a trained model: prompts are requests of an engine of their own size.
+"""Generate text with a trained model, in an engine that is sized for the prompts.
 
 jaxtrain generate RUN --prompt "ROMEO:" [--tokens 256] [--temperature 0.8] ...
 jaxtrain generate RUN --chat [--system "Be brief."] [--prompt "Hello!"]
@@ -40,15 +40,15 @@ from jaxtrain.storage.disk import write_whole
 from jaxtrain.weights.params import Params
 
 SLOTS = 32  # prompts that are continued at once
-CHUNK = 512  # tokens of a prompt that a step computes, at most
-PREFILL = 4096  # tokens of all prompts that a step computes
-CONTEXT_MULTIPLE = 128  # of an engine's context, so that few are compiled
+CHUNK = 512  # maximum tokens of one prompt in a prefill step
+PREFILL = 4096  # maximum tokens of all prompts in a prefill step
+CONTEXT_MULTIPLE = 128  # contexts are rounded up to it, so that few are compiled
 NO_DRAFTS = DraftOptions()
-ONE_PROGRAM = 2048  # tokens up to which texts of all lengths have one program
+ONE_PROGRAM = 2048  # tokens up to which all lengths share one program
 
 
 def kv_bytes_per_token(c: ResolvedModel, dtype: jnp.dtype, cache_dtype: str | None = None) -> int:
-    """Bytes of the KV cache of all layers for one token of a row. dtype: of the computation."""
+    """KV cache bytes per token, over all layers. dtype: the compute dtype."""
     page = jax.tree.leaves(page_shapes(c, dtype, 1, cache_dtype))
     return sum(x.size * x.dtype.itemsize for x in page)
 
@@ -66,7 +66,7 @@ class Sampling(NamedTuple):
     )
 
     def params(self, row: int = 0) -> SamplingParams:
-        """As the engine takes them; each row of a batch has a seed of its own."""
+        """Sampling parameters of the engine; each row of a batch has its own seed."""
         top_p = 1.0 if self.top_p is None else self.top_p
         return SamplingParams(
             self.tokens, self.temperature, top_p, self.top_k, seed=self.seed + row
@@ -105,7 +105,7 @@ class LanguageModel(NamedTuple):
 
 
 def model_of(saved: Saved) -> LanguageModel:
-    """A model that was read from disk."""
+    """Language model of a saved model, with its parameters on the device."""
     params = params_of(saved, None)
     return LanguageModel(
         saved.config.model, saved.graphdef, params, saved.tokenizer, saved.prompting
@@ -119,7 +119,7 @@ def make_requests(
     chat: Chat | None = None,
     system: str | None = None,
 ) -> list[Request]:
-    """Prompts as `generate` takes them. Learned positions end a text at the model's context."""
+    """Requests for the prompts of `generate`. With learned positions, texts end at the context."""
     first = [{"role": "system", "content": system}] if system else []
     c, tokenizer = model.config, model.tokenizer
 
@@ -149,7 +149,8 @@ def make_engine(
 ) -> Engine:
     """An engine with room for these requests, and few programs to compile.
 
-    all_pages: that all slots may need, however little memory is free: in each process as many.
+    all_pages: allocate the pages that all slots may need, however little memory is free, so that
+    each process has as many.
     """
     c = model.config
     need = max(len(one.prompt) + one.sampling.max_tokens for one in requests)
@@ -193,10 +194,11 @@ def generate(
     system: str | None = None,
     drafts: DraftOptions = NO_DRAFTS,
 ) -> list[str]:
-    """Continuations of prompts (without the prompts); a document's end stops a row.
+    """Continuations of prompts (without the prompts); the end of a document ends a row.
 
-    chat: the prompts are user messages, after the message `system`; an empty prompt is continued
-    without a question. drafts: speculative decoding, which changes no text.
+    chat: the prompts are user messages, after the system message `system`; an empty prompt is
+    continued without the chat template. drafts: speculative decoding, which does not change the
+    output.
     """
     requests = make_requests(model, prompts, sampling, chat, system)
     engine = make_engine(model, requests, sampling.cache_dtype, drafts=drafts)
@@ -207,7 +209,7 @@ def generate(
 def sample_engine(
     model: LanguageModel, c: Resolved, chat: Chat | None
 ) -> tuple[Engine, list[Request]]:
-    """What writes a run's samples, and what it is asked for. It has the memory of these alone."""
+    """Engine and requests of a run's samples. It has memory for these requests alone."""
     s = c.sample
     sampling = Sampling(s.tokens, s.temperature, s.top_k, s.top_p, c.run.seed)
     requests = make_requests(model, s.prompts, sampling, chat)
@@ -215,17 +217,17 @@ def sample_engine(
 
 
 def lower_samples(model: LanguageModel, c: Resolved, chat: Chat | None) -> Callable[[], int]:
-    """Lower what `write_samples` will run with the same arguments, so that it need not be waited
-    for; returns what compiles it. Of the parameters, shapes will do.
-    """
+    """Lower the programs that `write_samples` will run with the same arguments, ahead of their use.
+    Returns a function that compiles them. The parameters may be shapes only."""
     engine, requests = sample_engine(model, c, chat)
     return functools.partial(compile_all, list(engine.lower(requests)))
 
 
 def write_samples(path: Path, model: LanguageModel, c: Resolved, chat: Chat | None) -> None:
-    """A file of what follows the prompts of `sample`; all processes compute it, the first writes.
+    """Write continuations of `sample.prompts` to a file. All processes compute, the first one
+    writes.
 
-    Control characters are symbols there: the run shows the last file on the terminal. Without
+    Control characters become symbols, because the run shows the last file in the terminal. Without
     prompts there is no file.
     """
     if not c.sample.prompts:
@@ -241,7 +243,7 @@ def write_samples(path: Path, model: LanguageModel, c: Resolved, chat: Chat | No
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """Collects Ctrl-C, so that it ends nothing in the middle of an engine's step."""
+    """Collect Ctrl-C, so that it does not interrupt an engine step."""
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     try:
@@ -251,7 +253,8 @@ def interrupts() -> Iterator[list[int]]:
 
 
 def stream(engine: Engine, request: Request) -> Iterator[str]:
-    """The new text of a request as it comes. Ctrl-C cancels the request; KeyboardInterrupt then."""
+    """Yield the new text of a request. Ctrl-C cancels the request and then raises
+    KeyboardInterrupt."""
     with interrupts() as seen:
         engine.add(request)
         while engine.busy:
@@ -264,9 +267,9 @@ def stream(engine: Engine, request: Request) -> Iterator[str]:
 
 
 def chat_in_terminal(saved: Saved, chat: Chat, a: argparse.Namespace) -> None:
-    """Talk in the terminal, the options from the command line.
+    """Chat in the terminal, with the options of the command line.
 
-    One engine has the whole talk: a turn computes what the pages do not hold of it already.
+    One engine serves the whole conversation: a turn computes only what the KV pages lack.
     """
     logging.getLogger("jaxtrain_kernels").setLevel(logging.WARNING)  # it would write between turns
     context = saved.config.model.context_length
@@ -274,8 +277,8 @@ def chat_in_terminal(saved: Saved, chat: Chat, a: argparse.Namespace) -> None:
     room = context - tokens
     if room < 1:
         raise UserError(f"--tokens {tokens} leaves no room in a context of {context}; give fewer")
-    # A step a call, so that each token is shown as it comes; as in `make_engine`, no kernel that
-    # takes longer to compile than a talk gains by it.
+    # One step per call, so that each token is shown as it comes. No megakernel, as in `make_engine`:
+    # it takes longer to compile than a conversation gains from it.
     options = EngineOptions(slots=1, cache_dtype=a.cache_dtype, decode_steps=1, megakernel=False)
     options = options._replace(**asked_drafts(a)._asdict())
     engine = engine_of(saved, options)

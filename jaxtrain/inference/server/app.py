@@ -1,4 +1,4 @@
-"""The routes, and what stands before all of them: the key, the drain, the counts."""
+"""Routes, and the middleware before all of them: API key, drain and request metrics."""
 
 import asyncio
 import hmac
@@ -37,13 +37,13 @@ from jaxtrain.inference.server.tokenization import (
 )
 from jaxtrain.settings import UserError
 
-HEALTH = "/health"  # for those who have no key
+HEALTH = "/health"  # needs no key
 CLIENT_LEFT = 499  # nginx's status for a connection that the client closed
 
 
 class Endpoints:
-    """What is done for each path. Texts become tokens in threads, where a long one does not stop
-    the streams of others."""
+    """Handlers of all paths. Texts are tokenized in threads, so that a long one does not block the
+    streams of others."""
 
     def __init__(self, service: Service):
         self.service = service
@@ -125,7 +125,7 @@ async def no_such(request: Request, error: Exception) -> Response:
 
 
 def make_app(service: Service, keys: Sequence[str] = ()) -> ASGIApp:
-    """keys: any of them opens the server; without one it is open to all who reach it."""
+    """keys: any of them gives access; without keys, the server is open to all who reach it."""
     of = Endpoints(service)
     routes = [
         Route(HEALTH, of.health),
@@ -146,9 +146,9 @@ def make_app(service: Service, keys: Sequence[str] = ()) -> ASGIApp:
 
 
 class AccessMiddleware:
-    """In front of every request: the key, the drain; behind it: the counts.
+    """Checks the key and the drain before each request, and counts it afterwards.
 
-    With anything else than a request (uvicorn's lifespan) it has nothing to do.
+    Requests for /health and other scopes (uvicorn's lifespan) pass through.
     """
 
     def __init__(self, app: ASGIApp, service: Service, keys: Sequence[str], paths: set[str]):
@@ -184,7 +184,7 @@ class AccessMiddleware:
             metrics.duration.labels(path).observe(time.monotonic() - begun)
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        """Why a request is not even read."""
+        """Error for a request that is refused before it is read; None otherwise."""
         if self.service.draining:
             return ApiError(503, "the server is about to end", code="draining")
         if self.service.thread.failure is not None:

@@ -11,7 +11,7 @@ HOST, PORT = "127.0.0.1", 8000
 
 
 def serve_parser() -> Parser:
-    """Of `jaxtrain serve`."""
+    """Parser of `jaxtrain serve`."""
     parser = Parser(
         "jaxtrain serve",
         description="Answer HTTP requests with a trained model, by OpenAI's API (extra `serve`). "
@@ -49,7 +49,7 @@ def serve_parser() -> Parser:
 
 
 def named_folder(text: str) -> tuple[str, Path]:
-    """The type of NAME=FOLDER."""
+    """Parse NAME=FOLDER."""
     name, _, folder = text.partition("=")
     if not name or not folder:
         raise argparse.ArgumentTypeError(f"got {text!r}, must be NAME=FOLDER")
@@ -57,7 +57,7 @@ def named_folder(text: str) -> tuple[str, Path]:
 
 
 def add_limits(parser: Parser) -> None:
-    """What clients may ask for."""
+    """Add the limits for clients."""
     parser.add_argument(
         "--max-tokens", type=whole(1), metavar="N", help="new tokens of an answer at most; "
         "default the context",
@@ -85,7 +85,7 @@ def add_limits(parser: Parser) -> None:
 
 
 def add_engine(parser: Parser) -> None:
-    """How the engine works."""
+    """Add the options of the engine."""
     parser.add_argument(
         "--context", type=whole(1), metavar="N",
         help="tokens of a prompt and its answer together; default the model's context",

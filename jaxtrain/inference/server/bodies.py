@@ -1,4 +1,4 @@
-"""The bodies of requests, and the sampling that they ask for."""
+"""Request bodies, and the sampling parameters in them."""
 
 import json
 import re
@@ -11,16 +11,16 @@ from jaxtrain.inference.engine import Grammar, SamplingParams
 from jaxtrain.inference.server.errors import refuse
 
 MOST_STOPS = 16  # strings that end an answer
-MOST_LOGPROBS = 20  # likeliest tokens that are told of each place
+MOST_LOGPROBS = 20  # top tokens reported per position
 SEEDS = 2**31
 
 
 class Body(BaseModel):
-    """Base: types are those of JSON, an unknown field is an error, null is as if left out."""
+    """Base of request bodies: strict JSON types, no unknown fields; null counts as left out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     model: str | None = None
-    user: str | None = None  # of the caller's own records, as the next two
+    user: str | None = None  # for the caller's own records, as the next two
     metadata: dict[str, Any] | None = None
     store: bool | None = None
 
@@ -33,14 +33,14 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream has beside the answer."""
+    """Options of a streamed response."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     include_usage: bool = False
 
 
 class SamplingBody(Body):
-    """How an answer is sampled: OpenAI's fields, and those that vLLM has as well."""
+    """Sampling fields: those of OpenAI, and those that vLLM adds."""
 
     max_tokens: int | None = Field(None, ge=0)
     temperature: float = Field(1.0, ge=0, le=100)
@@ -85,7 +85,8 @@ class SamplingBody(Body):
         logprobs: int | None,
         grammar: Grammar | None = None,
     ) -> SamplingParams:
-        """Of the first answer; the others count the seed on. ends: tokens that end a text."""
+        """Sampling parameters of the first answer; further answers count the seed up. ends: tokens
+        that end a text."""
         return SamplingParams(
             max_tokens=max_tokens, temperature=self.temperature, top_p=self.top_p,
             top_k=self.top_k, min_p=self.min_p, typical_p=self.typical_p,
@@ -102,7 +103,7 @@ Prompt = str | list[str] | list[int] | list[list[int]]
 
 
 class CompletionBody(SamplingBody):
-    """Of /v1/completions."""
+    """Body of /v1/completions."""
 
     prompt: Prompt
     echo: bool = False
@@ -120,7 +121,7 @@ class CompletionBody(SamplingBody):
 
 
 class ChatBody(SamplingBody):
-    """Of /v1/chat/completions."""
+    """Body of /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -141,7 +142,7 @@ class ChatBody(SamplingBody):
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
-        """The tools that `tool_choice` forces: the answer calls one of them. []: none is forced."""
+        """Tools that `tool_choice` forces the answer to call one of. []: none is forced."""
         match self.tool_choice:
             case "auto" | "none":
                 return []
@@ -159,7 +160,7 @@ class ChatBody(SamplingBody):
         return found
 
     def grammar(self) -> Grammar | None:
-        """What the answer has to match, by `response_format`; None for plain text."""
+        """Grammar that `response_format` sets for the answer; None for plain text."""
         match self.response_format:
             case {"type": "text"}:
                 return None
@@ -183,7 +184,7 @@ def function_name(tool: dict[str, Any]) -> str | None:
 
 
 class EmbeddingBody(Body):
-    """Of /v1/embeddings."""
+    """Body of /v1/embeddings."""
 
     input: Prompt
     encoding_format: Literal["float", "base64"] = "float"

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation answered, by the model's chat template."""
+"""/v1/chat/completions: answer a conversation, rendered by the model's chat template."""
 
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -27,7 +27,7 @@ from jaxtrain.inference.server.tool_calls import (
 
 
 class ChatCompletion:
-    """One call: a conversation, and how it is answered."""
+    """One API call: a conversation and its sampling parameters."""
 
     def __init__(self, service: Service, body: ChatBody, id: str):
         self.service, self.body, self.begun = service, body, time.monotonic()
@@ -48,7 +48,8 @@ class ChatCompletion:
         self.sampling = body.sampling(room, tuple(ends), logprobs, grammar)
 
     def prompt_of(self, chat: Chat) -> np.ndarray:
-        """Token ids. Raises UserError for a conversation that the template does not write."""
+        """Token ids of the prompt. Raises UserError for a conversation that the template
+        rejects."""
         given = arguments_as_objects(self.body.messages)
         messages: list[Message] = [
             message_of(message, f"messages[{i}]") for i, message in enumerate(given)
@@ -59,12 +60,12 @@ class ChatCompletion:
         return chat.prompt(messages, tools)
 
     def answers(self) -> AbstractAsyncContextManager[UpdateStream]:
-        """The texts behind the conversation."""
+        """Start the answers; a context manager of their updates."""
         asked = [self.prompt], [self.sampling], self.body.n
         return self.service.answers(*asked, adapter=self.served.adapter_name)
 
     async def whole(self) -> Json:
-        """The answer in one piece."""
+        """Complete response, without streaming."""
         answers, made = [Answer() for _ in range(self.body.n)], 0
         async with self.answers() as updates:
             async for i, update in updates:
@@ -92,7 +93,7 @@ class ChatCompletion:
         return chat_logprobs(self.served.tokenizer, found) if self.body.logprobs else None
 
     async def chunks(self) -> AsyncGenerator[Json]:
-        """The answer in pieces; each tool call is one of them."""
+        """Chunks of a streamed response. All tool calls of a choice are in one chunk."""
         head = self.head | {"object": "chat.completion.chunk"}
         head |= {"usage": None} if self.body.include_usage else {}
         deltas, made = [Deltas(self, i) for i in range(self.body.n)], 0
@@ -109,7 +110,8 @@ class ChatCompletion:
 
 
 class Deltas:
-    """One choice of a stream. With tools, what may be a call is held back until it is whole."""
+    """One streamed choice. With tools, text that may be a call is held back until it is
+    complete."""
 
     def __init__(self, call: ChatCompletion, index: int):
         self.call, self.index = call, index
@@ -117,7 +119,7 @@ class Deltas:
         self.begun = False
 
     def add(self, update: Update) -> list[Json]:
-        """The choices of the chunks that an update makes."""
+        """Chunk choices that an update produces."""
         self.answer.add(update)
         out = []
         if not self.begun:
@@ -146,7 +148,7 @@ class Deltas:
         return out
 
     def not_json(self, text: str) -> int:
-        """All of a text that is no JSON from its beginning."""
+        """Characters that can be sent: all if the text cannot be JSON, else 0."""
         start = text.lstrip()
         return 0 if not start or start[0] in "{[" else len(text)
 

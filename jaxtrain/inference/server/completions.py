@@ -1,4 +1,4 @@
-"""/v1/completions: texts or token ids continued."""
+"""/v1/completions: continue texts or token ids."""
 
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -15,11 +15,11 @@ from jaxtrain.inference.server.service import Service, usage
 from jaxtrain.inference.server.whole_texts import prompt_logprobs
 
 DEFAULT_TOKENS = 16  # OpenAI's default here
-Echo = tuple[str, list[int], Sequence[TokenLogprob | None]]  # a prompt, as a part of its answer
+Echo = tuple[str, list[int], Sequence[TokenLogprob | None]]  # a prompt's text, tokens and log-probs
 
 
 class Answer:
-    """One choice while it grows."""
+    """One choice, accumulated from updates."""
 
     def __init__(self):
         self.text, self.finish = "", "length"
@@ -34,7 +34,7 @@ class Answer:
 
 
 class Completion:
-    """One call: its prompts, and how each is continued."""
+    """One API call: its prompts and their sampling parameters."""
 
     def __init__(self, service: Service, body: CompletionBody, id: str):
         self.service, self.body, self.begun = service, body, time.monotonic()
@@ -48,7 +48,7 @@ class Completion:
         self.total = sum(map(len, self.prompts))
 
     async def echoes(self) -> list[Echo]:
-        """What of each prompt is a part of its answers."""
+        """The part of each prompt that its answers repeat."""
         body, service = self.body, self.service
         if not body.echo:
             return [("", [], ())] * len(self.prompts)
@@ -72,12 +72,12 @@ class Completion:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def answers(self) -> AbstractAsyncContextManager[UpdateStream]:
-        """The texts behind the prompts."""
+        """Start the completions; a context manager of their updates."""
         asked = self.prompts, self.sampling, self.body.n
         return self.service.answers(*asked, behind=True, adapter=self.served.adapter_name)
 
     async def whole(self) -> Json:
-        """The answer in one piece."""
+        """Complete response, without streaming."""
         n, echoes, made = self.body.n, await self.echoes(), 0
         answers = [Answer() for _ in range(n * len(self.prompts))]
         if self.body.max_tokens != 0:
@@ -96,7 +96,7 @@ class Completion:
         return self.head | {"choices": choices, "usage": counts}
 
     async def chunks(self) -> AsyncGenerator[Json]:
-        """The answer in pieces."""
+        """Chunks of a streamed response."""
         n, echoes, made = self.body.n, await self.echoes(), 0
         more: dict[str, Any] = {"usage": None} if self.body.include_usage else {}
         count = n * len(self.prompts)

@@ -1,4 +1,4 @@
-"""/v1/embeddings: the final states of a text as one vector of length 1."""
+"""/v1/embeddings: the final states of a text, pooled to one vector with L2 norm 1."""
 
 import asyncio
 import base64

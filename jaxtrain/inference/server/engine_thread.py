@@ -12,7 +12,7 @@ from typing import Any
 from jaxtrain.inference.engine import Engine, EngineStats, Request, Update
 from jaxtrain.settings import UserError
 
-PATIENCE = 30.0  # seconds that a step may take in the end: it may be compiling
+PATIENCE = 30.0  # seconds to wait for the last step, which may be compiling
 log = logging.getLogger(__name__)
 Job = Callable[[Engine], None]
 
@@ -22,10 +22,10 @@ class EngineFailed(Exception):
 
 
 class UpdateStream:
-    """The updates of some requests, as they come: (place of the request, update).
+    """Updates of some requests as they come: (index of the request, update).
 
     Iterating ends when each request has its finish reason, or raises TimeoutError. `close` cancels
-    those that have none, and must be called in the end.
+    unfinished requests, and must be called in the end.
     """
 
     def __init__(self, thread: "EngineThread", requests: Sequence[Request], seconds: float):
@@ -52,12 +52,13 @@ class EngineThread:
     """Loads an engine and steps it, all in one thread."""
 
     def __init__(self, load: Callable[[], Engine]):
-        """load: makes the engine; called in the thread, as all that is compiled for it is."""
+        """load: makes the engine. It is called in the thread, where the programs are compiled,
+        too."""
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.stats = EngineStats(*([0] * len(EngineStats._fields)))
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], object] = lambda: None
-        self.answers: dict[str, UpdateStream] = {}  # by request; of the event loop alone
+        self.answers: dict[str, UpdateStream] = {}  # by request; only the event loop uses it
         self.results: set[Future[Any]] = set()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.loaded: Future[Engine] = Future()
@@ -66,23 +67,24 @@ class EngineThread:
     # ---- of the event loop ---------------------------------------------------------------------
 
     def start(self) -> Engine:
-        """The engine, once it is loaded; what loading raises is raised here."""
+        """Start the thread, and return the engine once it is loaded. Raises what loading raises."""
         self.thread.start()
         return self.loaded.result()
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], object]) -> None:
-        """Where updates are awaited. on_failure: called there, once, if the engine raises."""
+        """Set the event loop that awaits updates. on_failure: called in it, once, if the engine
+        raises."""
         self.loop, self.on_failure = loop, on_failure
 
     def stop(self) -> None:
-        """End the thread after the step in hand; what is in flight has no answer."""
+        """End the thread after the current step. Requests in flight get no answer."""
         self.jobs.put(None)
         self.thread.join(PATIENCE)
 
     def submit(self, requests: Sequence[Request], seconds: float) -> UpdateStream:
-        """Add requests to the engine; what adding them raises comes out of the answers.
+        """Add requests to the engine. An error of adding them is raised when the answers are read.
 
-        seconds: in which all must be answered.
+        seconds: time limit for all answers.
         """
         self._check()
         answers = UpdateStream(self, requests, seconds)
@@ -100,7 +102,7 @@ class EngineThread:
         return answers
 
     def forget(self, answers: UpdateStream) -> None:
-        """Cancel what is open of some answers."""
+        """Cancel the unfinished requests of a stream."""
         for id in answers.place:
             self.answers.pop(id, None)
         gone, answers.open = answers.open, set()
@@ -113,7 +115,7 @@ class EngineThread:
             self.jobs.put(cancel)
 
     async def run[T](self, function: Callable[[Engine], T]) -> T:
-        """The result of function(engine), called between two steps."""
+        """Call function(engine) between two steps, and return its result."""
         self._check()
         result: Future[Any] = Future()
         self.results.add(result)
@@ -125,7 +127,7 @@ class EngineThread:
                 found, error = function(engine), None
             except Exception as raised:
                 found, error = None, raised
-            with suppress(InvalidStateError):  # it was interrupted, or nobody waits any more
+            with suppress(InvalidStateError):  # interrupted, or the caller was cancelled
                 result.set_exception(error) if error else result.set_result(found)
 
         self.jobs.put(call)
@@ -146,7 +148,7 @@ class EngineThread:
                     del self.answers[update.id]
 
     def interrupt(self, error: Exception) -> None:
-        """End all that is in flight with an error."""
+        """End all requests in flight with an error."""
         for answers in set(self.answers.values()):
             answers.updates.put_nowait(error)
         for result in tuple(self.results):
@@ -162,7 +164,7 @@ class EngineThread:
 
     def _tell(self, function: Callable[..., object], *arguments: object) -> None:
         assert self.loop is not None
-        if not self.loop.is_closed():  # in the end nobody waits any more
+        if not self.loop.is_closed():  # closed at the end: nobody waits any more
             self.loop.call_soon_threadsafe(function, *arguments)
 
     def _main(self, load: Callable[[], Engine]) -> None:
@@ -183,7 +185,7 @@ class EngineThread:
             engine.compiler.stop()
 
     def _work(self, engine: Engine) -> bool:
-        """Do what waits, then a step; False in the end."""
+        """Run the queued jobs, then one engine step. Returns False at the end."""
         wait = not engine.busy
         while wait or not self.jobs.empty():
             if (job := self.jobs.get()) is None:

@@ -16,7 +16,7 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """An answer that is an error. param: the request's field that is wrong."""
+    """An error response. param: the request field that is wrong."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -31,12 +31,12 @@ class ApiError(Exception):
 
 
 def refuse(message: str, param: str | None = None, code: str | None = None) -> NoReturn:
-    """Raise the error of a request that is wrong in itself."""
+    """Raise the 400 error of an invalid request."""
     raise ApiError(400, message, param, code)
 
 
 def invalid_body(details: ErrorDetails) -> ApiError:
-    """The error of a body that is not what its endpoint reads, from pydantic's first one."""
+    """Error for an invalid body, from pydantic's first validation error."""
     if details["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {details['msg']}", code="invalid_json")
     name = next((str(part) for part in details["loc"]), None)

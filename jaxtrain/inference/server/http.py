@@ -1,4 +1,4 @@
-"""HTTP beside the endpoints: bodies within a size, event streams, clients that leave."""
+"""HTTP helpers: bodies within a size limit, event streams, clients that disconnect."""
 
 import asyncio
 import json
@@ -21,11 +21,12 @@ Chunks = AsyncGenerator[Json]
 
 
 class ClientGone(Exception):
-    """The client has closed the connection: there is nobody to answer."""
+    """The client has closed the connection, so nobody reads a response."""
 
 
 async def read_body[B: Body](request: Request, kind: type[B], most: int, seconds: float) -> B:
-    """The body of a request. most: bytes; seconds: that it may take to arrive."""
+    """Read and validate the body of a request. most: maximum bytes. seconds: limit for its
+    arrival."""
     if "json" not in request.headers.get("content-type", ""):
         raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
     data = bytearray()
@@ -46,7 +47,7 @@ async def read_body[B: Body](request: Request, kind: type[B], most: int, seconds
 
 
 async def unless_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled with ClientGone when the client leaves."""
+    """Result of `work`. If the client disconnects, `work` is cancelled and ClientGone is raised."""
 
     async def leave() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -65,7 +66,7 @@ async def unless_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an error."""
+    """Error that the client receives for an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
@@ -76,10 +77,10 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 class EventStream(Response):
-    """Server-sent events: each chunk as `data: {...}`, in the end `data: [DONE]`.
+    """Server-sent events: each chunk as `data: {...}`, at the end `data: [DONE]`.
 
-    An error in the middle is an event too, and the last one. A client that does not read for so
-    many seconds counts as gone.
+    An error in the middle is sent as the last event. A client that has not read all events after
+    `seconds` counts as gone.
     """
 
     media_type = "text/event-stream"
@@ -115,7 +116,7 @@ class EventStream(Response):
 
 
 async def stream(receive: Receive, chunks: Chunks, seconds: float) -> EventStream:
-    """A stream whose first chunk is there: what goes wrong before it has its own status code."""
+    """Start a stream once its first chunk is there. An error before it has its own status code."""
 
     async def first() -> Json:
         return await anext(chunks)

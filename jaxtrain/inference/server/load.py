@@ -1,4 +1,4 @@
-"""A saved model becomes a service."""
+"""Build the service of a saved model."""
 
 import argparse
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from jaxtrain.settings import UserError
 
 
 def served_model(saved: Saved, name: str, pooling: Pooling = "mean") -> Served:
-    """What the endpoints need of a model; a model without a chat template answers no chats."""
+    """Model data that the endpoints need. A model without a chat template answers no chats."""
     context, tokenizer = saved.config.model.context_length, saved.tokenizer
     reader = make_reader(tokenizer)
     ends = saved.prompting
@@ -40,9 +40,9 @@ def served_model(saved: Saved, name: str, pooling: Pooling = "mean") -> Served:
 
 
 def served_adapter(saved: Saved, base: Served, name: str, path: Path) -> Served:
-    """An adapter as a model of its own; that of a run with the chat template it was trained on."""
+    """An adapter as a served model; if it is from a run, with the run's chat template."""
     folder = adapter_folder(str(path), f"--adapter {name}:").parent
-    if not (folder / WEIGHTS).is_file():  # no run's
+    if not (folder / WEIGHTS).is_file():  # not from a run
         return base._replace(name=name, adapter=True)
     config, tokenizer = load_resolved(folder / "config.yaml"), load_tokenizer(folder)
     if tokenizer.fingerprint != saved.tokenizer.fingerprint:
@@ -55,7 +55,7 @@ def served_adapter(saved: Saved, base: Served, name: str, path: Path) -> Served:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """UserError for two models of one name."""
+    """Raise UserError if two models have the same name."""
     for name in names:
         if names.count(name) > 1:
             raise UserError(
@@ -64,7 +64,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def served_name(run: Path) -> str:
-    """The name of a run, also where its model folder is given."""
+    """Name of a run, given its folder or its model folder."""
     run = run.resolve()
     return run.parent.name if run.name == "model" and run.parent.name else run.name
 
@@ -90,7 +90,7 @@ def load_service(a: argparse.Namespace) -> Service:
         adapters=tuple(a.adapter), adapt_steps=True,
         megakernel=False if a.no_megakernel else None, **asked_drafts(a)._asdict(),
     )  # fmt: skip
-    # What ends an answer of one of them ends every text.
+    # The end tokens of one model end the texts of all.
     chats = [one.chat.end for one in (served, *adapters) if one.chat]
     ends = dict.fromkeys((*saved.prompting.stops, *chats))
     saved = saved._replace(prompting=saved.prompting._replace(stops=tuple(ends)))

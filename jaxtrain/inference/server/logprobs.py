@@ -1,4 +1,4 @@
-"""Log-probabilities as the API has them."""
+"""Log-probs in the API's format."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine import TokenLogprob
 
-LEAST = -9999.0  # in the place of -inf, which is no JSON
+LEAST = -9999.0  # instead of -inf, which is not valid JSON
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """A token as a string: a part of a character as OpenAI writes it, `bytes:\\xe4`."""
+    """A token as a string. Part of a character is written as by OpenAI, `bytes:\\xe4`."""
     piece = tokenizer.pieces[token]
     if not piece:
         return next((name for name, i in tokenizer.specials.items() if i == token), "")
@@ -26,7 +26,7 @@ def completion_logprobs(
     logprobs: Sequence[TokenLogprob | None],
     offset: int,
 ) -> dict[str, Any]:
-    """Of /v1/completions. None: a first token, before which nothing stands. offset: characters
+    """Log-probs for /v1/completions. None: a first token, which has no context. offset: characters
     before the first token."""
     texts = [token_text(tokenizer, token) for token in tokens]
     offsets = []
@@ -42,7 +42,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Of /v1/chat/completions."""
+    """Log-probs for /v1/chat/completions."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         piece = list(tokenizer.pieces[token])

@@ -1,4 +1,4 @@
-"""Prometheus metrics: requests, tokens, latencies, and what the engine holds."""
+"""Prometheus metrics: requests, tokens, latencies, and engine statistics."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ COUNTS = {
 
 
 class EngineCollector(Collector):
-    """The engine's counts at the time of a scrape."""
+    """Engine statistics at the time of a scrape."""
 
     def __init__(self, thread: EngineThread):
         self.thread = thread
@@ -43,7 +43,7 @@ class EngineCollector(Collector):
 
 
 class Metrics:
-    """The counters of one server."""
+    """Metrics of one server."""
 
     def __init__(self, thread: EngineThread):
         self.registry = CollectorRegistry()

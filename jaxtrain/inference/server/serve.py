@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from jaxtrain.inference.server.service import Service
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
-POLL = 0.05  # seconds between two looks at what is in flight
+POLL = 0.05  # seconds between checks for requests in flight
 
 
 def read_api_keys(file: Path | None, variable: str | None) -> list[str]:
-    """The keys that open the server. Raises UserError, which never quotes one."""
+    """API keys of the server. Raises UserError, which never quotes a key."""
     if file is not None:
         if not file.is_file():
             raise UserError(f"--api-key-file: there is no file {file}")
@@ -42,7 +42,7 @@ def read_api_keys(file: Path | None, variable: str | None) -> list[str]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has the address to itself, before minutes go into loading a model."""
+    """Bind a socket to the address, before minutes are spent on loading a model."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"note: all who reach {a.host} can use it; --api-key-file asks for a key",
                   file=sys.stderr)  # fmt: skip
         code = asyncio.run(listen(service, keys, bound, a.drain))
-    if code:  # XLA aborts a process that ends while it compiles or computes what was cut off
+    if code:  # XLA aborts a process that ends while it still compiles or computes
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -101,7 +101,7 @@ async def listen(service: "Service", keys: list[str], bound: socket.socket, drai
     from jaxtrain.inference.server.errors import ApiError
 
     class Server(uvicorn.Server):
-        """Without uvicorn's own handlers of signals: it would refuse what comes in a drain."""
+        """Without uvicorn's signal handlers, which would refuse requests during a drain."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:

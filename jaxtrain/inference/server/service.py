@@ -1,4 +1,4 @@
-"""What is served and within which limits: what every endpoint reads."""
+"""Models, limits and metrics of a server, shared by all endpoints."""
 
 import asyncio
 import time
@@ -20,32 +20,32 @@ from jaxtrain.inference.server.tool_calls import ToolFormat
 from jaxtrain.inference.server.whole_texts import Pooling, TextModel
 from jaxtrain.interop.companions import Prompting
 
-MOST_REFUSED = 64  # requests at a time that are read in order to be refused
+MOST_REFUSED = 64  # excess requests that are still read before they are refused
 
 
 class Limits(NamedTuple):
-    """What one client, or all of them, may ask for."""
+    """Limits for one client, or for all clients together."""
 
     max_tokens: int  # new tokens of an answer
     concurrency: int  # answers at a time
-    queue: int  # answers that wait for their turn
+    queue: int  # waiting answers
     body_bytes: int
-    timeout: float  # seconds of a request, its wait included
+    timeout: float  # seconds per request, including its wait
 
 
 class Served(NamedTuple):
-    """A model with what its texts are made of. adapter: whether it is a LoRA adapter, of this name,
-    of the engine's model."""
+    """A served model, with its tokenizer and chat template. adapter: whether it is the engine's
+    LoRA adapter of this name."""
 
     name: str
     tokenizer: Tokenizer
     prompting: Prompting
     context: int  # tokens of a prompt and its answer together
-    reader: Reader  # of texts in which special tokens are written out
-    special: dict[str, str]  # what a chat template calls bos_token, eos_token, ...
+    reader: Reader  # tokenizes texts with special tokens written out
+    special: dict[str, str]  # special tokens by template name: bos_token, eos_token, ...
     template: str | None = None
     chat: Chat | None = None
-    no_chat: str = ""  # why there is none
+    no_chat: str = ""  # why there is no chat
     tools: ToolFormat | None = None
     no_tools: str = ""
     pooling: Pooling = "mean"
@@ -53,12 +53,12 @@ class Served(NamedTuple):
 
     @property
     def adapter_name(self) -> str | None:
-        """As the engine asks for it."""
+        """Adapter name for the engine; None for the model itself."""
         return self.name if self.adapter else None
 
 
 class Service:
-    """One process's model and its adapters, engine, limits and counts."""
+    """A server's model and adapters, engine, limits and metrics."""
 
     def __init__(
         self, served: Served, thread: EngineThread, limits: Limits, adapters: Sequence[Served] = ()
@@ -68,12 +68,12 @@ class Service:
         self.metrics = Metrics(thread)
         self.created = int(time.time())
         self.draining = False
-        self.in_flight = 0  # HTTP requests, but those for /health
+        self.in_flight = 0  # HTTP requests, except those for /health
 
     # ---- what a request may ask for ----------------------------------------------------------
 
     def model_of(self, body: Body) -> Served:
-        """The served model that a request names, or the base: a request cannot name a path."""
+        """Served model that a request names, or else the base. A request cannot name a path."""
         if body.model is None:
             return self.served
         if (found := self.models.get(body.model)) is None:
@@ -83,8 +83,8 @@ class Service:
         return found
 
     def prompts_of(self, prompt: Prompt, name: str) -> list[np.ndarray]:
-        """Token ids of each prompt. Text begins with BOS if the model's texts do; ids are as they
-        are."""
+        """Token ids of each prompt. Text begins with BOS if the model's texts do; ids are not
+        changed."""
         several = [prompt] if isinstance(prompt, str) else prompt
         if not several:
             refuse(f"{name} is an empty list", name, "invalid_value")
@@ -113,7 +113,7 @@ class Service:
         return np.array(ids, np.int32)
 
     def room(self, prompt: np.ndarray, asked: int | None, default: int, name: str) -> int:
-        """New tokens that an answer to a prompt may have."""
+        """Maximum new tokens of an answer to a prompt."""
         most, context = self.limits.max_tokens, self.served.context
         if asked is not None and asked > most:
             refuse(f"max_tokens is {asked}; this server allows {most}", "max_tokens",
@@ -127,12 +127,12 @@ class Service:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether there are more requests than can have an answer in flight, and some to refuse:
-        not even their bodies are read."""
+        """Whether so many requests are in flight that further ones are refused before their bodies
+        are read."""
         return self.in_flight > self.limits.concurrency + self.limits.queue + MOST_REFUSED
 
     def check_load(self, answers: int) -> None:
-        """Refuse what is more than may be in flight: for ever, or at this moment."""
+        """Refuse more answers than can ever be in flight (400), or than can be now (429)."""
         most = self.limits.concurrency + self.limits.queue
         if answers > most:
             refuse(f"the request asks for {answers} answers; at most {most} are in flight here")
@@ -150,8 +150,8 @@ class Service:
         behind: bool = False,
         adapter: str | None = None,
     ) -> AsyncIterator[UpdateStream]:
-        """n answers to each prompt, prompt by prompt; whatever ends the block cancels them. behind,
-        adapter: as in the engine's `Request`.
+        """Start n answers to each prompt, prompt by prompt. Leaving the block cancels unfinished
+        ones. behind, adapter: as in the engine's `Request`.
 
         TimeoutError becomes an ApiError.
         """
@@ -171,7 +171,7 @@ class Service:
             answers.close()
 
     async def run[T](self, function: Callable[[TextModel], T], adapter: str | None) -> T:
-        """function(model) on the engine's thread: a forward pass over whole texts."""
+        """Run function(model), a forward pass over whole texts, on the engine's thread."""
 
         def on_engine(engine: Engine) -> T:
             with engine.on_mesh():
@@ -190,7 +190,8 @@ class Service:
     # ---- counts ------------------------------------------------------------------------------
 
     def count_first(self, made: int, begun: float) -> None:
-        """Note the time to the first token. made: tokens before; begun: as time.monotonic says."""
+        """Record the time to the first token. made: tokens before this one. begun: time.monotonic()
+        at the start of the request."""
         if not made:
             self.metrics.first_token.observe(time.monotonic() - begun)
 
@@ -200,6 +201,6 @@ class Service:
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Tokens of a request, as the API has them."""
+    """Token counts of a request, in the API's format."""
     total = {"total_tokens": prompt + completion}
     return {"prompt_tokens": prompt, "completion_tokens": completion} | total

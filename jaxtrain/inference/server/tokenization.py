@@ -9,14 +9,14 @@ from jaxtrain.inference.server.service import Service
 
 
 class TokenizeBody(Body):
-    """Of /tokenize. Special tokens that are written out in the text are read as such."""
+    """Body of /tokenize. Special tokens written out in the text are read as special tokens."""
 
     prompt: str
     add_special_tokens: bool = True  # BOS in front, if the model's texts begin with it
 
 
 class DetokenizeBody(Body):
-    """Of /detokenize."""
+    """Body of /detokenize."""
 
     tokens: list[int] = Field(min_length=1)
 

@@ -1,6 +1,6 @@
-"""Tool calls: how a chat template writes them, and how they are read from an answer.
+"""Tool calls: their format in a chat template, and how they are parsed from an answer.
 
-The form is found by rendering one known call, so that no list of models is needed.
+The format is found by rendering one known call, so that no list of models is needed.
 """
 
 import itertools
@@ -32,18 +32,18 @@ CALL = {
     "type": "function",
     "function": {"name": NAME, "arguments": {KEY: VALUE}},
 }
-# How Jinja's tojson writes JSON: a call that is forced looks like those that a model has read.
+# JSON as Jinja's tojson writes it: a forced call looks like the calls in training data.
 AS_TEMPLATES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ASKED = [{"role": "user", "content": "a"}]
 CALLED = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
 
 
 class ToolFormat(NamedTuple):
-    """A call is `begin`, JSON of a name and its arguments (or a list of such), `end`.
+    """Format of a call: `begin`, JSON of a name and its arguments (or a list of such), `end`.
 
-    Both are as an answer's text has them: without special tokens, and maybe empty; then a call is
-    an answer that is JSON as a whole. before, after: all that the template writes of a call of
-    NAME, in front of the arguments and behind them: texts, and ids of special tokens.
+    `begin` and `end` are without special tokens, as in an answer's text. They may be empty: then a
+    call is an answer that is JSON as a whole. before, after: all that the template writes for a
+    call of NAME, before and after the arguments, as texts and ids of special tokens.
     """
 
     begin: str
@@ -53,7 +53,8 @@ class ToolFormat(NamedTuple):
 
 
 def read_format(chat: Chat) -> ToolFormat:
-    """How a template writes calls. Raises UserError for one that has none, or another form."""
+    """Tool call format of a template. Raises UserError for one without tools, or in another
+    format."""
     try:
         bare, offered = chat.render(ASKED, True), chat.render(ASKED, True, [TOOL])
         called = chat.render(CALLED, False, [TOOL])
@@ -74,7 +75,7 @@ def read_format(chat: Chat) -> ToolFormat:
 
 
 def call_grammar(form: ToolFormat, tools: Sequence[dict[str, Any]]) -> Grammar:
-    """What an answer has to match that is one call of one of some tools, as the template writes it.
+    """Grammar of an answer that is one call of one of these tools, in the template's format.
 
     Raises UserError for a tool without a name.
     """
@@ -94,7 +95,7 @@ def call_grammar(form: ToolFormat, tools: Sequence[dict[str, Any]]) -> Grammar:
 
 
 def _in_lark(parts: Sequence[str | int], name: str) -> str:
-    """Texts and special tokens of a call of NAME, of another tool in Lark."""
+    """Lark rule body of `before` or `after`, with another tool's name in place of NAME."""
     own = json.dumps(name)[1:-1]
     return " ".join(
         f"<[{part}]>" if isinstance(part, int) else json.dumps(part.replace(NAME, own))
@@ -103,9 +104,9 @@ def _in_lark(parts: Sequence[str | int], name: str) -> str:
 
 
 def read_calls(text: str, form: ToolFormat) -> tuple[str, list[dict[str, Any]]]:
-    """What an answer says beside its calls, and the calls as the API has them.
+    """Split an answer into its text and its tool calls, in the API's format.
 
-    What begins like a call but is none stays text.
+    Text that begins like a call but is none stays text.
     """
     if not form.begin:
         found = decode_json(text.strip(), 0)
@@ -134,7 +135,7 @@ def as_api(calls: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
 
 
 def calls_in(value: object) -> list[tuple[str, Any]]:
-    """(name, arguments) of a JSON value, of each in a list; [] if it is no call."""
+    """(name, arguments) of each call in a JSON value or list; [] if it is no call."""
     if isinstance(value, list):
         several = [calls_in(one) for one in value]
         return [one for calls in several for one in calls] if all(several) else []
@@ -148,7 +149,7 @@ def calls_in(value: object) -> list[tuple[str, Any]]:
 
 
 def decode_json(text: str, start: int) -> tuple[Any, int] | None:
-    """The JSON value that begins at a place, and where it ends; None if there is none."""
+    """JSON value that begins at `start`, and its end; None if there is none."""
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
@@ -156,7 +157,7 @@ def decode_json(text: str, start: int) -> tuple[Any, int] | None:
 
 
 def held_back(text: str, begin: str) -> int:
-    """How much of a text may be sent: all but what may become `begin`."""
+    """Number of characters that may be sent: all but those that may become `begin`."""
     if begin in text:
         return text.index(begin)
     size = next((n for n in range(len(begin) - 1, 0, -1) if text.endswith(begin[:n])), 0)
@@ -164,7 +165,7 @@ def held_back(text: str, begin: str) -> int:
 
 
 def arguments_as_objects(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose calls have their arguments as templates want them, not as JSON text.
+    """Messages whose calls have arguments as objects, as templates need them, not as JSON text.
 
     Raises UserError for arguments that are no JSON object.
     """
@@ -209,14 +210,14 @@ def _around_arguments(
     found = ((i, decode_json(called, i)) for i in places)
     at, end = next((i, x[1]) for i, x in found if x and x[0] == {KEY: VALUE})
     after = _pieces(chat, called[end:])
-    # What ends the answer is a special token; the matched text ends before it.
+    # A special token ends the answer; the grammar's text ends before it.
     close = next((i for i, part in enumerate(after) if part == chat.end), len(after))
     return _pieces(chat, called[begun:at]), after[:close]
 
 
 def _pieces(chat: Chat, text: str) -> tuple[str | int, ...]:
-    """A part of a rendered conversation as texts and ids of special tokens, which answers do not
-    show."""
+    """Split part of a rendered conversation into texts and ids of special tokens, which answers do
+    not show."""
     (read,) = chat.reader.encode([text])
     out: list[str | int] = []
     for special, run in itertools.groupby(
@@ -228,6 +229,6 @@ def _pieces(chat: Chat, text: str) -> tuple[str | int, ...]:
 
 
 def _visible(chat: Chat, text: str) -> str:
-    """A part of a rendered conversation as an answer's text would have it."""
+    """Part of a rendered conversation as an answer's text shows it."""
     (pieces,) = chat.reader.encode([text])
     return chat.tokenizer.decode(pieces.ids).strip()

@@ -1,6 +1,6 @@
-"""Whole texts through the model: log-probabilities of a prompt's tokens, and embeddings.
+"""Full forward passes over texts: log-probs of a prompt's tokens, and embeddings.
 
-The engine decodes; these are plain forward passes, run between its steps.
+Decoding is the engine's; these are plain forward passes, run between its steps.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from jaxtrain.cluster.xla_flags import jit
 from jaxtrain.inference.engine import TokenLogprob
 from jaxtrain.weights.params import Params
 
-WIDTH = 32  # texts are padded to a power of two from here on, so that few lengths are compiled
-CHUNK = 512  # tokens whose logits are there at a time
+WIDTH = 32  # least padded length; padding to powers of two compiles few lengths
+CHUNK = 512  # tokens whose logits are in memory at a time
 Pooling = Literal["mean", "last"]
 
 
@@ -38,7 +38,7 @@ def pad_to_power(tokens: np.ndarray) -> Int[Array, "1 T"]:
 def score_tokens(
     graphdef: nnx.GraphDef, params: Params, tokens_1T: Int[Array, "1 T"], *, top: int
 ) -> tuple[Float[Array, " T"], Int[Array, "T k"], Float[Array, "T k"]]:
-    """Log-probability of the token after each, and the likeliest ones with theirs."""
+    """Log-prob of the next token at each position, and the top tokens with theirs."""
     model = nnx.merge(graphdef, params)
     x_TD = model(tokens_1T).states[0]
     next_T = jnp.roll(tokens_1T[0], -1)
@@ -65,7 +65,7 @@ def pool_states(
     *,
     pooling: Pooling,
 ) -> Float[Array, "D"]:
-    """The states behind the final norm, averaged over the text or of its last token; length 1."""
+    """States after the final norm, their mean or that of the last token, with L2 norm 1."""
     x_TD = nnx.merge(graphdef, params)(tokens_1T).states[0].astype(jnp.float32)
     place_T = jnp.arange(len(x_TD))
     weight_T = place_T == length - 1 if pooling == "last" else place_T < length
@@ -74,7 +74,7 @@ def pool_states(
 
 
 def prompt_logprobs(model: TextModel, tokens: np.ndarray, top: int) -> tuple[TokenLogprob, ...]:
-    """Of each token but the first, which nothing stands before."""
+    """Log-probs of all tokens but the first, which has no context."""
     found = score_tokens(model.graphdef, model.params, pad_to_power(tokens), top=max(top, 1))
     own_T, ids_Tk, best_Tk = (np.asarray(x) for x in found)
     return tuple(
@@ -84,6 +84,6 @@ def prompt_logprobs(model: TextModel, tokens: np.ndarray, top: int) -> tuple[Tok
 
 
 def embed(model: TextModel, texts: Sequence[np.ndarray], pooling: Pooling) -> list[np.ndarray]:
-    """float32 [D] of each text, of length 1."""
+    """Embedding of each text, float32 [D], with L2 norm 1."""
     pool = partial(pool_states, model.graphdef, model.params, pooling=pooling)
     return [np.asarray(pool(pad_to_power(text), jnp.int32(len(text)))) for text in texts]
