@@ -56,7 +56,7 @@ def make_measurer(saved: Saved, config: Resolved, states: bool) -> Measurer:
     def run(rows: BranchBatch, owners_BT: np.ndarray) -> tuple[np.ndarray, Any]:
         """Pieces of a batch, and their sums, which the device still computes."""
         pieces, own_BT = np.unique(owners_BT, return_inverse=True)
-        count = 1 << (len(pieces) - 1).bit_length()  # rounded up, so that few programs serve all batches
+        count = 1 << (len(pieces) - 1).bit_length()  # rounded up, to compile few programs
         chunks = -(-int((rows.labels_BM >= 0).sum(1).max()) // chunk)
         with jax.set_mesh(mesh):
             placed, own_BT = place_batch((rows, own_BT.reshape(owners_BT.shape)), mesh)
@@ -80,10 +80,8 @@ def make_measurer(saved: Saved, config: Resolved, states: bool) -> Measurer:
 def split_to_context(
     documents: Sequence[np.ndarray], length: int
 ) -> tuple[list[Scored], list[int]]:
-    """Split documents into pieces of at most length + 1 tokens, and return each piece's document.
-
-    Each token of a document but the first is a label once.
-    """
+    """Pieces of at most length + 1 tokens in which each token but the first is a label once, and
+    the index of each piece's document."""
     places = [
         (number, begin)
         for number, tokens in enumerate(documents)

@@ -54,7 +54,7 @@ from jaxtrain.weights.params import Params, Specs
 # deadlock: each holds a thread until its partner in another process has one.
 AHEAD = 4
 BLOCK = 16  # batches that are summed separately, so that nodes can share a split
-ASKED = ("step", "tasks", "needle", "limit", "all_shots", "crop")  # arguments that are equal in all processes
+ASKED = ("step", "tasks", "needle", "limit", "all_shots", "crop")  # equal in all processes
 # Fields of a saved model's configuration for validation that a command line may change.
 VALIDATED = (
     "data.train", "data.validation", "data.tokenizer", "data.cache_dir", "data.local_cache",

@@ -115,7 +115,7 @@ class Scorer:
 class Scores(NamedTuple):
     """Scores of all sequences of a job, and the sequences per question."""
 
-    nll: np.ndarray  # float64 [N], nats of all scored tokens
+    nll: np.ndarray  # float64 [N], negative log-likelihood in nats, sum of the scored tokens
     greedy: np.ndarray  # bool [N], whether each scored token is the likeliest
     tokens: np.ndarray  # int64 [N], number of scored tokens
     sizes: list[int]  # sequences of each question

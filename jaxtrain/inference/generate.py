@@ -277,8 +277,8 @@ def chat_in_terminal(saved: Saved, chat: Chat, a: argparse.Namespace) -> None:
     room = context - tokens
     if room < 1:
         raise UserError(f"--tokens {tokens} leaves no room in a context of {context}; give fewer")
-    # One step per call, so that each token is shown as it comes. No megakernel, as in `make_engine`:
-    # it takes longer to compile than a conversation gains from it.
+    # One step per call, so that each token is shown as it comes. As in `make_engine`, no megakernel,
+    # which takes longer to compile than a conversation gains from it.
     options = EngineOptions(slots=1, cache_dtype=a.cache_dtype, decode_steps=1, megakernel=False)
     options = options._replace(**asked_drafts(a)._asdict())
     engine = engine_of(saved, options)

@@ -7,7 +7,7 @@ from jaxtrain.settings import Parser, whole
 
 
 def sweep_parser() -> Parser:
-    """Of `jaxtrain sweep`: many runs with values that a sampler chooses."""
+    """Parser of `jaxtrain sweep`: many runs with values that a sampler chooses."""
     parser = Parser(
         "jaxtrain sweep",
         description="Search values of a configuration's fields by many runs. The same command "

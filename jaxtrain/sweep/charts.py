@@ -28,7 +28,7 @@ class ChartAxis(NamedTuple):
 
 
 def number_axis(label: str, values: Sequence[Number], log: bool = False) -> ChartAxis:
-    """From the least value to the greatest, with a margin."""
+    """Axis from the least value to the greatest, with a margin."""
     scale = math.log10 if log else lambda x: x
     low, high = scale(min(values)), scale(max(values))
     pad = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
@@ -47,7 +47,7 @@ def number_axis(label: str, values: Sequence[Number], log: bool = False) -> Char
 
 
 def parameter_axis(parameter: Parameter, label: str) -> ChartAxis:
-    """Of a parameter, over its whole range."""
+    """Axis of a parameter, over its whole range."""
     if isinstance(parameter, Choice):
         count = len(parameter.values)
         known = {repr(value): (i + 0.5) / count for i, value in enumerate(parameter.values)}
@@ -57,12 +57,12 @@ def parameter_axis(parameter: Parameter, label: str) -> ChartAxis:
 
 
 def value_label(value: Scalar) -> str:
-    """A value beside an axis."""
+    """Label of a value on an axis."""
     return f"{value:.3g}" if isinstance(value, (int, float)) else str(value)[:12]
 
 
 class TrialPoint(NamedTuple):
-    """A trial in a chart. css: `best`, `front` or none; note: what shows under the pointer."""
+    """A trial in a chart. css: `best`, `front` or none. note: its tooltip."""
 
     x: Scalar
     y: Scalar
@@ -77,7 +77,7 @@ def points_chart(
     points: Sequence[TrialPoint],
     line: Sequence[tuple[Number, Number]] = (),
 ) -> str:
-    """Points over two axes, and a line of steps through some values; empty without points."""
+    """Points over two axes, and a step line through some values; empty without points."""
     if not points:
         return ""
     parts = [*_frame(x, y)]
@@ -97,8 +97,8 @@ def map_chart(
     scores: Sequence[Number],
     maximize: bool,
 ) -> str:
-    """Points over two axes, on shades of their scores between them (linear interpolation by
-    Delaunay triangles; nothing outside of the points). Darker is better; empty below 4 points."""
+    """Points over two axes, on a shaded map of their scores (linear interpolation by Delaunay
+    triangles; no shading outside the points). Darker is better; empty below 4 points."""
     if len(points) < 4:
         return ""
     at = np.array([(x.place(p.x), y.place(p.y)) for p in points])
@@ -122,7 +122,7 @@ def map_chart(
 
 
 class Line(NamedTuple):
-    """A trial over parallel axes."""
+    """A trial in a chart of parallel axes."""
 
     values: Sequence[Scalar]
     css: str

@@ -21,7 +21,8 @@ MORE = 3  # exit code of a worker that has run its one trial
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 2 after one line about what the user can fix, or 130."""
+    """Return the exit code: 0, 2 after one line about what the user can fix, 130, or a worker's
+    MORE."""
     words = [*(sys.argv[1:] if argv is None else argv)]
     a = sweep_parser().parse_intermixed_args(words)
     check_installed()
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_installed() -> None:
-    """Raises UserError without Optuna."""
+    """Raise UserError if Optuna is not installed."""
     if find_spec("optuna") is None:
         raise UserError(
             "jaxtrain sweep needs the package optuna, which is not installed: uv sync --extra "
@@ -73,7 +74,7 @@ def check_installed() -> None:
 
 
 def check_sampler(c: SweepConfig) -> None:
-    """Raises UserError for a sampler whose package is missing."""
+    """Raise UserError for a sampler whose package is missing."""
     for sampler, package in (("gp", "torch"), ("cmaes", "cmaes")):
         if c.sampler.name == sampler and find_spec(package) is None:
             raise UserError(
@@ -86,9 +87,10 @@ def check_sampler(c: SweepConfig) -> None:
 
 
 def supervise(c: SweepConfig, begin: Callable[[], Worker]) -> int:
-    """Keep so many workers alive until no trial is left; the exit code. begin: starts one.
+    """Keep `c.workers` workers alive until no trial is left. Returns the exit code. begin: starts
+    one.
 
-    The trial of a worker that died is queued again, and another worker takes its place.
+    The trial of a worker that died is queued again, and a new worker replaces the dead one.
     """
     ours = [begin() for _ in range(c.workers)]
     code = 0
@@ -114,9 +116,9 @@ def supervise(c: SweepConfig, begin: Callable[[], Worker]) -> int:
                     ours.append(begin())
     except KeyboardInterrupt:
         for one in ours:
-            if isinstance(one, RemoteProcess):  # to others, the terminal has sent it as well
+            if isinstance(one, RemoteProcess):  # the terminal sends it to the others
                 one.send_signal(signal.SIGINT)
-        while any([one.poll() is None for one in ours]):  # one begins where another has ended
+        while any([one.poll() is None for one in ours]):  # a worker may start while another ends
             time.sleep(0.1)
         raise
     finally:
@@ -127,7 +129,7 @@ def supervise(c: SweepConfig, begin: Callable[[], Worker]) -> int:
 
 
 def say_dead(dead: Worker) -> None:
-    """Of a worker that has gone without a word: another one sees that, and takes its trial."""
+    """Report a worker that died without a message. Another worker takes over its trial."""
     if dead.returncode != MORE:
         print(
             f"sweep    a worker died (exit code {dead.returncode}); its trial is queued again",

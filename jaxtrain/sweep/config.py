@@ -1,4 +1,4 @@
-"""SWEEP.yaml: what is searched, how, by which figure, and how often."""
+"""Schema of SWEEP.yaml: parameters, sampler, pruner, objectives and number of trials."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,7 +22,7 @@ MAXIMIZED = ("accuracy", "reward_margin", "tokens_per_s")
 
 
 class _Range(Settings):
-    """A range of floats; both ends belong to it."""
+    """A range of floats, both ends included."""
 
     low: float = Field(description="least value")
     high: float = Field(description="greatest value")
@@ -56,7 +56,7 @@ class LogUniform(_Range):
 
 
 class IntRange(Settings):
-    """A whole number between two ends, both of which belong to it."""
+    """A whole number between two ends, both included."""
 
     name: Literal["int"] = "int"
     low: int = Field(description="least value")
@@ -178,7 +178,7 @@ Pruner = Annotated[NoPruning | ASHA | Hyperband | MedianStopping, Field(discrimi
 
 
 class Goal(Settings):
-    """A figure of a run, and which way is better."""
+    """A metric of a run, and the direction in which it improves."""
 
     metric: Metric = Field(
         "bpb",
@@ -201,7 +201,7 @@ class Goal(Settings):
 
 
 class Confirm(Settings):
-    """The best trials again, on seeds that the search has not seen."""
+    """Run the best trials again, on seeds that the search has not used."""
 
     best: int = Field(3, ge=1, description="trials that are run again")
     seeds: int = Field(3, ge=2, description="fresh seeds of each, the same for all of them")
@@ -211,7 +211,7 @@ class Confirm(Settings):
 
 
 class Transfer(Settings):
-    """Trials of the search again, on fresh seeds, at its own size and at another one."""
+    """Run trials of the search again, on fresh seeds, at its own size and at another one."""
 
     overrides: tuple[str, ...] = Field(
         min_length=1,
@@ -327,7 +327,7 @@ class SweepConfig(Settings):
 
     @property
     def folder(self) -> Path:
-        """The sweep's."""
+        """Folder of the sweep."""
         return Path(self.directory) / self.name
 
     @property

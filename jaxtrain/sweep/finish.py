@@ -1,4 +1,4 @@
-"""The end of a sweep: its results in a file, a page, and tables for a console."""
+"""End of a sweep: write its results to a file and a page, and print tables."""
 
 import sys
 
@@ -27,7 +27,7 @@ def finish_sweep(queues: Queues) -> None:
 
 
 def sweep_tables(found: SweepResults) -> list[Table]:
-    """The best trials, and those that were run again on fresh seeds, for a console."""
+    """Tables of the best trials, and of those run again on fresh seeds, for a console."""
     c = found.config
     best = best_first(c, found.trials)
     if len(c.objectives) > 1:
@@ -58,7 +58,7 @@ def sweep_tables(found: SweepResults) -> list[Table]:
 
 
 def transfer_table(found: TransferResults) -> Table:
-    """Gains over the baseline at both sizes, for a console."""
+    """Table of the gains over the baseline at both sizes, for a console."""
     rank = found.rank_correlation
     title = "minus the baseline on fresh seeds (95% intervals)"
     title += "" if rank is None else f"; rank correlation {rank:.2f}"

@@ -1,4 +1,4 @@
-"""The folder of a sweep: what it was made from, and whether that is still what is asked for."""
+"""Folder of a sweep: its saved configuration, and a check that it is still the requested one."""
 
 import fcntl
 
@@ -10,7 +10,7 @@ from jaxtrain.sweep.config import SweepConfig
 from jaxtrain.sweep.load import base_config
 from jaxtrain.train.run_directory import check_writable, differences
 
-# What says how the trials are run, not what they are.
+# Fields that say how the trials are run, not what they are.
 FREE = (
     "name", "directory", "workers", "isolate", "heartbeat", "storage", "confirm", "trials",
     "population", "transfer",
@@ -41,7 +41,8 @@ def open_folder(c: SweepConfig) -> None:
 
 
 def changes(c: SweepConfig) -> list[str]:
-    """`field: before -> now` for all that makes other trials than those of the folder."""
+    """`field: before -> now` for each change that would make other trials than those of the
+    folder."""
     saved = read_saved(c.folder / "sweep.yaml")
     old, new = leaves(saved), leaves(c.model_dump(mode="json"))
     keys = [key for key in dict.fromkeys([*old, *new]) if key.split(".")[0] not in FREE]

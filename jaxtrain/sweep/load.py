@@ -24,7 +24,7 @@ OURS = ("run.name", "run.directory", "run.seed", "data.seed")  # the sweep sets 
 
 
 def find_sweep(name: str) -> Path:
-    """A path, or the bare name of a shipped sweep."""
+    """Path of a sweep: the path given, or the bare name of a shipped sweep."""
     shipped = {path.stem: path for folder in FOLDERS for path in folder.glob("sweeps/*.yaml")}
     if Path(name).is_file():
         return Path(name)
@@ -36,7 +36,7 @@ def find_sweep(name: str) -> Path:
 
 
 def load_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
-    """The sweep of a file; `trials=40` overrides a field of it, `train.steps=200` of its runs.
+    """Load the sweep of a file. `trials=40` overrides a field of it, `train.steps=200` of its runs.
 
     Raises UserError with a line for each thing that is wrong.
     """
@@ -47,7 +47,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
     own = [(parse_override(o), o) for o in overrides if is_own(o)]
     apply_overrides(tree, [o for one, o in own if one.key != "name"])
     for one, _ in own:
-        if one.key == "name":  # of the sweep: elsewhere it chooses a variant
+        if one.key == "name":  # the sweep's name; other `name` keys choose a variant
             tree["name"] = one.value
     runs = [o for o in overrides if not is_own(o)]
     if runs:
@@ -66,7 +66,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
 
 
 def is_own(override: str) -> bool:
-    """Whether an override is of the sweep, not of its runs."""
+    """Whether an override is for the sweep, not for its runs."""
     key = parse_override(override).key
     return key.split(".")[0] in SweepConfig.model_fields or (
         "." not in key and key not in Config.model_fields
@@ -74,13 +74,13 @@ def is_own(override: str) -> bool:
 
 
 def without(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
-    """Those overrides whose field no later one sets."""
+    """Overrides whose field no later one sets."""
     keys = {parse_override(o).key for o in later}
     return [o for o in overrides if parse_override(o).key not in keys]
 
 
 def explained(error: dict[str, Any]) -> str:
-    """One line for an error of validation."""
+    """One line for a validation error."""
     found = located(error)
     where, model = locate(found["loc"], SweepConfig)
     if found["type"] == "missing":
@@ -95,7 +95,7 @@ def explained(error: dict[str, Any]) -> str:
 
 
 def check_parameters(c: SweepConfig) -> None:
-    """Raises UserError for a parameter or an override that no run could have."""
+    """Raise UserError for a parameter or an override that no run could have."""
     find_config(c.config)
     larger = c.transfer.overrides if c.transfer else ()
     given = {parse_override(o).key for o in (*c.overrides, *larger)}
@@ -127,14 +127,14 @@ def base_config(c: SweepConfig) -> Config:
 def run_config(
     c: SweepConfig, values: Values, name: str, seed: int, larger: Sequence[str] = ()
 ) -> Config:
-    """The configuration of one run. larger: overrides of another size than the sweep's."""
+    """Configuration of one run. larger: overrides for another size than the sweep's."""
     own = {"run.directory": str(c.folder), "run.name": name, "run.seed": seed, "data.seed": seed}
     more = [override_text(key, value) for key, value in (values | own).items()]
     return load_config(c.config, [*without(c.overrides, larger), *larger, *more])
 
 
 def override_text(key: str, value: Scalar) -> str:
-    """`key=value` as YAML reads it back: 1e-05 would be a text there."""
+    """`key=value` such that YAML reads the value back: it would read 1e-05 as a string."""
     return f"{key}={re.sub(r'^(-?[0-9]+)e', r'\1.0e', json.dumps(value))}"
 
 
@@ -146,7 +146,7 @@ def extremes(parameter: Parameter) -> Sequence[Scalar]:
 
 
 def values_of(key: str, parameter: Parameter) -> Sequence[Scalar]:
-    """The values that a grid takes of a parameter."""
+    """Values of a parameter in a grid."""
     if isinstance(parameter, IntRange):
         return range(parameter.low, parameter.high + 1, parameter.step)
     if isinstance(parameter, (Uniform, LogUniform)):

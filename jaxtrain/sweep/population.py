@@ -14,13 +14,13 @@ from jaxtrain.train.population import train_population
 
 
 def run_trials(c: SweepConfig, trials: Sequence[Trial]) -> list[Outcome]:
-    """Train the runs of several trials at once, or go on with them; their outcomes.
+    """Train or resume the runs of several trials at once. Returns their outcomes.
 
-    Raises KeyboardInterrupt if a signal has stopped them, which are saved, and UserError for values
-    that members of a population may not differ in.
+    Raises KeyboardInterrupt if a signal has stopped the runs, which are saved, and UserError for
+    values in which members of a population may not differ.
     """
     found: list[Outcome] = []
-    runs: dict[int, dict[int, Config]] = {}  # of the trials that can run, by place and seed
+    runs: dict[int, dict[int, Config]] = {}  # of the trials that can run, by index and seed
     for place, trial in enumerate(trials):
         found.append({})
         try:
@@ -45,7 +45,7 @@ def run_trials(c: SweepConfig, trials: Sequence[Trial]) -> list[Outcome]:
 
 
 def train_as_population(configs: Sequence[Config]) -> dict[str, str]:
-    """Train runs at once; why those that could not go on have stopped, by name."""
+    """Train runs at once. Returns the reasons of those that failed, by run name."""
     if not configs:
         return {}
     for one in configs:

@@ -22,7 +22,7 @@ from jaxtrain.sweep.results import SweepResults, TrialRow, best_first, labels_of
 from jaxtrain.sweep.statistics import MeanInterval, interval, paired
 from jaxtrain.sweep.transfer import title_of
 
-BEST = 10  # one of so many trials is drawn as one of the best
+BEST = 10  # one trial in so many is drawn as one of the best
 MOST_ROWS = 400  # of the table of trials
 OWN_STYLE = Path(__file__).with_name("report.css")
 
@@ -85,7 +85,7 @@ def _tiles(found: SweepResults, best: Sequence[TrialRow]) -> str:
 
 
 def _note(found: SweepResults, row: TrialRow) -> str:
-    """What shows under the pointer."""
+    """Tooltip of a trial."""
     goals = zip(found.config.objectives, row.scores)
     scores = [f"{goal.metric} {score:.5g}" for goal, score in goals]
     labels = labels_of(found.config)
@@ -98,7 +98,8 @@ def _text(value: Scalar) -> str:
 
 
 def _score_axis(found: SweepResults, best: Sequence[TrialRow], which: int = 0) -> ChartAxis:
-    """Of an objective. The worst tenth may leave it: a few diverging trials would hide the rest."""
+    """Axis of an objective. It may exclude the worst tenth: a few diverging trials would hide the
+    rest."""
     scores = sorted(row.scores[which] for row in best)
     if len(scores) > 20:
         cut = len(scores) // 10
@@ -131,7 +132,7 @@ def _progress(found: SweepResults, best: Sequence[TrialRow]) -> str:
 
 
 def _front(found: SweepResults, best: Sequence[TrialRow]) -> str:
-    """Each pair of objectives, the Pareto front marked."""
+    """A chart of each pair of objectives, with the Pareto front marked."""
     charts = []
     goals = found.config.objectives
     for i, first in enumerate(goals):
@@ -172,7 +173,7 @@ def _parallel(found: SweepResults, best: Sequence[TrialRow]) -> str:
 
 
 def _axes(found: SweepResults) -> dict[str, ChartAxis]:
-    """Of each parameter."""
+    """Axis of each parameter."""
     labels = labels_of(found.config)
     return {k: parameter_axis(p, labels[k]) for k, p in found.config.parameters.items()}
 
@@ -184,7 +185,7 @@ def _ranked(found: SweepResults) -> list[str]:
 
 
 def _slices(found: SweepResults, best: Sequence[TrialRow]) -> str:
-    """The first objective over each parameter."""
+    """Charts of the first objective over each parameter."""
     if not best:
         return ""
     axes, charts, y = _axes(found), [], _score_axis(found, best)
@@ -198,7 +199,7 @@ def _slices(found: SweepResults, best: Sequence[TrialRow]) -> str:
 
 
 def _interaction(found: SweepResults, best: Sequence[TrialRow]) -> str:
-    """The two most important parameters together."""
+    """Chart of the two most important parameters together."""
     c, ranked = found.config, _ranked(found)
     if len(ranked) < 2:
         return ""
@@ -215,7 +216,7 @@ def _interaction(found: SweepResults, best: Sequence[TrialRow]) -> str:
 
 
 def _confirmed(found: SweepResults) -> str:
-    """The winner's curse: the chosen trials on seeds that the search has not seen."""
+    """Winner's curse: the chosen trials on seeds that the search has not used."""
     if not found.confirmed:
         return ""
     metric = found.config.goal.metric
@@ -262,7 +263,7 @@ def _transferred(found: SweepResults) -> str:
 
 
 def _paired(found: SweepResults, best: Sequence[TrialRow]) -> str:
-    """The best trials by seed, and how far each is from the first."""
+    """Scores of the best trials by seed, and the difference of each trial to the first."""
     if found.config.seeds < 2 or not best:
         return ""
     metric = found.config.goal.metric

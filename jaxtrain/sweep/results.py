@@ -1,4 +1,4 @@
-"""What a sweep has found so far: rows of trials, the best, the fresh seeds; and as JSON."""
+"""Results of a sweep so far: trials, the best ones, fresh seeds; and the same as JSON."""
 
 from collections.abc import Iterable, Sequence
 from statistics import mean
@@ -26,7 +26,7 @@ STATES = {
 
 
 class TrialRow(NamedTuple):
-    """A trial, and what it came to."""
+    """A trial and its outcome."""
 
     number: int
     state: str  # finished, pruned, failed, running or waiting
@@ -36,12 +36,12 @@ class TrialRow(NamedTuple):
     note: str  # why it failed, or where it was pruned
 
     def by_seed(self, metric: str) -> dict[int, float]:
-        """A metric of each run."""
+        """A metric of each run, by seed."""
         return {seed: figures[metric] for seed, figures in self.runs.items() if metric in figures}
 
 
 class SweepResults(NamedTuple):
-    """All of a sweep."""
+    """All results of a sweep."""
 
     config: SweepConfig
     trials: list[TrialRow]
@@ -52,7 +52,7 @@ class SweepResults(NamedTuple):
 
 
 def row_of(frozen: FrozenTrial) -> TrialRow:
-    """A trial of the search."""
+    """Row of a trial of the search."""
     attributes = frozen.user_attrs
     runs = {int(seed): figures for seed, figures in attributes.get("runs", {}).items()}
     state = "failed" if "failed" in attributes else STATES[frozen.state]
@@ -64,13 +64,13 @@ def row_of(frozen: FrozenTrial) -> TrialRow:
 
 
 def best_first(c: SweepConfig, rows: Iterable[TrialRow]) -> list[TrialRow]:
-    """The finished trials, the best by the first objective first."""
+    """Finished trials, sorted from the best to the worst by the first objective."""
     sign = -1 if c.goal.maximize else 1
     return sorted((r for r in rows if r.scores), key=lambda r: (sign * r.scores[0], r.number))
 
 
 def labels_of(c: SweepConfig) -> dict[str, str]:
-    """Parameter -> its name in tables and charts: without the section, where that is clear."""
+    """Parameter -> its name in tables and charts, without the section if that is unique."""
     last = [key.rpartition(".")[2] for key in c.parameters]
     return {k: name if last.count(name) == 1 else k for k, name in zip(c.parameters, last)}
 
@@ -78,7 +78,7 @@ def labels_of(c: SweepConfig) -> dict[str, str]:
 def results_of(
     search: TrialQueue, confirm: TrialQueue | None, transfer: TrialQueue | None
 ) -> SweepResults:
-    """What is in the database by now."""
+    """Results that the database has by now."""
     c = search.config
     rows = [row_of(frozen) for frozen in search.trials()]
     best = best_first(c, rows)
@@ -97,7 +97,7 @@ def results_of(
 
 
 def fresh_scores(confirm: TrialQueue) -> dict[int | None, dict[int, float]]:
-    """Trial (None: the baseline) -> seed -> score, of the runs on fresh seeds."""
+    """Trial (None: the baseline) -> seed -> score, for the runs on fresh seeds."""
     found: dict[int | None, dict[int, float]] = {}
     for frozen in confirm.trials(TrialState.COMPLETE):
         attributes = frozen.user_attrs
@@ -107,7 +107,7 @@ def fresh_scores(confirm: TrialQueue) -> dict[int | None, dict[int, float]]:
 
 
 def transfer_scores(transfer: TrialQueue) -> dict[TransferRun, float]:
-    """Of the runs at both sizes that have ended."""
+    """Scores of the runs at both sizes that have ended."""
     ended = transfer.trials(TrialState.COMPLETE)
     return {
         transfer_run_of(frozen.user_attrs): frozen.values[0]
@@ -122,7 +122,7 @@ def means_of(c: SweepConfig, runs: Sequence[Figures]) -> list[float]:
 
 
 def as_json(found: SweepResults) -> dict[str, Any]:
-    """Plain values, for results.json."""
+    """Plain values of the results, for results.json."""
     return {
         "sweep": found.config.model_dump(mode="json"),
         "trials": [row._asdict() for row in found.trials],
@@ -139,7 +139,7 @@ def as_json(found: SweepResults) -> dict[str, Any]:
 
 
 def transfer_json(found: TransferResults) -> dict[str, Any]:
-    """Plain values, for results.json."""
+    """Plain values of the transfer results, for results.json."""
     gains = lambda row: {size: getattr(row, size) for size in SIZES}
     rows = [
         row._asdict() | {size: gain and gain._asdict() for size, gain in gains(row).items()}

@@ -14,7 +14,7 @@ class MeanInterval(NamedTuple):
     """A mean, and half the width of its two-sided confidence interval (Student's t)."""
 
     mean: float
-    half: float | None  # None of one value
+    half: float | None  # None for one value
     count: int
 
     def __str__(self) -> str:
@@ -23,7 +23,7 @@ class MeanInterval(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> MeanInterval:
-    """Of the mean of independent values."""
+    """Confidence interval of the mean of independent values."""
     count = len(values)
     if count < 2:
         return MeanInterval(values[0], None, count)
@@ -32,7 +32,8 @@ def interval(values: Sequence[float]) -> MeanInterval:
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> MeanInterval:
-    """Of ours minus theirs, over the seeds that both have run: what a seed does to both cancels."""
+    """Interval of ours minus theirs, over the seeds that both have run. The effect of a seed on
+    both cancels."""
     common = sorted(ours.keys() & theirs.keys())
     return interval([ours[seed] - theirs[seed] for seed in common])
 
@@ -40,8 +41,8 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> MeanInterv
 class WinnersCurse(NamedTuple):
     """A trial that the search chose, on the seeds of the search and on fresh ones.
 
-    The best of many noisy scores is too good on average; fresh seeds, which took no part in the
-    choice, say how good it is.
+    The best of many noisy scores is too good on average. Fresh seeds took no part in the choice,
+    and so give an unbiased score.
     """
 
     number: int | None  # of the trial; None: the configuration without the sweep's parameters

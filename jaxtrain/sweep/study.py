@@ -1,7 +1,7 @@
-"""The study of a sweep: Optuna's samplers, pruners and storage behind a queue of trials.
+"""Study of a sweep: Optuna's samplers, pruners and storage behind a queue of trials.
 
-All trials are queued when the study is made; a worker claims one, and whoever stops gives its trial
-back under the same number. Nothing else in the project knows how Optuna identifies trials.
+All trials are queued when the study is made. A worker claims one; a worker that stops returns its
+trial to the queue under the same number. No other module depends on how Optuna identifies trials.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ from jaxtrain.sweep.config import (
 )
 from jaxtrain.sweep.load import Values
 
-BEATS = 4  # signs of life that may be missing before a trial is queued again
+BEATS = 4  # heartbeats that may be missing before a trial is queued again
 MOST_ATTEMPTS = 3  # of a trial whose worker is killed each time
 DATABASE_WAIT = 100  # seconds for another process's write
 
@@ -51,8 +51,8 @@ def suggest(trial: Trial, key: str, parameter: Parameter) -> None:
 
 
 def make_sampler(c: SweepConfig, number: int) -> optuna.samplers.BaseSampler:
-    """The sampler for one trial. Its seed follows from the sweep's and the trial's number, so that
-    several workers draw different values, and a sweep that goes on repeats none."""
+    """Sampler for one trial. Its seed follows from the sweep's seed and the trial's number, so that
+    several workers draw different values, and a resumed sweep repeats none."""
     s, random = c.sampler, optuna.samplers
     seed = int(np.random.SeedSequence([s.seed, number]).generate_state(1)[0])
     with warnings.catch_warnings():
@@ -70,7 +70,7 @@ def make_sampler(c: SweepConfig, number: int) -> optuna.samplers.BaseSampler:
             return random.CmaEsSampler(seed=seed, warn_independent_sampling=False)
         if isinstance(s, NSGA2):
             return random.NSGAIISampler(seed=seed, population_size=s.population_size)
-        return random.RandomSampler(seed=seed)  # of a grid, every value is given
+        return random.RandomSampler(seed=seed)  # for a grid, every value is given
 
 
 def make_pruner(c: SweepConfig) -> optuna.pruners.BasePruner:
@@ -86,7 +86,7 @@ def make_pruner(c: SweepConfig) -> optuna.pruners.BasePruner:
 
 
 class TrialQueue:
-    """The trials of a study in a database that several processes and hosts share.
+    """Trials of a study in a database that several processes and hosts share.
 
     name: of the study. directions: of its objectives.
     """
@@ -109,14 +109,14 @@ class TrialQueue:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process of the sweep is in such a block."""
+        """Hold the lock that excludes the other processes of the sweep."""
         with self.lock.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def fill(self, wanted: Sequence[tuple[Values, Mapping[str, Any]]]) -> None:
-        """Queue the trials that are not there yet, each with values that are given and notes, by
-        which it is known."""
+        """Queue the trials that are not there yet. Each has given values, and attributes that
+        identify it."""
         with self._alone():
             there = [t.user_attrs for t in self.trials()]
             for values, notes in wanted:
@@ -124,18 +124,18 @@ class TrialQueue:
                     self.study.enqueue_trial(values, user_attrs=dict(notes))
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Those in a state (default: all), by number."""
+        """Trials in these states (default: all), by number."""
         return self.study.get_trials(deepcopy=False, states=states or None)
 
     def unfinished(self) -> list[FrozenTrial]:
-        """Those that wait, or run somewhere."""
+        """Trials that wait or run."""
         return self.trials(TrialState.WAITING, TrialState.RUNNING)
 
     def claim(self, parameters: bool = True) -> Trial | None:
-        """A waiting trial, for this process; None if none waits. Its values are chosen now.
+        """Claim a waiting trial for this process, and choose its values. None if none waits.
 
-        A trial whose worker was killed waits again: at once on the worker's machine, elsewhere
-        after a time without signs of life.
+        A trial whose worker was killed is queued again: at once on the worker's machine, elsewhere
+        after a time without heartbeats.
         """
         with self._alone(), warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
@@ -160,18 +160,18 @@ class TrialQueue:
         return None
 
     def claim_some(self, count: int, parameters: bool = True) -> list[Trial]:
-        """So many waiting trials, or as many as there are."""
+        """Claim `count` waiting trials, or as many as there are."""
         found = (self.claim(parameters) for _ in range(count))
         return [trial for trial in found if trial is not None]
 
     def give_back(self, trial: Trial, counts: bool = True) -> None:
-        """Queue a claimed trial again. counts: as one of its attempts."""
+        """Queue a claimed trial again. counts: whether this was one of its attempts."""
         if not counts:
             trial.set_user_attr("attempts", trial.user_attrs.get("attempts", 1) - 1)
         self._wait_again(trial._trial_id)
 
     def leave_to(self, trial: Trial, holder: Mapping[str, Any]) -> None:
-        """A trial that was taken for lost belongs to its worker all the same."""
+        """Return a trial that seemed lost to its worker, which is still alive."""
         trial.set_user_attr("worker", dict(holder))
         trial.set_user_attr("attempts", trial.user_attrs["attempts"] - 1)
 
@@ -182,9 +182,9 @@ class TrialQueue:
         values: Sequence[float] | None,
         notes: Mapping[str, Any],
     ) -> None:
-        """The end of a claimed trial; nothing if another worker has ended it in the meantime."""
+        """End a claimed trial. Does nothing if another worker has ended it in the meantime."""
         with self._alone(), suppress(UpdateFinishedTrialError):
-            # If it was taken for lost, it waits.
+            # A trial that seemed lost is in state WAITING.
             self.storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING)
             for key, note in notes.items():
                 trial.set_user_attr(key, note)
@@ -196,7 +196,7 @@ class TrialQueue:
 
     @contextmanager
     def heartbeat(self, trial: Trial) -> Iterator[None]:
-        """Signs of life of a claimed trial, from a thread."""
+        """Record heartbeats of a claimed trial, from a thread."""
         over = threading.Event()
 
         def beat() -> None:
@@ -213,15 +213,16 @@ class TrialQueue:
             thread.join()
 
     def close(self) -> None:
-        """Let go of the database."""
+        """Close the database."""
         self.storage.remove_session()
         self.storage.engine.dispose()
 
 
 def importance_of(study: optuna.Study) -> dict[str, float]:
-    """PED-ANOVA (Watanabe et al. 2023, arXiv:2304.10255) of each parameter; shares of 1.
+    """PED-ANOVA importance (Watanabe et al. 2023, arXiv:2304.10255) of each parameter, as shares of
+    1.
 
-    {} where too few trials have finished.
+    {} if too few trials have finished.
     """
     finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if len(finished) < 4:
@@ -232,5 +233,5 @@ def importance_of(study: optuna.Study) -> dict[str, float]:
 
 
 def directions_of(c: SweepConfig) -> list[Direction]:
-    """Of the objectives, in Optuna's words."""
+    """Directions of the objectives, in Optuna's words."""
     return ["maximize" if goal.maximize else "minimize" for goal in c.objectives]

@@ -1,8 +1,9 @@
-"""What a search found at one size, at another: trials and single values, on the same fresh seeds.
+"""Transfer of a search's results to another size: trials and single values, on the same fresh
+seeds.
 
-A sweep of small models is worth as much as its ranking holds for the large ones. So some trials,
-and each value of the best one by itself, are trained at both sizes beside the configuration without
-the sweep's values.
+A sweep of small models is useful only as far as its ranking holds for large ones. So some trials,
+and each value of the best one by itself, are trained at both sizes, together with the configuration
+without the sweep's values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,10 @@ SIZES = ("own", "other")
 
 
 class TransferRun(NamedTuple):
-    """One training run; its fields are the notes by which the queue knows it."""
+    """One training run. Its fields are the attributes by which the queue identifies it."""
 
     of: int | None  # trial; None: the configuration without the sweep's values
-    only: str | None  # the field that alone has the trial's value; None: all have
+    only: str | None  # the only field with the trial's value; None: all fields have it
     size: str  # of SIZES
     seed: int
 
@@ -34,26 +35,27 @@ class Transferred(NamedTuple):
     of: int
     only: str | None
     rank: int  # of the trial in the search, from 1
-    own: MeanInterval | None  # None where no run has ended
+    own: MeanInterval | None  # None if no run has ended
     other: MeanInterval | None
 
 
 class TransferResults(NamedTuple):
-    """rank_correlation: Spearman's, of whole trials' gains at both sizes; None of fewer than 4."""
+    """rank_correlation: Spearman's, of whole trials' gains at both sizes; None for fewer than 4
+    trials."""
 
     rows: list[Transferred]
     rank_correlation: float | None
 
 
 def chosen_ranks(t: Transfer, count: int) -> list[int]:
-    """Places in the ranking, from 0: the best, and others evenly down to the last."""
+    """Indices into the ranking, from 0: the best, and others evenly down to the last."""
     best = range(min(t.best, count))
     others = np.linspace(t.best, count - 1, t.spread + 1)[1:] if count > t.best else []
     return sorted({*best, *(round(x) for x in others)})
 
 
 def transfer_runs(c: SweepConfig, ranked: Sequence[int]) -> list[TransferRun]:
-    """All runs. ranked: numbers of the finished trials, the best first."""
+    """All runs to train. ranked: numbers of the finished trials, the best first."""
     assert c.transfer
     whole: list[tuple[int | None, str | None]] = [(None, None)]
     whole += [(ranked[i], None) for i in chosen_ranks(c.transfer, len(ranked))]
@@ -64,12 +66,12 @@ def transfer_runs(c: SweepConfig, ranked: Sequence[int]) -> list[TransferRun]:
 
 
 def transfer_run_of(notes: Mapping[str, Any]) -> TransferRun:
-    """A run from its notes in the queue."""
+    """Run with the given attributes of the queue."""
     return TransferRun(**{field: notes[field] for field in TransferRun._fields})
 
 
 def run_title(run: TransferRun) -> str:
-    """For the screen."""
+    """Title of a run, for the screen."""
     size = "the sweep's own size" if run.size == "own" else "the other size"
     return f"{title_of(run.of, run.only)} at {size}, seed {run.seed}"
 
@@ -82,7 +84,7 @@ def title_of(of: int | None, only: str | None) -> str:
 
 
 def run_again(c: SweepConfig, values: Mapping[int, Values], run: TransferRun) -> Outcome:
-    """Train one run, or go on with it. values: of each trial."""
+    """Train or resume one run. values: of each trial."""
     assert c.transfer
     own = {} if run.of is None else values[run.of]
     if run.only is not None:
@@ -97,7 +99,7 @@ def run_again(c: SweepConfig, values: Mapping[int, Values], run: TransferRun) ->
 def transferred(
     c: SweepConfig, ranked: Sequence[int], scores: Mapping[TransferRun, float]
 ) -> TransferResults:
-    """What the runs so far say. ranked: as in `transfer_runs`. scores: of the runs that ended."""
+    """Results of the runs so far. ranked: as in `transfer_runs`. scores: of the runs that ended."""
     by_seed: dict[tuple[int | None, str | None, str], dict[int, float]] = {}
     for run, score in scores.items():
         by_seed.setdefault((run.of, run.only, run.size), {})[run.seed] = score

@@ -1,4 +1,4 @@
-"""A trial: its runs, one a seed, each an ordinary run directory; and what they came to."""
+"""A trial: its runs, one per seed, each an ordinary run directory; and its outcome."""
 
 import contextlib
 import functools
@@ -27,13 +27,13 @@ Prune = Callable[[int, Figures], bool]
 
 
 class Pruned(NamedTuple):
-    """Where a trial was stopped because others were better there."""
+    """Step at which a trial was stopped because others were better."""
 
     step: int
 
 
 class Failed(NamedTuple):
-    """Why a trial has no figures."""
+    """Reason why a trial has no figures."""
 
     reason: str
 
@@ -42,7 +42,7 @@ Outcome = dict[int, Figures] | Pruned | Failed  # of a trial; figures by seed
 
 
 class PruneEvent(Event):
-    """Asks after each validation whether the run is to stop, and says so in its metrics."""
+    """Asks after each validation whether to stop the run, and records a stop in its metrics."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class PruneEvent(Event):
         stop: StopSignal,
     ):
         super().__init__(c.eval.every)
-        self.prune, self.stopped = prune, stopped  # the step at which the answer was yes
+        self.prune, self.stopped = prune, stopped  # the step at which the run was pruned
         self.evaluator, self.metrics, self.stop = evaluator, metrics, stop
 
     def run(self, step: int, state: State) -> None:
@@ -70,7 +70,7 @@ def run_name(number: int, seed: int) -> str:
 
 
 def run_trial(c: SweepConfig, values: Values, number: int, prune: Prune | None = None) -> Outcome:
-    """Train the runs of a trial, or go on with them; the first one may be pruned.
+    """Train or resume the runs of a trial; the first one may be pruned.
 
     Raises KeyboardInterrupt if a signal has stopped a run, which is saved.
     """
@@ -91,14 +91,14 @@ def run_one(
     prune: Prune | None = None,
     larger: Sequence[str] = (),
 ) -> Figures | Pruned | Failed:
-    """Train one run, or go on with it; its figures. larger: as in `run_config`.
+    """Train or resume one run. Returns its figures. larger: as in `run_config`.
 
     Raises KeyboardInterrupt if a signal has stopped it, and UserError for what is wrong with all
     runs of the sweep.
     """
     try:
         config = run_config(c, values, name, seed, larger)
-    except UserError as error:  # this combination of values; each by itself was looked at
+    except UserError as error:  # this combination of values; each value alone was checked
         return Failed(str(error))
     run_dir = config.run_dir
     if not is_finished(run_dir):
@@ -118,7 +118,7 @@ def run_one(
 
 
 def checked_figures(c: SweepConfig, run_dir: Path) -> Figures:
-    """Those of a finished run. Raises UserError where an objective is not among them."""
+    """Figures of a finished run. Raises UserError if an objective is not among them."""
     figures = run_figures(run_dir)
     if missing := [goal.metric for goal in c.objectives if goal.metric not in figures]:
         raise UserError(
@@ -128,14 +128,14 @@ def checked_figures(c: SweepConfig, run_dir: Path) -> Figures:
 
 
 def is_finished(run_dir: Path) -> bool:
-    """Whether a run came to its last step."""
+    """Whether a run reached its last step."""
     metrics = run_dir / "metrics.jsonl"
     rows = read_rows(metrics) if metrics.is_file() else []
     return bool(rows) and rows[-1].get("status") == "finished"
 
 
 def run_figures(run_dir: Path) -> Figures:
-    """What a finished run came to: its last validation, seconds of training, tokens/s, bytes."""
+    """Figures of a finished run: its last validation, seconds of training, tokens/s, bytes."""
     rows = read_rows(run_dir / "metrics.jsonl")
     start = next(row for row in rows if row.get("event") == "start")
     trained = [row for row in rows if row["kind"] == "train"]

@@ -1,4 +1,4 @@
-"""A worker of a sweep: claims trials, runs them, and records what they came to."""
+"""Worker of a sweep: claims trials, runs them, and records their outcomes."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from jaxtrain.sweep.study import MOST_ATTEMPTS, TrialQueue, directions_of
 from jaxtrain.sweep.transfer import run_again, run_title, transfer_run_of, transfer_runs
 from jaxtrain.sweep.trials import Failed, Figures, Outcome, Pruned, run_one, run_trial
 
-LOOK = 1.0  # seconds between two looks for a trial, where others have the last ones
+LOOK = 1.0  # seconds between checks for a trial, while others run the last ones
 Run = Callable[[Sequence[Trial]], list[Outcome]]  # of claimed trials
 
 
@@ -30,13 +30,13 @@ class Queues(NamedTuple):
     transfer: TrialQueue | None
 
     def close(self) -> None:
-        """Let go of the database."""
+        """Close the database."""
         for queue in filter(None, self):
             queue.close()
 
 
 def open_queues(c: SweepConfig) -> Queues:
-    """The studies, with all trials of the search queued."""
+    """Open the studies, with all trials of the search queued."""
     search = TrialQueue(c, "search", directions_of(c))
     points = grid_points(c.parameters) if c.sampler.name == "grid" else [{}] * (c.trials or 0)
     search.fill([(point, {"slot": i}) for i, point in enumerate(points)])
@@ -46,7 +46,7 @@ def open_queues(c: SweepConfig) -> Queues:
 
 
 def work(c: SweepConfig, queues: Queues, once: bool = False) -> bool:
-    """Run trials until there are none; whether any may be left.
+    """Run trials until there are none. Returns whether any may be left.
 
     once: return after one trial. Raises KeyboardInterrupt after a signal, with the trial queued
     again, and UserError for what is wrong with every run.
@@ -75,8 +75,8 @@ def work(c: SweepConfig, queues: Queues, once: bool = False) -> bool:
 
 
 def run_queue(c: SweepConfig, queue: TrialQueue, run: Run, once: bool, at_once: int = 1) -> bool:
-    """Claim trials of a queue, so many at a time, and run them until all have an end; whether to be
-    called again."""
+    """Claim trials of a queue, `at_once` at a time, and run them until all have ended. Returns
+    whether to call this again."""
     said = False
     while queue.unfinished():
         trials = queue.claim_some(at_once, parameters=queue.study.study_name == "search")
@@ -92,7 +92,7 @@ def run_queue(c: SweepConfig, queue: TrialQueue, run: Run, once: bool, at_once: 
 
 
 def run_claimed(c: SweepConfig, queue: TrialQueue, run: Run, trials: Sequence[Trial]) -> bool:
-    """Run claimed trials and record their ends; False where another process has them."""
+    """Run claimed trials and record their outcomes. False if another process has them."""
     begun = time.perf_counter()
     with contextlib.ExitStack() as stack:
         for trial in trials:
@@ -103,7 +103,7 @@ def run_claimed(c: SweepConfig, queue: TrialQueue, run: Run, trials: Sequence[Tr
             print(f"sweep    not lost, as it seemed: {error}", flush=True)
             if len(trials) == 1:
                 queue.leave_to(trials[0], error.holder._asdict())
-            else:  # which one it is, its worker will say
+            else:  # the worker of the one that is in use will report it
                 for trial in trials:
                     queue.give_back(trial, counts=False)
             time.sleep(LOOK)
@@ -120,7 +120,7 @@ def run_claimed(c: SweepConfig, queue: TrialQueue, run: Run, trials: Sequence[Tr
 
 
 def attempt(trials: Sequence[Trial], run: Run) -> list[Outcome]:
-    """Run trials, but none that has killed several workers."""
+    """Run trials, except those whose workers died MOST_ATTEMPTS times."""
     able = [trial for trial in trials if trial.user_attrs["attempts"] <= MOST_ATTEMPTS]
     found = iter(run(able) if able else [])
     dead = Failed(f"its worker died {MOST_ATTEMPTS} times")
@@ -137,8 +137,8 @@ def searched(c: SweepConfig, trial: Trial) -> Outcome:
                 f"objectives: a validation has no {metric}; it has {', '.join(figures)}"
             )
         if not math.isfinite(figures[metric]):
-            return False  # the run's own guard knows why, and stops it
-        if step not in known:  # a run that goes on from a checkpoint validates again
+            return False  # the run's own guard stops it, with the reason
+        if step not in known:  # a run resumed from a checkpoint validates again
             trial.report(figures[metric], step)
             known.add(step)
         return bool(trial.should_prune())
@@ -154,7 +154,8 @@ def trial_steps(trial: Trial) -> list[int]:
 
 
 def record(c: SweepConfig, queue: TrialQueue, trial: Trial, outcome: Outcome) -> None:
-    """The end of a trial. One that failed is worse than all others, with its reason."""
+    """Record the outcome of a trial. A failed trial is worse than all others, and has its
+    reason."""
     if isinstance(outcome, Pruned):
         queue.end(trial, TrialState.PRUNED, None, {"pruned": outcome.step})
     elif isinstance(outcome, Failed) and len(c.objectives) > 1:
@@ -172,7 +173,7 @@ def record(c: SweepConfig, queue: TrialQueue, trial: Trial, outcome: Outcome) ->
 
 
 def fresh_runs(c: SweepConfig, search: TrialQueue) -> list[tuple[Values, dict[str, int | None]]]:
-    """Notes of the runs on fresh seeds: of the baseline, then of the best trials."""
+    """Attributes of the runs on fresh seeds: of the baseline, then of the best trials."""
     assert c.confirm
     best = best_first(c, map(row_of, search.trials()))[: c.confirm.best]
     chosen = [*([None] if c.confirm.baseline else []), *(row.number for row in best)]
@@ -193,7 +194,7 @@ def confirmed(c: SweepConfig, search: TrialQueue, trial: Trial) -> Outcome:
 
 
 def progress(c: SweepConfig, queue: TrialQueue, number: int, seconds: float) -> str:
-    """A line about a trial that has ended, and the best so far."""
+    """A line about a trial that has ended, and the best trial so far."""
     frozen = queue.trials()
     rows = [row_of(one) for one in frozen]
     ended, row = sum(r.state in ("finished", "pruned", "failed") for r in rows), rows[number]
