@@ -227,7 +227,7 @@ class ScoringJob:
             yield question
 
     def questions_in(self, owners_BM: np.ndarray) -> int:
-        """How many questions have their first sequence in a batch."""
+        """Number of questions whose first sequence is in a batch."""
         owners = owners_BM[owners_BM >= 0]
         begins = np.diff(owners, prepend=-1) != 0  # the labels of a sequence are adjacent
         return int(np.frombuffer(bytes(self.first), np.uint8)[owners[begins]].sum())

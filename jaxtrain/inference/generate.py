@@ -54,7 +54,7 @@ def kv_bytes_per_token(c: ResolvedModel, dtype: jnp.dtype, cache_dtype: str | No
 
 
 class Sampling(NamedTuple):
-    """How new tokens are sampled, and the maximum number of them."""
+    """Sampling parameters of new tokens, and their maximum number."""
 
     tokens: int = TOKENS
     temperature: float | int = 0.8  # 0 takes the best token
@@ -277,8 +277,8 @@ def chat_in_terminal(saved: Saved, chat: Chat, a: argparse.Namespace) -> None:
     room = context - tokens
     if room < 1:
         raise UserError(f"--tokens {tokens} leaves no room in a context of {context}; give fewer")
-    # One step per call, so that each token is shown as it comes. As in `make_engine`, no megakernel,
-    # which takes longer to compile than a conversation gains from it.
+    # One step per call, so that each token is shown as it comes. No megakernel (see `make_engine`):
+    # it takes longer to compile than a conversation gains from it.
     options = EngineOptions(slots=1, cache_dtype=a.cache_dtype, decode_steps=1, megakernel=False)
     options = options._replace(**asked_drafts(a)._asdict())
     engine = engine_of(saved, options)

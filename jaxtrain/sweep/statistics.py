@@ -57,7 +57,7 @@ def winners_curse(
     fresh: Mapping[int | None, Mapping[int, float]],
     maximize: bool = False,
 ) -> list[WinnersCurse]:
-    """For each trial that has fresh scores; the best on fresh seeds first, the baseline last.
+    """Compare search and fresh scores of each trial with fresh ones; best first, the baseline last.
 
     searched: trial -> its mean score in the search. fresh: trial (None: baseline) -> seed -> score.
     """
