@@ -1,9 +1,9 @@
 """Scores of each document of a text by a model, for data selection.
 
 Means over a document's tokens: negative log-likelihood, EL2N (the L2 norm of the softmax minus the
-one-hot label) and the norm of the loss's gradient by the head, |p - y| |h| (GraNd of the last
-layer; both of arXiv:2107.07075). Also the mean of the last states: its distance to the nearest
-prototype shows how unusual a document is (arXiv:2206.14486).
+one-hot label) and the norm of the loss's gradient with respect to the head, |p - y| |h| (GraNd of
+the last layer; both of arXiv:2107.07075). Also the mean of the last states: its distance to the
+nearest prototype shows how unusual a document is (arXiv:2206.14486).
 """
 
 from collections import deque

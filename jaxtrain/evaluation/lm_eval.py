@@ -34,8 +34,7 @@ NEW_TOKENS = 256  # maximum of an answer if the task sets none
 
 
 class HarnessModel(Base):
-    """The harness's model interface. Every text begins with BOS; one that is too long keeps its
-    end.
+    """The harness's model interface. Every text begins with BOS; a too long one keeps its end.
 
     A request is lm_eval's `Instance`; its contents are in `args`.
     """

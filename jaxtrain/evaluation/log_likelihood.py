@@ -104,8 +104,7 @@ class Scorer:
         return place_batch(BranchBatch(*(x[part] for x in rows)), self.model.mesh)
 
     def score(self, rows: BranchBatch) -> tuple[jax.Array, jax.Array]:
-        """nll and greedy [B, M], on the device. Waits for the program if its compilation was
-        started."""
+        """nll and greedy [B, M], on the device. Waits for a program that is being compiled."""
         self.compiler.settle(self.shape_of(rows))
         chunks = -(-int((rows.labels_BM >= 0).sum(1).max()) // self.model.chunk)
         with jax.set_mesh(self.model.mesh):
@@ -160,8 +159,7 @@ def score_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """(nll_BM in float32, greedy_BM) of the labels of a `BranchBatch`; 0 beyond chunks * chunk.
 
-    In longer texts than the context, each layer's window is at most the context, as in nanochat's
-    GPT.
+    In texts longer than the context, every layer's window is at most the context, as in nanochat.
     """
     model = nnx.merge(graphdef, params)
     context = model.config.context_length

@@ -102,7 +102,7 @@ class Model:
         return np.array([-found.nll[e - len(p) : e].sum() for e, p in zip(ends, asked)])
 
     def answers(self, pairs: Iterable[tuple[str, str]]) -> Scores:
-        """Scores of (context, continuation) pairs: nats, and whether each is the likeliest.
+        """Scores of (context, continuation) pairs: nats, and whether each continuation is greedy.
 
         Consecutive pairs with the same context are answers to one question, whose context is
         computed once.
@@ -128,8 +128,7 @@ class Model:
         return np.concatenate(ids).astype(np.int32)
 
     def pair(self, context: str, continuation: str) -> Scored:
-        """Sequence to score for a pair. Spaces at the context's end belong to the continuation's
-        first token."""
+        """Sequence to score for a pair. Spaces at the context's end go to the continuation."""
         tokens = self.encode(context + continuation)
         first = min(len(self.encode(context.rstrip())), len(tokens) - 1)
         lost = max(0, len(tokens) - self.scorer.context - 1)
@@ -227,8 +226,7 @@ def load(source: str | Path, step: int | None = None) -> Model:
 
 
 def build(config: Config) -> Model:
-    """A model with the initial values of `run.seed`. Prepares the data if the tokenizer has to be
-    trained on it."""
+    """A model initialized with `run.seed`. Prepares the data if the tokenizer is trained on it."""
     tokenizer = data.prepare(config.data).tokenizer
     c = resolve(config, tokenizer.vocab_size)
     graphdef, specs = split(Transformer(c.model, tokenizer.vocab_size))

@@ -37,8 +37,7 @@ def _clustered(x_ND: Array, key: Array, count: int) -> Array:
     N, D = x_ND.shape
 
     def seed(i, found):
-        """Draw candidates by their distance to the nearest seed; add the one with the lowest
-        total."""
+        """Of candidates drawn by distance to the nearest seed, add the one with the least total."""
         seeds_CD, far_N = found
         drawn_A = jax.random.categorical(keys[i], jnp.log(far_N), shape=(TRIES,))
         near_NA = jnp.maximum(1.0 - _cosines(x_ND, x_ND[drawn_A]), 0.0)

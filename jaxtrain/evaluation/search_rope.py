@@ -244,8 +244,7 @@ def rope_table(rows: list[WayToStretch], space: RopeSpace, length: int) -> Table
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit code: 0, 130 after an interrupt, or 2 after one line about what the user can
-    fix."""
+    """Return the exit code: 0, 130 (interrupted), or 2 after one line on what the user can fix."""
     a = search_rope_parser().parse_intermixed_args(argv)
     try:
         start()

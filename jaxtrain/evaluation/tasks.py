@@ -143,8 +143,7 @@ def compile_ahead(
 
 
 def is_correct(loaded: Loaded, found: Scores) -> np.ndarray:
-    """Whether each example is answered correctly, bool [examples]. The first of a tie is the
-    answer."""
+    """Whether each example is answered correctly, bool [examples]. In a tie the first wins."""
     if not np.isfinite(found.nll).all():
         raise UserError(
             f"{loaded.task.label}: the model's log-likelihoods are not finite: its weights are "

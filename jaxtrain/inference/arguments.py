@@ -1,5 +1,4 @@
-"""Command lines of `generate` and `chat`, and options shared with `serve`; nothing here imports
-JAX."""
+"""Command lines of `generate` and `chat`, and options shared with `serve`; no import of JAX."""
 
 import argparse
 from pathlib import Path

@@ -224,8 +224,7 @@ def lower_samples(model: LanguageModel, c: Resolved, chat: Chat | None) -> Calla
 
 
 def write_samples(path: Path, model: LanguageModel, c: Resolved, chat: Chat | None) -> None:
-    """Write continuations of `sample.prompts` to a file. All processes compute, the first one
-    writes.
+    """Write continuations of `sample.prompts` to a file. All processes compute, the first writes.
 
     Control characters become symbols, because the run shows the last file in the terminal. Without
     prompts there is no file.
@@ -253,8 +252,7 @@ def interrupts() -> Iterator[list[int]]:
 
 
 def stream(engine: Engine, request: Request) -> Iterator[str]:
-    """Yield the new text of a request. Ctrl-C cancels the request and then raises
-    KeyboardInterrupt."""
+    """Yield a request's new text. Ctrl-C cancels the request, then raises KeyboardInterrupt."""
     with interrupts() as seen:
         engine.add(request)
         while engine.busy:

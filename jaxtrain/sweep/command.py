@@ -21,8 +21,7 @@ MORE = 3  # exit code of a worker that has run its one trial
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0, 2 after one line about what the user can fix, 130, or a worker's
-    MORE."""
+    """Return the exit code: 0, 2 after one line on what the user can fix, 130, or MORE (worker)."""
     words = [*(sys.argv[1:] if argv is None else argv)]
     a = sweep_parser().parse_intermixed_args(words)
     check_installed()
@@ -87,10 +86,10 @@ def check_sampler(c: SweepConfig) -> None:
 
 
 def supervise(c: SweepConfig, begin: Callable[[], Worker]) -> int:
-    """Keep `c.workers` workers alive until no trial is left. Returns the exit code. begin: starts
-    one.
+    """Keep `c.workers` workers alive until no trial is left. Returns the exit code.
 
-    The trial of a worker that died is queued again, and a new worker replaces the dead one.
+    begin: starts a worker. The trial of a worker that died is queued again, and a new worker
+    replaces the dead one.
     """
     ours = [begin() for _ in range(c.workers)]
     code = 0

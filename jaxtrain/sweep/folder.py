@@ -41,8 +41,7 @@ def open_folder(c: SweepConfig) -> None:
 
 
 def changes(c: SweepConfig) -> list[str]:
-    """`field: before -> now` for each change that would make other trials than those of the
-    folder."""
+    """`field: before -> now` for each change that makes other trials than those of the folder."""
     saved = read_saved(c.folder / "sweep.yaml")
     old, new = leaves(saved), leaves(c.model_dump(mode="json"))
     keys = [key for key in dict.fromkeys([*old, *new]) if key.split(".")[0] not in FREE]

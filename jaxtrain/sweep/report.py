@@ -98,8 +98,7 @@ def _text(value: Scalar) -> str:
 
 
 def _score_axis(found: SweepResults, best: Sequence[TrialRow], which: int = 0) -> ChartAxis:
-    """Axis of an objective. It may exclude the worst tenth: a few diverging trials would hide the
-    rest."""
+    """Axis of an objective, maybe without the worst tenth: diverging trials would hide the rest."""
     scores = sorted(row.scores[which] for row in best)
     if len(scores) > 20:
         cut = len(scores) // 10

@@ -32,8 +32,7 @@ def interval(values: Sequence[float]) -> MeanInterval:
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> MeanInterval:
-    """Interval of ours minus theirs, over the seeds that both have run. The effect of a seed on
-    both cancels."""
+    """Interval of ours minus theirs, over common seeds: what a seed does to both cancels."""
     common = sorted(ours.keys() & theirs.keys())
     return interval([ours[seed] - theirs[seed] for seed in common])
 

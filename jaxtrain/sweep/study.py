@@ -115,8 +115,7 @@ class TrialQueue:
             yield
 
     def fill(self, wanted: Sequence[tuple[Values, Mapping[str, Any]]]) -> None:
-        """Queue the trials that are not there yet. Each has given values, and attributes that
-        identify it."""
+        """Queue missing trials, each with given values and with attributes that identify it."""
         with self._alone():
             there = [t.user_attrs for t in self.trials()]
             for values, notes in wanted:
@@ -219,8 +218,7 @@ class TrialQueue:
 
 
 def importance_of(study: optuna.Study) -> dict[str, float]:
-    """PED-ANOVA importance (Watanabe et al. 2023, arXiv:2304.10255) of each parameter, as shares of
-    1.
+    """PED-ANOVA importance (Watanabe et al. 2023, arXiv:2304.10255) of parameters; shares of 1.
 
     {} if too few trials have finished.
     """

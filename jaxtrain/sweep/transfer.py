@@ -1,5 +1,4 @@
-"""Transfer of a search's results to another size: trials and single values, on the same fresh
-seeds.
+"""Transfer of a search's results to another size: trials and single values, on equal fresh seeds.
 
 A sweep of small models is useful only as far as its ranking holds for large ones. So some trials,
 and each value of the best one by itself, are trained at both sizes, together with the configuration
@@ -40,8 +39,7 @@ class Transferred(NamedTuple):
 
 
 class TransferResults(NamedTuple):
-    """rank_correlation: Spearman's, of whole trials' gains at both sizes; None for fewer than 4
-    trials."""
+    """rank_correlation: Spearman's, of whole trials' gains at both sizes; None for fewer than 4."""
 
     rows: list[Transferred]
     rank_correlation: float | None

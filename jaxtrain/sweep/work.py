@@ -154,8 +154,7 @@ def trial_steps(trial: Trial) -> list[int]:
 
 
 def record(c: SweepConfig, queue: TrialQueue, trial: Trial, outcome: Outcome) -> None:
-    """Record the outcome of a trial. A failed trial is worse than all others, and has its
-    reason."""
+    """Record the outcome of a trial. A failed one is worse than all others, and has its reason."""
     if isinstance(outcome, Pruned):
         queue.end(trial, TrialState.PRUNED, None, {"pruned": outcome.step})
     elif isinstance(outcome, Failed) and len(c.objectives) > 1:

@@ -28,13 +28,12 @@ from jaxtrain.weights.multi_lora import LoRAFactors, with_adapters
 from jaxtrain.weights.params import Params, ParamSpec
 
 Adapters = Sequence[tuple[str, Path]]
-# Matrices that decoding applies to cached latents (MLA). All rows share one, without adapters.
+# Matrices that decoding applies to cached latents (MLA): one for all rows, so without adapters.
 LATENT = ("k_up", "v_up")
 
 
 def load_adapters(saved: Saved, params: Params, adapters: Adapters, mesh: Mesh | None) -> Params:
-    """Parameters on their devices, with the LoRA factors of adapters added to the matrices they
-    change.
+    """Parameters on their devices, with the LoRA factors of adapters added to their matrices.
 
     Raises UserError for an adapter that does not fit the model.
     """
@@ -95,7 +94,7 @@ def read_factors(saved: Saved, params: Params, name: str, path: Path) -> dict[st
 def check_base(saved: Saved, folder: Path) -> None:
     """Raise UserError if the run of an adapter was tuned from another model.
 
-    Its merged model shows that by the embedding. A peft folder has no merged model and is not
+    Compares the embedding of its merged model. A peft folder has no merged model and is not
     checked.
     """
     if not (folder / WEIGHTS).is_file():

@@ -16,8 +16,7 @@ COMPILERS = 8  # programs compiled at once
 
 
 def compile_all(lowered: Iterable[jax.stages.Lowered]) -> int:
-    """Compile programs in parallel, the first ones while the next are lowered. Returns their
-    number."""
+    """Compile programs in parallel, while further ones are lowered. Returns their number."""
     with ThreadPoolExecutor(COMPILERS) as pool:
         compiled = [pool.submit(one.compile) for one in lowered]
     for one in compiled:
@@ -46,9 +45,8 @@ class Compiler[Key: Hashable]:
         later: Collection[Key],
         lower: Callable[[Key], jax.stages.Lowered],
     ) -> None:
-        """Start compiling these programs, in their order, in addition to earlier ones. Lowering
-        holds the GIL: `now` is lowered here, `later` in a thread. Compiling releases the GIL and
-        runs in threads."""
+        """Start compiling these programs, in their order. Lowering holds the GIL: `now` is lowered
+        here, `later` in a thread. Compiling releases it and runs in threads."""
 
         def on_mesh(key: Key) -> jax.stages.Lowered:
             with self.mesh():
@@ -65,8 +63,7 @@ class Compiler[Key: Hashable]:
             pool.shutdown(wait=False)
 
     def wait(self, keys: Collection[Key]) -> None:
-        """Wait until these are ready. If one failed, raise its error and cancel what has not
-        started."""
+        """Wait until these are ready. If one failed, raise its error and cancel the rest."""
         try:
             for key in keys:
                 self.coming[key].result()
@@ -75,8 +72,7 @@ class Compiler[Key: Hashable]:
             raise
 
     def is_settled(self, key: Key) -> bool:
-        """Whether a call of the program waits for no thread: it is ready, failed, or not
-        started."""
+        """Whether a call of the program need not wait: it is ready, failed, or not started."""
         return key not in self.coming or self.coming[key].done()
 
     def settle(self, key: Key) -> None:

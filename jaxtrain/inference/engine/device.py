@@ -33,8 +33,8 @@ from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
 
 WRONG = -2  # marks a position whose draft token was rejected
-GAVE_UP = -3  # marks a step whose megakernel stopped waiting for one of its own programs
-LEAST_PAGE = 8  # smallest page, in tokens, that several pages of virtual tokens may have
+GAVE_UP = -3  # marks a step whose megakernel gave up a wait: its states are not finite
+LEAST_PAGE = 8  # fewest tokens per page if virtual tokens fill several pages
 
 
 class DeviceState(NamedTuple):
@@ -53,8 +53,7 @@ class DeviceState(NamedTuple):
 
 
 class GraphDefs(tuple[nnx.GraphDef, ...]):
-    """Graph definitions of the models: a static argument that computes its hash, over a tree of
-    modules, only once."""
+    """Graph definitions of the models: a static argument that computes its hash only once."""
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -82,8 +81,7 @@ def init_device_state(
     states: jax.ShapeDtypeStruct | None = None, stacked: bool = False,
 ) -> DeviceState:  # fmt: skip
     """Empty pages and sequences. page: page shapes of each model (`model.kv_cache.page_shapes`).
-    states: shape [T, D] of a slot's `LastStates`, if there are any. stacked: the pages of all
-    layers are two arrays."""
+    states: shape [T, D] of a slot's `LastStates`. stacked: two arrays hold all layers' pages."""
     many = lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype)
     texts_SC, none_S = jnp.zeros((slots, context), jnp.int32), jnp.zeros(slots, jnp.int32)
     last = None
@@ -96,8 +94,7 @@ def init_device_state(
 
 
 def pinned(state: DeviceState) -> DeviceState:
-    """Constrain the state's sharding: pages over mesh axis `tensor` by KV heads, the rest
-    replicated."""
+    """Constrain the sharding: pages by KV heads over mesh axis `tensor`, the rest replicated."""
     heads = lambda x: constrain(x, None, None, "kv_heads", *(None for _ in x.shape[3:]))
     kv = jax.tree.map(heads, state.kv)
     return DeviceState(kv, *replicated(state[1:]))
@@ -221,8 +218,7 @@ def decode_slots(
     packed: PackedLayers | None = None,
 ) -> tuple[DeviceState, Sampled]:
     """Decode the next tokens of some slots in `steps` steps; a full sequence gets none. rows: of
-    all slots. An idle row has a slot out of range. packed: layers of the megakernel, for stacked
-    pages."""
+    all slots. An idle row has a slot out of range. packed: megakernel layers, for stacked pages."""
     active_B = slots_B < len(state.known_S)
     rows = jax.tree.map(lambda x_S: x_S.at[slots_B].get(mode="clip"), rows)
     adapted = choose_adapters(params[0], rows.sampling.adapter_B), *params[1:]

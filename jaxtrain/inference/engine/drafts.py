@@ -71,8 +71,7 @@ def model_guesses(
     table_SW: Int[Array, "S W"],
     drafts: int,
 ) -> tuple[Int[Array, "S k"], LayerPages]:
-    """Draft tokens of a small model (Leviathan et al. 2022, arXiv:2211.17192), and its updated
-    pages.
+    """Draft tokens of a small model (Leviathan et al. 2022, arXiv:2211.17192), and its new pages.
 
     It samples with the large model's keys, and so its noise, at these positions: the two agree more
     often than independent samples would. It also processes its last draft token, for the pages of a

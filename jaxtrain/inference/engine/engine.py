@@ -235,8 +235,7 @@ class Engine:
             self.rows.allow(sequence.slot, allowed_bits(sequence.matcher))
 
     def take_pages(self, sequence: Sequence) -> bool:
-        """Allocate pages for a waiting request, some from the prefix cache. False if too few are
-        free.
+        """Allocate pages for a waiting request, reusing cached ones. False if too few are free.
 
         One page stays free for each running request that may still grow, so that no request is
         started only to be preempted at once.

@@ -1,5 +1,4 @@
-"""Megakernel of all layers of a decode step: whether an engine supports it, and its packed
-weights."""
+"""Megakernel of all layers of a decode step: whether an engine supports it, and its weights."""
 
 import logging
 from collections.abc import Sequence
@@ -23,8 +22,8 @@ def packed_layers(
     page: PyTree, pages: int, mesh: Mesh | None,
 ) -> PackedLayers | None:  # fmt: skip
     """Packed layers of the first model. None if the megakernel is off or unsupported; the latter is
-    logged if it was requested. page: page shapes of the first model's layers (`page_shapes`).
-    pages: pages per layer."""
+    logged if it was requested. page: page shapes of the first model's layers (`page_shapes`),
+    pages: their number per layer."""
     if options.megakernel is False:
         return None
     if why := why_not_engine(options, models, page, pages, mesh):

@@ -17,9 +17,8 @@ Digest = bytes
 
 
 def page_digests(tokens: Sequence[int], size: int, adapter: str | None = None) -> list[Digest]:
-    """Digest of each full page of `size` tokens, over the page and all tokens before it. adapter:
-    name of a LoRA adapter, whose keys and values differ from those of the model and of other
-    adapters."""
+    """Digest of each full page of `size` tokens, over it and all tokens before it. adapter: name of
+    a LoRA adapter, which has its own keys and values."""
     array, found = np.asarray(tokens, np.int32), list[Digest]()
     before = b"" if adapter is None else hashlib.blake2b(adapter.encode(), digest_size=16).digest()
     for i in range(len(array) // size):
@@ -85,8 +84,7 @@ class PagePool:
         return page
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Release one use of each page. Of those that become unused, the last ones are evicted
-        first."""
+        """Release one use of each page. Of pages that become unused, the last are evicted first."""
         for page in reversed(pages):
             self.uses[page] -= 1
             if self.uses[page]:

@@ -136,16 +136,14 @@ def fewest(keys: Collection[ProgramKey]) -> list[ProgramKey]:
 
 
 class Lengths(NamedTuple):
-    """Sequence lengths in tokens. computed: at the end of a prompt's chunk. decoded: with the next
-    token."""
+    """Sequence lengths. computed: at the end of a prompt's chunk. decoded: with the next token."""
 
     computed: range
     decoded: range
 
 
 def row_lengths(asked: Collection[Request], chunk: int, context: int) -> Lengths:
-    """Sequence lengths that these requests reach if none is preempted; with no requests, all
-    lengths."""
+    """Sequence lengths that these requests reach if none is preempted; without requests, all."""
     if not asked:
         return Lengths(range(1, context + 1), range(1, context + 1))
     prompts = [len(one.prompt) for one in asked]
@@ -155,8 +153,8 @@ def row_lengths(asked: Collection[Request], chunk: int, context: int) -> Lengths
 
 
 def reads_in_place(model: Drafter, page: PyTree, pages: int) -> bool:
-    """Whether a model's attention reads this many pages in place. page: shapes of each layer's page
-    (`page_shapes`)."""
+    """Whether a model's attention reads pages in place. page: shapes of each layer's page
+    (`page_shapes`). pages: their number."""
     one = jax.tree.leaves(page)[0]
     keys, H = jax.ShapeDtypeStruct((pages, *one.shape[1:]), one.dtype), one.shape[-1]
     q_11NH = jax.ShapeDtypeStruct((1, 1, model.config.heads, H), model.params["embed"].dtype)
@@ -225,8 +223,8 @@ class Programs(NamedTuple):
         return ProgramKey("prefill_slots", size, pages, begins=begins)
 
     def parts_of(self, asked: Collection[Request]) -> set[bool]:
-        """Values of `begins` that prefills of these requests need. The requests come at once; with
-        none, all values."""
+        """Values of `begins` that prefills of these requests need. The requests come at once;
+        without requests, all values."""
         o = self.options
         if not (self.begins and asked):
             return {self.begins, False}
@@ -245,9 +243,8 @@ class Programs(NamedTuple):
         return sorted(counts)
 
     def steps_of(self, asked: Collection[Request]) -> set[int]:
-        """Numbers of decode steps in calls for these requests. The requests come at once; with
-        none, all numbers. A single step runs while another request's prompt waits, and for a lone
-        last token."""
+        """Decode steps per call for these requests, which come at once; without any, all values.
+        One step runs while another request's prompt waits, and for a lone last token."""
         o = self.options
         most = min(len(asked), self.prefill_rows)
         together = self.at_once(most, self.begins) == len(asked)
@@ -278,8 +275,7 @@ class Programs(NamedTuple):
         return list(dict.fromkeys(keys))
 
     def lower(self, key: ProgramKey, state: DeviceState, rows: SlotRows) -> jax.stages.Lowered:
-        """Lower a program. state, rows: its arguments, of which only shapes and shardings are
-        read."""
+        """Lower a program. state, rows: its arguments; only shapes and shardings are read."""
         o, (graphdefs, params), R, B = self.options, self.models, key.rows, self.prefill_rows
         if key.name == "put_texts":
             texts = i32(B), i32(B, state.texts_SC.shape[1]), i32(B)

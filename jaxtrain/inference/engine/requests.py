@@ -46,12 +46,11 @@ class SamplingParams(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A prompt of token ids to continue. id: chosen by the caller, unique among unfinished
-    requests.
+    """A prompt of token ids to continue. id: the caller's, unique among unfinished requests.
 
-    adapter: name of one of the engine's LoRA adapters; None: the model itself. behind: the new text
-    continues the prompt's text, which an answer in a chat does not. A space at its start is then
-    kept; sentencepiece removes it at the start of a text.
+    adapter: name of one of the engine's LoRA adapters; None: the model itself.
+    behind: the new text continues the prompt's text, which an answer in a chat does not. A space at
+    its start is then kept; sentencepiece removes it at the start of a text.
     """
 
     id: str
@@ -62,8 +61,7 @@ class Request(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """Log-prob of a new token before temperature, penalties and masks, and those of the top
-    tokens."""
+    """Log-prob of a new token before temperature, penalties and masks, and of the top tokens."""
 
     token: int
     logprob: float
@@ -111,21 +109,26 @@ class EngineOptions(NamedTuple):
     slots: requests that run at once. pages: pages of the KV cache; default what fits in
     `memory_share` of the device's free memory, at most a full context for every slot. page_size:
     tokens per page. context: maximum tokens of a request, prompt and new ones; default the model's
-    context_length. chunk: tokens of a prompt that one step computes, for up to prefill_rows
-    prompts. cache_dtype: int8, float8, or None for the compute dtype. max_queue: maximum waiting
-    requests. prefix_cache: prompts with the same prefix share full pages. drafts: draft tokens per
-    step, 0 for none; they are what followed the last two or three tokens earlier in the sequence
-    (prompt lookup, Saxena 2023). decode_steps: decode steps per device call, before the host reads
-    their tokens; one at a time while a prompt waits for prefill or a running request has a grammar.
-    adapt_steps: run one step per call if the device takes longer for it than the host for a call,
-    so that a new request waits less. It depends on the clock, so it is for one process only.
-    draft_run: run directory of a small draft model to use instead, with the same tokenizer.
-    draft_mtp: the model's own multi-token prediction module drafts (`objective.name=mtp`). tensor:
-    devices that shard heads and hidden units. adapters: (name, folder) of each LoRA adapter that a
-    request may name. A folder is a run with LoRA or an adapter from peft. least_tokens: tokens of
-    the smallest page table; if as many as `context`, one program is compiled instead of several.
-    megakernel: run all layers of a decode step in one kernel (`model.packed`); None: if there is
-    one slot, and the device and the model allow it.
+    context_length.
+
+    chunk: tokens of a prompt that one step computes, for up to prefill_rows prompts. cache_dtype:
+    int8, float8, or None for the compute dtype. max_queue: maximum waiting requests. prefix_cache:
+    prompts with the same prefix share full pages. least_tokens: tokens of the smallest page table;
+    if as many as `context`, one program is compiled instead of several. tensor: devices that shard
+    heads and hidden units. megakernel: run all layers of a decode step in one kernel
+    (`model.packed`); None: if there is one slot, and the device and the model allow it. adapters:
+    (name, folder) of each LoRA adapter that a request may name. A folder is a run with LoRA or an
+    adapter from peft.
+
+    decode_steps: decode steps per device call, before the host reads their tokens; one at a time
+    while a prompt waits for prefill or a running request has a grammar. adapt_steps: run one step
+    per call if the device takes longer for it than the host for a call, so that a new request waits
+    less. It depends on the clock, so it is for one process only.
+
+    drafts: draft tokens per step, 0 for none; they are what followed the last two or three tokens
+    earlier in the sequence (prompt lookup, Saxena 2023). draft_run: run directory of a small draft
+    model to use instead, with the same tokenizer. draft_mtp: the model's own multi-token prediction
+    module drafts instead (`objective.name=mtp`).
     """
 
     slots: int = 32

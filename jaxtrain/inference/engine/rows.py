@@ -59,8 +59,7 @@ class SlotTable:
         self.bias_there: tuple[Array, Array] | None = None
 
     def put(self, slot: int, sampling: SamplingParams, prompt: int, adapter: int = 0) -> None:
-        """Write a request's parameters into a slot. prompt: tokens of its prompt. adapter: its
-        index."""
+        """Write a request's parameters into a slot. prompt: number of tokens. adapter: index."""
         self._write(slot, row_values(sampling, prompt, adapter))
         if sampling.logit_bias:
             self._bias(slot, sampling.logit_bias)

@@ -46,9 +46,8 @@ class RowSampling(NamedTuple):
 
 
 class SlotRows(NamedTuple):
-    """Sampling inputs of rows. allowed_Bv: a bit for each token, 1 if it is allowed. biased_Bn:
-    tokens with a logit bias (padding is beyond the vocabulary). bias_Bn: the values added to their
-    logits."""
+    """Sampling inputs of rows. allowed_Bv: a bit for each token, 1 if allowed. biased_Bn: tokens
+    with a logit bias, padded beyond the vocabulary. bias_Bn: values added to their logits."""
 
     sampling: RowSampling
     allowed_Bv: UInt32[Array, "B v"]
@@ -114,8 +113,7 @@ def add_logit_bias(logits_BV: Array, rows: SlotRows) -> Float[Array, "B V"]:
 def penalized(
     logits_BV: Array, s: RowSampling, texts_BC: Array, lengths_B: Array
 ) -> Float[Array, "B V"]:
-    """Logits after the repetition, presence and frequency penalties for each row's tokens so
-    far."""
+    """Logits after the repetition, presence and frequency penalties for each row's tokens."""
     rows_B1 = jnp.arange(len(logits_BV))[:, None]
     place_1C = jnp.arange(texts_BC.shape[1])[None]
     here_BC = place_1C < lengths_B[:, None]
@@ -152,8 +150,7 @@ def sampled(logits_BV: Array, s: RowSampling, positions_B: Array) -> Int[Array, 
 
 
 def scaled_logits(logits_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
-    """Logits divided by the temperature. Greedy rows do not use them, and divide by a small
-    value."""
+    """Logits divided by the temperature, or by a small value in greedy rows, which ignore them."""
     return logits_BV / jnp.maximum(s.temperature_B, 1e-6)[:, None]
 
 
@@ -190,8 +187,7 @@ def keep_best(scaled_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
 
 
 def keep_typical(scaled_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
-    """Keep the tokens whose surprise is nearest to the expected one, with typical_p of the
-    probability."""
+    """Keep the tokens whose surprise is nearest to the expected one, with probability typical_p."""
     log_p_BV = jax.nn.log_softmax(scaled_BV, axis=-1)
     p_BV = jnp.exp(log_p_BV)
     surprise_BV = jnp.where(p_BV > 0, -log_p_BV, jnp.inf)
@@ -207,8 +203,7 @@ def keep_typical(scaled_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
 
 
 def logprobs(logits_BV: Array, token_B: Array, top_B: Array) -> tuple[Array, Array, Array]:
-    """Log-prob of the sampled token, then the top tokens and theirs. Zeros if no row asks for
-    them."""
+    """Log-prob of the sampled token, then the top tokens and theirs. Zeros if no row asks."""
     n = min(MOST_TOP, logits_BV.shape[1])
 
     def some(logits_BV: Array) -> tuple[Array, Array, Array]:

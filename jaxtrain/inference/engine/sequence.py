@@ -18,12 +18,11 @@ from jaxtrain.settings import UserError
 
 
 class Sequence:
-    """A request and its state. slot: its index in the batch, None while it waits or when it is
-    done.
+    """A request and its state. slot: its index in the batch, None while it waits or when done.
 
-    computed: prompt tokens whose keys and values are in its pages. ahead: maximum new tokens of
-    steps that are not read yet. pages: KV pages of its tokens, without the first `dropped`, which
-    no layer attends to any more.
+    computed: tokens whose keys and values prefill has put into its pages. ahead: maximum new tokens
+    of steps that are not read yet. pages: KV pages of its tokens, without the first `dropped`,
+    which no layer attends to any more.
     """
 
     def __init__(self, request: Request, arrival: int, tokenizer: Tokenizer, stops: set[int]):
@@ -66,8 +65,7 @@ class Sequence:
 
     @property
     def held(self) -> int:
-        """Number of leading tokens whose keys and values are computed, as far as the host has
-        read."""
+        """Number of leading tokens whose keys and values are computed, as far as the host knows."""
         return len(self.tokens) - 1 if self.decoding else self.computed
 
     def pages_missing(self, most: int, size: int) -> int:

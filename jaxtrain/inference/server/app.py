@@ -42,8 +42,8 @@ CLIENT_LEFT = 499  # nginx's status for a connection that the client closed
 
 
 class Endpoints:
-    """Handlers of all paths. Texts are tokenized in threads, so that a long one does not block the
-    streams of others."""
+    """Handlers of all paths. Texts are tokenized in threads: a long one does not block other
+    streams."""
 
     def __init__(self, service: Service):
         self.service = service

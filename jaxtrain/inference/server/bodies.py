@@ -85,8 +85,7 @@ class SamplingBody(Body):
         logprobs: int | None,
         grammar: Grammar | None = None,
     ) -> SamplingParams:
-        """Sampling parameters of the first answer; further answers count the seed up. ends: tokens
-        that end a text."""
+        """Sampling of the first answer; others count the seed up. ends: tokens that end a text."""
         return SamplingParams(
             max_tokens=max_tokens, temperature=self.temperature, top_p=self.top_p,
             top_k=self.top_k, min_p=self.min_p, typical_p=self.typical_p,

@@ -48,8 +48,7 @@ class ChatCompletion:
         self.sampling = body.sampling(room, tuple(ends), logprobs, grammar)
 
     def prompt_of(self, chat: Chat) -> np.ndarray:
-        """Token ids of the prompt. Raises UserError for a conversation that the template
-        rejects."""
+        """Token ids of the prompt. Raises UserError if the template rejects the conversation."""
         given = arguments_as_objects(self.body.messages)
         messages: list[Message] = [
             message_of(message, f"messages[{i}]") for i, message in enumerate(given)
@@ -110,8 +109,7 @@ class ChatCompletion:
 
 
 class Deltas:
-    """One streamed choice. With tools, text that may be a call is held back until it is
-    complete."""
+    """One streamed choice. With tools, text that may be a call is held back until complete."""
 
     def __init__(self, call: ChatCompletion, index: int):
         self.call, self.index = call, index

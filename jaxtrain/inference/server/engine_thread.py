@@ -18,7 +18,7 @@ Job = Callable[[Engine], None]
 
 
 class EngineFailed(Exception):
-    """The engine's thread has ended with an error; nothing is answered any more."""
+    """The engine's thread has ended with an error; no request is answered any more."""
 
 
 class UpdateStream:
@@ -52,8 +52,7 @@ class EngineThread:
     """Loads an engine and steps it, all in one thread."""
 
     def __init__(self, load: Callable[[], Engine]):
-        """load: makes the engine. It is called in the thread, where the programs are compiled,
-        too."""
+        """load: makes the engine. It is called in the thread, where programs are compiled, too."""
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.stats = EngineStats(*([0] * len(EngineStats._fields)))
         self.failure: BaseException | None = None
@@ -72,8 +71,7 @@ class EngineThread:
         return self.loaded.result()
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], object]) -> None:
-        """Set the event loop that awaits updates. on_failure: called in it, once, if the engine
-        raises."""
+        """Set the event loop of updates. on_failure: called in it, once, if the engine raises."""
         self.loop, self.on_failure = loop, on_failure
 
     def stop(self) -> None:

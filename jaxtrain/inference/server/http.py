@@ -25,8 +25,7 @@ class ClientGone(Exception):
 
 
 async def read_body[B: Body](request: Request, kind: type[B], most: int, seconds: float) -> B:
-    """Read and validate the body of a request. most: maximum bytes. seconds: limit for its
-    arrival."""
+    """Read and validate the body of a request. most: maximum bytes. seconds: limit to arrive."""
     if "json" not in request.headers.get("content-type", ""):
         raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
     data = bytearray()

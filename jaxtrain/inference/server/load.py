@@ -70,7 +70,7 @@ def served_name(run: Path) -> str:
 
 
 def load_service(a: argparse.Namespace) -> Service:
-    """The service of a command line, its engine loaded and warm."""
+    """Service for a command line. Its engine is loaded, and warm unless --no-warm-up is given."""
     check_alone("jaxtrain serve")
     start()
     saved = load_saved(a.run, a.step)

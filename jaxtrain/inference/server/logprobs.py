@@ -26,7 +26,7 @@ def completion_logprobs(
     logprobs: Sequence[TokenLogprob | None],
     offset: int,
 ) -> dict[str, Any]:
-    """Log-probs for /v1/completions. None: a first token, which has no context. offset: characters
+    """Log-probs for /v1/completions. None: a first token, without context. offset: characters
     before the first token."""
     texts = [token_text(tokenizer, token) for token in tokens]
     offsets = []

@@ -83,8 +83,8 @@ class Service:
         return found
 
     def prompts_of(self, prompt: Prompt, name: str) -> list[np.ndarray]:
-        """Token ids of each prompt. Text begins with BOS if the model's texts do; ids are not
-        changed."""
+        """Token ids of each prompt. Text begins with BOS if the model's texts do; ids stay as
+        given."""
         several = [prompt] if isinstance(prompt, str) else prompt
         if not several:
             refuse(f"{name} is an empty list", name, "invalid_value")
@@ -127,8 +127,7 @@ class Service:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether so many requests are in flight that further ones are refused before their bodies
-        are read."""
+        """Whether requests in flight are so many that more are refused with their bodies unread."""
         return self.in_flight > self.limits.concurrency + self.limits.queue + MOST_REFUSED
 
     def check_load(self, answers: int) -> None:

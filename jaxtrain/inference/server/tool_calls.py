@@ -53,8 +53,7 @@ class ToolFormat(NamedTuple):
 
 
 def read_format(chat: Chat) -> ToolFormat:
-    """Tool call format of a template. Raises UserError for one without tools, or in another
-    format."""
+    """Tool call format of a template. Raises UserError if it has none, or another one."""
     try:
         bare, offered = chat.render(ASKED, True), chat.render(ASKED, True, [TOOL])
         called = chat.render(CALLED, False, [TOOL])

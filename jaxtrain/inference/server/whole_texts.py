@@ -1,6 +1,6 @@
 """Full forward passes over texts: log-probs of a prompt's tokens, and embeddings.
 
-Decoding is the engine's; these are plain forward passes, run between its steps.
+The engine decodes; these are plain forward passes, run between its steps.
 """
 
 from collections.abc import Sequence
