@@ -5,17 +5,17 @@ The number of sizes of a program depends on the work that is wasted on padding. 
 
 - Pages per row. If the kernel reads pages in place (Triton), it reads only the pages that a row
   has. A table for the longest sequence costs only its own 4 bytes per page, and one size is enough.
-  If XLA gathers pages first, rows * kv * tokens of the table are read and written: at 32 rows of 36
-  KB a token (gpt_d12 in bf16), 1,024 tokens are 1.2 GB, compared with 0.22 GB of weights. So each
-  size is four times the one below: a step gathers at most four times what its longest row needs.
+  If XLA gathers pages first, rows * kv * tokens of the table are read and written: at 32 rows of
+  36 KB a token (gpt_d12 in bf16), 1,024 tokens are 1.2 GB, compared with 0.22 GB of weights. So
+  there are several sizes, each four times the one below, and a step gathers at most four times
+  what its longest row needs.
 - Rows of a decode step: one, or all slots. A matmul of 8 to 64 rows reads the same weights, and the
   attention kernel reads nothing for an idle row. One row has its own kernels: on an H200 a step of
   gpt_d12 takes 0.45 ms with one row, 0.73 ms with 32.
 - Prompts of a prefill: one, or sizes that grow by four, up to `prefill_rows`. Each further row is a
   further chunk to compute: with one size, a lone prompt would cost as much as all.
 - First chunks of prompts: their tokens attend to each other, as whole rows do. Later chunks, and
-  prompts whose first pages are cached, attend to gathered pages, in prefills of up to GATHERED
-  tokens.
+  prompts with cached pages, attend to gathered pages, in prefills of up to GATHERED tokens.
 - Samplers: top-k and top-p sort rows * vocabulary values in each step, and with `Sampler.ALL` the
   host waits for its branches. Calls of several steps have a program for each sampler. A single step
   runs next to a prefill, or for a grammar, and uses `ALL` for `BEST`.
