@@ -1,4 +1,4 @@
-"""Size and length of the training steps, and what guards and synchronises them."""
+"""Configuration of training: batch and run length, guards, phases, local SGD."""
 
 from typing import Annotated, Literal
 
