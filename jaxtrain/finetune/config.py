@@ -35,7 +35,7 @@ class FullConfig(Settings):
 class FrozenBaseConfig(Settings):
     """Fields of every method that freezes most of the model.
 
-    peak_rate: AdamW's learning rate unless `optim` sets one; pretraining's is too high here.
+    peak_rate: AdamW's default learning rate; that of pretraining is too high here.
     """
 
     peak_rate: ClassVar[float]
@@ -184,7 +184,7 @@ class AdapterConfig(FrozenBaseConfig):
 
 
 class PromptLearningConfig(FrozenBaseConfig):
-    """Virtual tokens in front of every text, and nothing else."""
+    """Fields of prompt and prefix tuning, which train only virtual tokens before each document."""
 
     virtual_tokens: int = Field(
         20, ge=1, description="virtual tokens; becomes model.prompt or .prefix"
@@ -228,7 +228,7 @@ RATES: dict[str, float] = {
     for method in get_args(get_args(FinetuneConfig)[0])
     if method is not ReLoRAConfig
 }
-PRETRAINING = ("full", "relora")  # methods that need no model to start from
+PRETRAINING = ("full", "relora")  # methods that need no pretrained model
 # Factors on RATES for preference objectives, whose models already answer. The alignment handbook
 # has 5e-7 (full) and 5e-6 (LoRA) for Zephyr 7B. ORPO also learns to answer: its paper has 8e-6
 # (full, Hong et al. 2024).

@@ -121,7 +121,7 @@ def trainable_by_matrix(partition: Partition) -> dict[str, list[int]]:
     count = lambda spec: math.prod(spec.shape)
     found = {name: [0, count(spec)] for name, spec in flatten(partition.base).items()}
     for name, spec in flatten(partition.trainable).items():
-        of = name if name in found else name.rpartition("/")[0]  # LoRA's are below their matrix
+        of = name if name in found else name.rpartition("/")[0]  # LoRA's NAME/a belongs to NAME
         found.setdefault(of if of in found else name, [0, 0])[0] += count(spec)
     return found
 

@@ -14,7 +14,7 @@ from jaxtrain.weights.params import Params
 class Checks(NamedTuple):
     """Results of the checks, which a step returns with its metrics."""
 
-    finite: Array  # 1.0 if the loss, all gradients and all updated parameters are
+    finite: Array  # 1.0 if the loss, all gradients and all updated parameters are finite
     gradient_squares: Array  # squared norm of each parameter's gradient
     nonfinite: Array  # number of non-finite values in each updated parameter
     # [3]: 1.0 for a spike; standard deviations above the mean of the loss, of the gradient norm

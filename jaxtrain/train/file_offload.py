@@ -47,7 +47,7 @@ from jaxtrain.train.step import (
 from jaxtrain.weights.params import Params
 
 AHEAD = 2  # parts that are prefetched; as many may wait to be written
-FOLDER = "states"  # of a run directory
+FOLDER = "states"  # in a run directory
 Arrays = list[jax.Array]
 
 

@@ -113,7 +113,7 @@ class Growth(NamedTuple):
     before: State  # shapes and shardings of that checkpoint
     depths: tuple[int, int]  # layers of the model before and now
     name: str  # a key of GROWTHS, or ADAPTERS
-    fresh: Callable[[], State] | None = None  # the phase's initial state
+    fresh: Callable[[], State] | None = None  # makes the phase's initial state
 
     def __call__(self, state: State, like: State) -> State:
         """Grow `state` to the shapes and shardings of `like`; donates `state`.

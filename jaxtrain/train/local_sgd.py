@@ -69,8 +69,8 @@ def replicate_step(
     resumed: the last replica of a run may continue alone, on several devices. UserError without
     replicas.
     """
-    # `config.compatible` has what excludes local_sgd. Whether one replica may train alone depends
-    # on the run: the last of several may.
+    # `config.compatible` lists the options that exclude local_sgd. Whether one replica may train
+    # alone depends on the run: the last of several may.
     if mesh.shape["data"] == 1 < mesh.size and not resumed:
         raise UserError(
             "train.local_sgd needs at least 2 replicas along mesh.data, which is 1: set "

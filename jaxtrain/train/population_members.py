@@ -50,7 +50,7 @@ class Member:
         self.plan, self.run_dir, self.checkpoints = plan, run_dir, checkpoints
         self.position: Position | None = None
         self.failure: str | None = None
-        self.failed_at = 0  # step
+        self.failed_at = 0  # step of the failure
         self.metrics: MetricsWriter | None = None  # None: not open
 
     @property

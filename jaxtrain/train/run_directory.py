@@ -164,7 +164,7 @@ def open_run(
         raise UserError(f"{run_dir} was trained with another tokenizer; set run.name")
     if c.train.init_from is not None:
         check_tokenizer(c.train.init_from, tokenizer)
-    # Before process 0 writes the files that the others have just read.
+    # Compare before process 0 writes the files that the others have just read.
     coordinator.compare(
         leaves({"the tokenizer": tokenizer.fingerprint, "the data": corpus}),
         "all processes need the same files",

@@ -64,7 +64,7 @@ class StepSpec(NamedTuple):
     objective: Objective = NEXT_TOKEN
     transforms: tuple[StepTransform, ...] = ()
     draws: bool = False  # the objective or the model needs a PRNG key
-    batch_overlap: int = 1  # independent parts of a microbatch, to overlap communication
+    batch_overlap: int = 1  # independent parts of a microbatch, which overlap communication
     step: Callable[..., Any] | None = None  # replaces `train_step`
     update_loop: "UpdateLoop | None" = None  # replaces the optimizer's `apply`
     agreed: Callable[[Any], Any] = lambda tree: tree  # mean over replicas, so that all decide alike
