@@ -195,7 +195,7 @@ def as_saved(like: LocalState, replicas: int) -> LocalState:
 
     like: shapes and shardings of the final state. Each array is sharded over `data` along the first
     dim that it divides, so the replica dim if possible. If `data` divides no dim, the array is
-    replicated.
+    replicated over `data`.
     """
 
     def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -224,7 +224,7 @@ def resize_replicas(saved: LocalState, like: LocalState) -> LocalState:
     2023, arXiv:2311.08105, robustness to an adaptive compute pool: total compute is what counts).
     Their new replicas start from the shared weights, at an outer step.
 
-    Arrays are resized one by one, since all old and new ones together would not fit in memory.
+    Arrays are resized one by one, since all at once would need the memory of both old and new.
     """
 
     def change(old: Any, new: Any) -> Any:
