@@ -32,7 +32,7 @@ COARSE = 2**27  # bytes: free memory differs by less among devices of one kind
 def choose(
     name: str | None, overrides: Sequence[str], devices: int, kind: str, memory: int | None
 ) -> tuple[list[str], Record]:
-    """Choose the unset one(s) of device batch size and remat, so that a step fits.
+    """Choose device batch size and remat, unless they are set, so that a step fits.
 
     Takes the first remat with which the smallest device batch fits, then the largest batch that
     fits: a divisor of the device's share of the global batch. If nothing fits, takes the setting

@@ -223,7 +223,7 @@ def branch_share(w: Workload) -> float:
     stages = w.mesh.shape["pipeline"]
     if stages > 1 and w.config.mesh.pipeline_schedule == "1f1b":
         # A stage is busy in M of M + 2 (S - 1) ticks, in its own branch. The head counts as such a
-        # branch as well, so that its traffic is underestimated S times.
+        # branch as well, so that its traffic is underestimated by a factor of S.
         microbatches = batch_shapes(w).tokens_BT.shape[0]
         return microbatches / (microbatches + 2 * (stages - 1)) / stages
     if stages > 1:

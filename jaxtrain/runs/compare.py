@@ -29,7 +29,7 @@ MEASURES = (
     ("validation", "loss", "validation loss, nats per token"),
     ("train", "loss", "training loss, nats per token"),
 )
-SAME_RUN = ("run.", "data.cache_dir")  # settings that do not affect results, such as paths
+SAME_RUN = ("run.", "data.cache_dir")  # prefixes of settings that are not compared
 PLAIN = (str, int, float, bool, type(None))
 SMOOTHED = 20  # training losses that are averaged into one point
 

@@ -119,7 +119,7 @@ class Mirror:
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None):
         self.closing.set()
-        if kind is None or issubclass(kind, Exception):  # do not wait after a KeyboardInterrupt
+        if kind is None or issubclass(kind, Exception):  # else KeyboardInterrupt: do not wait
             self.thread.join()
 
     def _run(self) -> None:

@@ -74,7 +74,7 @@ def _sources(sources: dict[str, Any], last: MetricsRow) -> str:
 
 
 def _epoch(last: MetricsRow, tail: str) -> list[str]:
-    """Cells: a source's epochs, and the crop, padding and omissions of its last whole epoch."""
+    """Cells: epochs of a source; crop, padding and left-out documents of the last whole epoch."""
     cells = [f"{last.get(f'data_epochs{tail}', 0.0):.3g}"]
     if f"data_epoch_crop{tail}" not in last:
         return cells + ["-"] * (len(EPOCH) - 1)
