@@ -1,4 +1,4 @@
-"""Processes of one job: launching them, how they meet and notice a death, XLA flags, the runtime.
+"""Processes of one job: launch, rendezvous, failure detection, XLA flags, runtime setup.
 
 No model and no data; arrays and meshes are in `parallel/`.
 """

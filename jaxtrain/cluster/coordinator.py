@@ -1,14 +1,14 @@
-"""The processes of one job: they compare, agree on a last step, and notice a death or a hang.
+"""Coordination of a job's processes: compare facts, agree on a last step, detect deaths and hangs.
 
-All of it goes through the client of JAX's coordination service: values through its key-value store,
-deaths by the heartbeats that its C++ threads send. A thread of each process asks every `BEAT`
-seconds who is live, less often in a large job. The loop of the training steps never asks the
-service (0.25 ms a call).
+Everything uses the client of JAX's coordination service: values go through its key-value store, and
+deaths are detected by the heartbeats of its C++ threads. A thread of each process asks every `BEAT`
+seconds which processes are live, less often in a large job. The training loop itself never calls
+the service (0.25 ms a call).
 
-Keys: `facts/ROUND/PROCESS` and `answer/ROUND` of a comparison, `step/PROCESS` the last step that a
-process has begun, `job/failed` why the job ends, `job/stop` that somebody wishes to stop,
-`job/held/PROCESS` the last step that it has begun, `job/bye/PROCESS` that it is done,
-`job/asked/PROCESS` how often it has asked who is live.
+Keys: `facts/ROUND/PROCESS` and `answer/ROUND` of a comparison; `step/PROCESS` the last step that a
+process has begun; `job/failed` why the job ends; `job/stop` a process has requested a stop;
+`job/held/PROCESS` the last step of a process that waits for the stop; `job/bye/PROCESS` a process
+is done; `job/asked/PROCESS` how often a process has asked which processes are live.
 """
 
 import json
@@ -31,26 +31,26 @@ from jaxtrain.cluster.secret import Secret, is_loopback
 from jaxtrain.cluster.service import RetryingClient, make_client, start_service
 from jaxtrain.settings import UserError
 
-BEAT = 0.5  # seconds between two questions who is live, of up to MANY processes
-MANY = 128  # more processes ask less often: the service lists all of them in each answer
-WAIT = 0.5  # seconds of one request for a value that is not there yet
-LINGER = 5.0  # seconds in which the news of a failure reach the others
+BEAT = 0.5  # seconds between two liveness queries, for up to MANY processes
+MANY = 128  # more processes query less often: each answer lists all of them
+WAIT = 0.5  # timeout in seconds of one request for a value that is not yet set
+LINGER = 5.0  # seconds for the others to receive the reason of a failure
 PATIENCE = 5.0  # seconds after which a wait at the start is reported
 AGAIN = "; the same command goes on from the last checkpoint"
 
 
 def end_process(message: str, code: int) -> None:
-    """One line, and out: nothing more can be waited for when another process is gone."""
+    """Print one line and exit at once: with a process lost, no orderly shutdown can complete."""
     os.write(2, f"error: {message}\n".encode())
     os._exit(code)
 
 
 class Coordinator:
-    """This process among the others; alone, every question is answered at once.
+    """This process's view of the job. In a single-process job, all methods return at once.
 
     heartbeat_timeout: seconds without a heartbeat after which a process counts as lost.
-    step_timeout: seconds without a new step of any process. end(message, code): what to do when the
-    job failed.
+    step_timeout: seconds without a new step of any process after which the job counts as hung.
+    end(message, code): called when the job has failed.
     """
 
     def __init__(
@@ -73,23 +73,23 @@ class Coordinator:
         self.client: RetryingClient | None = None
         self.service: IO[bytes] | None = None  # of process 0
         self.watchers: list[threading.Thread] = []
-        self.rounds = 0  # comparisons
+        self.rounds = 0  # number of comparisons
         # In process 0: the newest step of each process, and since when.
         self.steps: dict[int, tuple[str, float]] = {}
-        self.changed = threading.Condition()  # guards all that follows
+        self.changed = threading.Condition()  # guards all the following fields
         self.step: int | None = None  # the last step begun here; None outside the loop
-        self.hold = False  # begin no step before `last` is known
-        self.last: int | None = None  # where all stop
+        self.hold = False  # begin no step before `last` is set
+        self.last: int | None = None  # the step after which all processes stop
         self.over = False
-        self.asked = 0  # questions who is live; none begins when all is over
+        self.asked = 0  # number of liveness queries; none begins once `over` is set
 
     # ---- meeting -----------------------------------------------------------------------------
 
     def meet(self, address: str, timeout: float, secret: Secret) -> None:
-        """Connect all processes; UserError if one is missing after `timeout` seconds.
+        """Connect all processes. Raises UserError if one is missing after `timeout` seconds.
 
-        address: host:port at which process 0 listens, and afterwards JAX's service. Under this
-        host's own name (localhost) no other host can reach it.
+        address: host:port at which first process 0 listens, then JAX's service. With a loopback
+        host (localhost), no other host can connect.
         """
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
@@ -125,12 +125,12 @@ class Coordinator:
         return [i for i in range(1, self.count) if i not in self.links]
 
     def _gather(self, server: socket.socket, secret: bytes) -> None:
-        """Process 0 waits until all others have proved that they know the secret."""
+        """In process 0: wait until all other processes have authenticated."""
         for link, hello in meeting.proved(server, secret, self.until):
             link.index, link.host, of = int(hello["process"]), str(hello["host"]), hello["of"]
             twin = self.host if link.index == 0 else None
             if link.index in self.links:
-                twin, self.links[-1] = self.links[link.index].host, link  # so that both hear of it
+                twin, self.links[-1] = self.links[link.index].host, link  # both get the error
             self.links.setdefault(link.index, link)
             self.hosts[link.index] = link.host
             if of != self.count:
@@ -160,7 +160,7 @@ class Coordinator:
         raise UserError(message)
 
     def _attend(self, at: tuple[str, int], secret: Secret) -> None:
-        """Every other process tries to connect until process 0 accepts it."""
+        """In every other process: try to connect until process 0 accepts."""
         hello = {"process": self.index, "of": self.count, "host": self.host}
         while time.monotonic() < self.until:
             found = meeting.introduce(at, hello, self.until, secret)
@@ -184,7 +184,7 @@ class Coordinator:
         )
 
     def _connect(self) -> None:
-        """JAX's client; while it connects, the links tell whether all processes are there still."""
+        """Connect JAX's client. Meanwhile the links show whether all processes are still alive."""
 
         def fail(why: str) -> None:
             self._tell({"failed": why})
@@ -212,7 +212,7 @@ class Coordinator:
     # ---- agreeing ----------------------------------------------------------------------------
 
     def compare(self, facts: Mapping[str, object], advice: str) -> None:
-        """Wait until all processes say the same; UserError with the differences if they do not."""
+        """Wait until all processes have sent `facts`. Raises UserError if they differ."""
         if self.client is None:
             return
         self.rounds += 1
@@ -230,19 +230,20 @@ class Coordinator:
             self._set(f"answer/{self.rounds}", found[0] + where if found else "")
         if answer := self._get(f"answer/{self.rounds}"):
             with self.changed:
-                self.over = True  # all end with it, none because of another
+                self.over = True  # all processes get this error; none reports another's failure
             raise UserError(answer)
 
     def begin(self, step: int) -> None:
-        """The loop begins: steps are watched from now on."""
+        """Begin the training loop at `step`; from now on, steps are monitored."""
         with self.changed:
             self.step = step
 
     def should_stop(self, step: int, wanted: bool) -> bool:
-        """Whether all stop after `step`; else the next step counts as begun.
+        """Whether all processes stop after `step`; if not, the next step counts as begun.
 
-        A wish of any process makes all hold, each before its next step; the furthest step that one
-        of them has begun is the last of all. Until somebody wishes, this asks nobody.
+        wanted: this process requests a stop. A request of any process makes all wait, each before
+        its next step. The furthest step that any of them has begun becomes the last step of all.
+        Without a request, this does not call the service.
         """
         if self.client is None:
             return wanted
@@ -258,7 +259,7 @@ class Coordinator:
             return False
 
     def leave(self) -> None:
-        """All is done here: wait until it is everywhere, and disconnect."""
+        """Wait until all processes are done, and disconnect."""
         if self.client is None:
             return
         with self.changed:
@@ -274,13 +275,13 @@ class Coordinator:
         client, self.client, global_state.client = self.client, None, None
         client.shutdown()
         if self.service is not None:
-            self.service.write(b"done")  # it goes when the others have disconnected as well
+            self.service.write(b"done")  # it ends after the others have disconnected as well
             self.service.close()
 
     def fail(self, message: str, code: int) -> None:
-        """Tell the others why this process ends the job, unless they know.
+        """Publish why this process ends the job, unless the job is already over.
 
-        The caller ends it by `os._exit`, which waits for no thread.
+        The caller then exits with `os._exit`, which waits for no thread.
         """
         with self.changed:
             known, self.over = self.over, True
@@ -290,9 +291,9 @@ class Coordinator:
     def _release_watchers(self, client: RetryingClient) -> None:
         """Wait until no thread is inside the client.
 
-        A thread that comes back from C++ after Python has ended aborts the process (SIGABRT).
-        `get_live_nodes` comes back when all have asked it equally often, or after the timeout of a
-        heartbeat: who has asked less often than another asks once more.
+        A thread that returns from C++ after Python has ended aborts the process (SIGABRT).
+        `get_live_nodes` returns once all processes have called it equally often, or after the
+        heartbeat timeout. A process that has called it less often than another calls it once more.
         """
         self._set(f"job/asked/{self.index}", str(self.asked))
         until = time.monotonic() + self.heartbeat_timeout
@@ -308,7 +309,7 @@ class Coordinator:
     # ---- the threads that watch ----------------------------------------------------------------
 
     def _watch_news(self) -> None:
-        """End with the message of whoever ends the job."""
+        """Wait for a published failure, and end this process with its message."""
         try:
             news = json.loads(self._get("job/failed"))
         except jax.errors.JaxRuntimeError:  # disconnected; the other thread reports a loss
@@ -321,7 +322,7 @@ class Coordinator:
         self._end(news["message"] + ("" if news["code"] == 2 else AGAIN), news["code"])
 
     def _watch_processes(self) -> None:
-        """End when a process is lost or all hang; hold when one wishes to stop."""
+        """End this process if another is lost or all hang; hold if one requests a stop."""
         everybody = set(range(self.count))
         try:
             while (client := self.client) is not None and self._may_ask():
@@ -342,7 +343,7 @@ class Coordinator:
                 )
 
     def _may_ask(self) -> bool:
-        """Whether the job goes on; if so, one more question counts as asked."""
+        """Whether the job still runs; if so, count one more liveness query."""
         with self.changed:
             self.asked += not self.over
             return not self.over
@@ -355,7 +356,7 @@ class Coordinator:
         self._end(f"process {index} ({host}) {silent} ({when}); it was killed or hangs" + AGAIN, 1)
 
     def _agree_on_stop(self, client: RetryingClient, news: dict[str, str]) -> None:
-        """Hold once somebody wishes to stop; when all hold, the furthest step is the last."""
+        """Hold once a stop is requested. When all processes hold, the furthest step is the last."""
         if "job/stop" not in news or self.last is not None:
             return
         if not self.hold:
@@ -393,7 +394,7 @@ class Coordinator:
         self.client.key_value_set(key, value, allow_overwrite=True)
 
     def _get(self, key: str) -> str:
-        """The value, once there is one."""
+        """Wait for a key, and return its value."""
         while not self.over and (client := self.client) is not None:
             try:
                 return client.blocking_key_value_get(key, round(1000 * WAIT))
@@ -403,7 +404,7 @@ class Coordinator:
         raise jax.errors.JaxRuntimeError(f"the job is over, and {key} was never set")
 
     def _get_all(self, folder: str) -> list[str]:
-        """The values of all processes in order, once there are all: by listings, not key by key."""
+        """Wait for the values of all processes, in order. Lists the folder, not key by key."""
         while not self.over and (client := self.client) is not None:
             found = client.key_value_dir_get(folder)
             if len(found) == self.count:
@@ -413,7 +414,7 @@ class Coordinator:
         raise jax.errors.JaxRuntimeError(f"the job is over, and {folder} was never whole")
 
     def _publish(self, message: str, code: int, hung: bool = False) -> None:
-        """Why the job ends, unless another process has published that already."""
+        """Publish why the job ends, unless another process has already done so."""
         client = self.client
         if client is not None:
             with suppress(jax.errors.JaxRuntimeError):
@@ -429,16 +430,16 @@ class Coordinator:
 
 
 def differing_facts(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """`field: new, not old` for each that differs."""
+    """`field new, not old` for each field that differs."""
     keys = [*old, *(key for key in new if key not in old)]
     return [f"{k} {new.get(k)}, not {old.get(k)}" for k in keys if old.get(k) != new.get(k)]
 
 
 @contextmanager
 def warn_if_slow(what: Callable[[], str]) -> Iterator[None]:
-    """One line on stderr, what(), if what is done inside takes longer than PATIENCE.
+    """Print what() to stderr if the context takes longer than PATIENCE seconds.
 
-    From a thread: looking up a name, or a firewall, may hold a single attempt for a minute.
+    Uses a thread: a DNS lookup or a firewall may block a single attempt for a minute.
     """
     timer = threading.Timer(PATIENCE, lambda: print(what(), file=sys.stderr, flush=True))
     timer.daemon = True

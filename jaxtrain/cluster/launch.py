@@ -4,9 +4,9 @@ jaxtrain launch --processes 2 [--devices-per-process 4] -- --config gpt_d12 key=
 jaxtrain launch --processes 2 --command evaluate -- runs/NAME --tasks core
 jaxtrain launch --ray head:6379 --nodes 2:8 --gpus 8 -- --config gpt_d12 key=value ...
 
-Everything after `--` goes to `jaxtrain train`, or to what --command names. Lines are
-shown with the process they are of; signals are passed on; when a process dies, all end, with its
-exit code.
+Arguments after `--` go to `jaxtrain train`, or to the command that --command names. Each output
+line is prefixed with its process's index. Signals are forwarded. If a process dies, all end, with
+its exit code.
 """
 
 import os
@@ -24,16 +24,16 @@ from jaxtrain.cluster.ray_job import Bounds, read_bounds, run_job
 from jaxtrain.cluster.started_by import TYPED, command_line
 from jaxtrain.settings import Parser, UserError, command, whole
 
-# The commands that work together, and their modules; the others are one process.
+# Multi-process commands and their modules. All other commands are a single process.
 COMMANDS = {"train": "jaxtrain.main", "evaluate": "jaxtrain.evaluation.evaluate"}
-GRACE = 20.0  # seconds that the others have to notice a death, name it and end
-# Seconds that a killed process may take to be gone after its connections have closed, of which the
-# others hear at once, and end.
+GRACE = 20.0  # seconds for the other processes to notice a death, report it and end
+# Seconds that a killed process may take to exit after its connections have closed. The others see
+# the closed connections at once, and end.
 DYING = 1.0
 
 
 def launch_parser() -> Parser:
-    """Of `jaxtrain launch`, up to the `--`."""
+    """Parser of the arguments before `--`."""
     parser = Parser(
         "jaxtrain launch",
         usage="%(prog)s (--processes N | --ray ADDRESS --nodes N) [OPTIONS] -- ARGUMENTS",
@@ -61,7 +61,7 @@ def launch_parser() -> Parser:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code of the job."""
+    """Launch the job. Returns its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     asked = launch_parser().parse_args(arguments[:cut])
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         process_environment(i, asked.processes, asked.devices_per_process, outer)
         for i in range(asked.processes)
     ]
-    given = os.environ.get("JAXTRAIN_SECRET")  # by which the processes know each other
+    given = os.environ.get("JAXTRAIN_SECRET")  # with it the processes authenticate each other
     secret = {"JAXTRAIN_SECRET": given or secrets.token_hex(32)}
     environments = [one | secret for one in environments]
     place = ["--coordinator", f"localhost:{asked.port or free_port()}"]
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
 def process_environment(
     index: int, count: int, devices: int | None, outer: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables of process `index`: which GPUs it sees, or how many devices its CPU plays."""
+    """Environment of process `index`: its visible GPUs, or its number of virtual CPU devices."""
     gpus = visible_gpus(outer)
     if not gpus:
         return dict(outer) | ({} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)})
@@ -117,15 +117,15 @@ def free_port() -> int:
 
 
 def run_processes(commands: list[list[str]], environments: list[dict[str, str]]) -> int:
-    """Start the commands and wait for all; the exit code of the first that failed, else 0."""
+    """Start the commands and wait for all. Returns the first failure's exit code, else 0."""
     jobs: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
-    # Before the first process, which may ask for the end at once.
+    # Handlers are set before the first process starts, which may signal this one at once.
     pass_on = lambda number, _: [job.send_signal(number) for job in jobs if job.poll() is None]
     before = {n: signal.signal(n, pass_on) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         for index, (line, variables) in enumerate(zip(commands, environments)):
-            # Sessions of their own: Ctrl-C in a terminal would reach them twice otherwise.
+            # Each has its own session: otherwise it would receive Ctrl-C in a terminal twice.
             job = subprocess.Popen(
                 line, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -146,18 +146,18 @@ def run_processes(commands: list[list[str]], environments: list[dict[str, str]])
 
 
 def show(index: int, lines: IO[bytes]) -> None:
-    """Copy the output of a process, a whole line at a time, with its number in front."""
+    """Copy the output of a process line by line, prefixed with its index."""
     with lines:
         for line in lines:
-            if line.startswith(b"[Gloo] Rank"):  # one for each communicator that XLA makes
+            if line.startswith(b"[Gloo] Rank"):  # a line for each communicator that XLA creates
                 continue
             sys.stdout.write(f"[{index}] {line.decode(errors='replace').rstrip()}\n")
             sys.stdout.flush()
 
 
 def wait(jobs: list[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended, or some time after the first has failed."""
-    failed: dict[int, float] = {}  # when each was seen to have
+    """Wait until all end, or GRACE seconds after the first failure. Returns the exit code."""
+    failed: dict[int, float] = {}  # process index -> when its failure was noticed
     while True:
         codes, now = [job.poll() for job in jobs], time.monotonic()
         failed |= {i: now for i, code in enumerate(codes) if code and i not in failed}

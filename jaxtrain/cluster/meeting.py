@@ -1,10 +1,10 @@
-"""How the processes of a job meet: each proves to process 0 that it knows the job's secret.
+"""Rendezvous of a job's processes: each proves to process 0 that it has the job's secret.
 
-These are our only sockets. JAX's coordination service takes over once all have met. It cannot do
-this part (measured with jax 0.11.2): `connect()` of its client aborts with a C++ stack trace when
-another process is missing, its key-value store answers nobody before `connect()` has returned, its
-callback on a lost process ends in std::bad_cast, and it knows no shared secret. A connection lasts
-until JAX's clients are connected, so that a death in between is noticed as well.
+These are our only sockets. JAX's coordination service takes over after the rendezvous. It cannot do
+this part (measured with jax 0.11.2): its client's `connect()` aborts with a C++ stack trace if
+another process is missing, its key-value store does not answer before `connect()` has returned, its
+callback for a lost process ends in std::bad_cast, and it has no shared secret. A connection stays
+open until JAX's clients are connected, so that a death in between is noticed as well.
 """
 
 import errno
@@ -23,17 +23,17 @@ from jaxtrain.cluster.secret import Secret, is_loopback, is_right, key_of, mac, 
 from jaxtrain.settings import UserError
 
 RETRY = 0.2  # seconds between attempts to connect
-PROVING = 5.0  # seconds in which a connection must have shown that it knows the secret
-MOST = 256  # connections that may be at it at a time
+PROVING = 5.0  # seconds for a connection to authenticate
+MOST = 256  # connections that authenticate concurrently
 LINE_BYTES = 4096
 
 Message = dict[str, str | int]
 
 
 class Link:
-    """A connection between process 0 and another: JSON objects, a line each, with its HMAC.
+    """A connection between process 0 and another process. A message is a line: HMAC and JSON.
 
-    first: whether this end is process 0's. index, host: of the other end.
+    first: whether this end is process 0. index, host: of the other end.
     """
 
     def __init__(self, link: socket.socket, key: bytes, *, first: bool):
@@ -44,13 +44,13 @@ class Link:
 
     def send(self, message: Mapping[str, str | int]) -> None:
         text = json.dumps(message).encode()
-        with suppress(OSError):  # that it is gone shows where it is read
+        with suppress(OSError):  # a lost connection is noticed by `receive`
             proof = mac(self.key, self.ends[0], self.sent, text)
             self.sent += 1
             self.socket.sendall(proof + b" " + text + b"\n")
 
     def receive(self, until: float) -> Message | None:
-        """The next message; None if the other end has gone, is late, or has not written it."""
+        """The next message; None if the connection is closed, late, or the HMAC is wrong."""
         try:
             while b"\n" not in self.buffer and len(self.buffer) <= LINE_BYTES:
                 self.socket.settimeout(max(0.001, until - time.monotonic()))
@@ -70,9 +70,10 @@ class Link:
 
 
 def listen(host: str, port: int, until: float) -> socket.socket:
-    """Where process 0 is reached: from this host alone if that is its address, else from all.
+    """Process 0's server socket: on loopback if `host` is a loopback address, else on all
+    interfaces.
 
-    Waits while the port is taken: the service of a job that has just ended goes after seconds.
+    Waits while the port is taken: the service of a job that has just ended frees it after seconds.
     """
     six = socket.has_dualstack_ipv6()
     while True:
@@ -90,9 +91,9 @@ def listen(host: str, port: int, until: float) -> socket.socket:
 
 
 def proved(server: socket.socket, secret: bytes, until: float) -> Iterator[tuple[Link, Message]]:
-    """Who connects and knows the secret, each with its first message, till `until`.
+    """Yield each authenticated connection with its first message, until `until`.
 
-    Each connection has a thread of its own: a stranger at the port must not stop the job.
+    Each connection has its own thread: an unauthenticated client must not block the job.
     """
     found: queue.SimpleQueue[tuple[Link, Message]] = queue.SimpleQueue()
     refused: set[str] = set()
@@ -121,7 +122,7 @@ def proved(server: socket.socket, secret: bytes, until: float) -> Iterator[tuple
             if len(proving) >= MOST:
                 raise TimeoutError
             link, (name, *_) = server.accept()
-        except OSError:  # nobody came, or more than there is room for
+        except OSError:  # no connection, or MOST connections are authenticating
             time.sleep(0.01)
             continue
         proving.append(threading.Thread(target=admit, args=(link, name), daemon=True))
@@ -130,7 +131,8 @@ def proved(server: socket.socket, secret: bytes, until: float) -> Iterator[tuple
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why an attempt failed. greeted: process 0 answered, so the secret is wrong or missing."""
+    """Why an attempt to connect failed. greeted: process 0 answered, so the secret is wrong or
+    missing."""
 
     why: str
     greeted: bool = False
@@ -139,10 +141,10 @@ class Trouble:
 def introduce(
     address: tuple[str, int], hello: Message, until: float, secret: Secret
 ) -> tuple[Link, Message] | Trouble:
-    """Connect to process 0, and prove each to the other that it knows the secret.
+    """Connect to process 0, and authenticate in both directions.
 
-    Returns its answer, or what is wrong where that may pass: a file may hold an earlier job's
-    secret still. Raises UserError for a secret that differs for good.
+    Returns the connection and process 0's answer, or a Trouble that may be temporary: the secret's
+    file may still be an earlier job's. Raises UserError if the given secret is refused.
     """
     try:
         link = socket.create_connection(address, max(0.1, until - time.monotonic()))
@@ -170,9 +172,9 @@ def introduce(
 
 
 def watch(links: list[Link], done: threading.Event, fail: Callable[[str], None]) -> None:
-    """Until each link has brought {"connected": ...}; fail(why) for one that has not.
+    """Wait until each link has sent {"connected": ...}. Call fail(why) if one closes or fails.
 
-    done: this end has sent its own, so that the links can be closed.
+    done: set once this end has sent its own message, so that the links can be closed.
     """
     with selectors.DefaultSelector() as ready:
         for link in links:

@@ -1,7 +1,7 @@
-"""One job of many processes: who this one is, and how it joins the others and JAX's runtime.
+"""Multi-process jobs: find this process's index, and join the other processes and JAX's runtime.
 
-SLURM's and Open MPI's launchers say it in the environment; by hand, and in the templates for
-Kubernetes and Ray, it is said by --coordinator, --processes and --process.
+SLURM's and Open MPI's launchers set the index and the count in the environment. By hand, and in the
+templates for Kubernetes and Ray, --coordinator, --processes and --process set them.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from jaxtrain.cluster.coordinator import LINGER, Coordinator
 from jaxtrain.cluster.secret import Secret
 from jaxtrain.settings import Settings, UserError
 
-PORTS = range(61440, 65536)  # of the coordinator by the number of SLURM's job: jobs share nodes
+PORTS = range(61440, 65536)  # the coordinator's, chosen by the SLURM job id: jobs share nodes
 
 
 class ProcessesConfig(Settings):
-    """How the processes of a job wait for each other; none of it matters to one process."""
+    """Timeouts of a multi-process job. They have no effect on a single process."""
 
     start_timeout: float = Field(
         300, gt=0, description="seconds to wait at the start until all processes are there"
@@ -42,16 +42,16 @@ class ProcessesConfig(Settings):
 
 
 class Place(NamedTuple):
-    """Which process of the job this is."""
+    """This process's index in the job, and the coordinator's address."""
 
     index: int
     count: int
     coordinator: str  # host:port
-    devices: tuple[int, ...] | None = None  # of this host, that this process takes; None: all
+    devices: tuple[int, ...] | None = None  # this host's devices for this process; None: all
 
 
-# The variables of the launchers that number their processes: number, index, index and number on
-# this host. SLURM's are those of a step (srun): a batch script itself is one process.
+# Environment variables of launchers: process count, index, index on this host, count on this host.
+# SLURM's are those of a step (srun): a batch script itself is a single process.
 LAUNCHERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     (
@@ -62,7 +62,7 @@ LAUNCHERS = (
 
 
 def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError where a launcher has started several of what is one process."""
+    """Raise UserError if a launcher has started several processes of a single-process command."""
     for name, *_ in LAUNCHERS:
         if int(environment.get(name, 1)) > 1:
             raise UserError(
@@ -77,9 +77,8 @@ def find_place(
     process: int | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Place | None:
-    """What the command line says, and for the rest the launcher; None: a process alone.
-
-    Raises UserError if they leave something open.
+    """This process's place, from the command line, then the launcher's environment. None for a
+    single process. Raises UserError if a value is missing.
     """
     count, index, devices = processes, process, None
     for names in LAUNCHERS:
@@ -109,16 +108,16 @@ def find_place(
 def local_devices(
     rank: str | None, ranks: str | None, environment: Mapping[str, str]
 ) -> tuple[int, ...] | None:
-    """One device for each of several processes of a host, unless the launcher has dealt them."""
+    """One device for each of several processes on a host, unless the launcher has assigned them."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    several = re.match(r"\d+", ranks or "")  # SLURM writes 4(x2) for four on each of two
+    several = re.match(r"\d+", ranks or "")  # SLURM writes 4(x2) for 4 on each of 2 hosts
     if rank is None or not several or several[0] == "1" or (len(visible) == 1 and visible[0]):
         return None
     return (int(rank),)
 
 
 def first_host(nodes: str) -> str:
-    """The first of SLURM's list of nodes: `a[003-4,7],b1` -> `a003`."""
+    """The first node of SLURM's list: `a[003-4,7],b1` -> `a003`."""
     match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
     return "".join(filter(None, match.groups())) if match else nodes
 
@@ -127,12 +126,12 @@ def first_host(nodes: str) -> str:
 def joined(
     place: Place | None, config: ProcessesConfig, facts: Mapping[str, object], folder: Path
 ) -> Iterator[Coordinator]:
-    """All processes, connected and of one configuration, with their coordinator.
+    """Connect all processes, compare their facts, and yield the coordinator.
 
-    facts: what all must have in common. folder: one that all share, for the secret of the job
-    while they meet, unless JAXTRAIN_SECRET is set. Raises UserError if one is missing or differs.
-    An error that leaves the context ends all processes; this one at once, since it would wait in
-    vain for the others to shut down.
+    facts: must be equal in all processes. folder: shared by all, for the job's secret during the
+    rendezvous, unless JAXTRAIN_SECRET is set. Raises UserError if a process is missing or differs.
+    An error that leaves the context ends all processes. This process exits without an orderly
+    shutdown, which would wait forever for the others.
     """
     if place is None or place.count == 1:
         yield Coordinator()
@@ -166,7 +165,7 @@ def joined(
 
 
 def told(error: BaseException) -> tuple[int, str]:
-    """Exit code and one line for an error, after it was shown here."""
+    """Print an error. Returns its exit code and a one-line message."""
     if isinstance(error, UserError):
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2, str(error)

@@ -1,8 +1,8 @@
-"""A Ray cluster as a place of host work: connecting to it, and functions that its nodes compute.
+"""Host work on a Ray cluster: connect to it, and map functions over its nodes.
 
-Ray is imported when a command asks for it (`--ray`). The nodes need this version of the project and
-of the packages that decide bytes. Nothing of the environment of the command goes to them: a node
-has credentials of its own.
+Ray is imported only for `--ray`. The nodes need the same versions of this project and of the
+packages that affect output bytes. The command's environment is not sent to them: each node has its
+own credentials.
 """
 
 import logging
@@ -25,25 +25,26 @@ from jaxtrain.cluster import ray_worker
 from jaxtrain.settings import UserError
 
 LOCAL = "local"
-AHEAD = 2  # tasks that wait for each core
+AHEAD = 2  # queued tasks per core
 RETRIES = 5  # of a task whose node or process was lost
-LOOK = 1.0  # seconds between two looks at the head node
-HEAD_GONE = 15.0  # seconds without it after which the cluster counts as lost
+LOOK = 1.0  # seconds between two checks of the head node
+HEAD_GONE = 15.0  # seconds without the head node after which the cluster counts as lost
 HEAD_LOST = (
     "the head node is gone, and its cluster with it; the same command on a new cluster goes on "
     "from what is on disk"
 )
-PROBE = 30.0  # seconds in which a cluster says that it is one
+PROBE = 30.0  # seconds to wait for an answer of the cluster
 HOST_PORT = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
-# Of this process, before Ray is imported. Ray would repeat a `uv run` on the nodes, with a copy of
-# the working directory, send statistics of its use, and leave out lines that several nodes print.
+# Environment of this process, set before Ray is imported. By default Ray repeats a `uv run` on the
+# nodes with a copy of the working directory, sends usage statistics, and drops lines that several
+# nodes print.
 SETTINGS = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
 }
-# Of the processes on the nodes. Tasks of data do not share processes with what loads a model.
+# Environment of data tasks on the nodes. They do not share processes with model workers.
 DATA_PROCESS = {"env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
 
 
@@ -55,10 +56,11 @@ class RayCluster(NamedTuple):
     def map(
         self, function: Callable[[Any], Any], things: Iterable[Any], limit: int | None = None
     ) -> Iterator[Any]:
-        """The results of a function in order; things are taken as it goes. limit: tasks at once.
+        """Yield function(thing) for all things, in order. Things are consumed lazily, and at most
+        `limit` tasks are in flight.
 
-        What a lost node computed is computed again by another one. UserError if one task loses
-        RETRIES nodes or processes, and for one that the function raises.
+        Tasks of a lost node run again on another node. Raises UserError if a task loses more than
+        RETRIES nodes or processes. A UserError of the function is raised here.
         """
         import ray
 
@@ -70,14 +72,14 @@ class RayCluster(NamedTuple):
         for thing in things:
             call = pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)
             waiting.append(run.remote(caller, packed, call))
-            # Nodes come and go while it runs.
+            # Nodes join and leave while this runs.
             if len(waiting) >= self.tasks(limit):
                 yield task_result(waiting.popleft())
         while waiting:
             yield task_result(waiting.popleft())
 
     def tasks(self, limit: int | None) -> int:
-        """How many are in work or wait: some for each core of all nodes."""
+        """Maximum number of running and queued tasks: `limit`, or a few per core of the cluster."""
         import ray
 
         return limit or (1 + AHEAD) * max(1, int(ray.cluster_resources().get("CPU", 1)))
@@ -87,17 +89,17 @@ CURRENT: ContextVar[RayCluster | None] = ContextVar("ray_cluster", default=None)
 
 
 def current_cluster() -> RayCluster | None:
-    """The cluster that the command asked for; None: this host does the work."""
+    """The cluster of the command's --ray; None if this host does the work."""
     return CURRENT.get()
 
 
 @contextmanager
 def ray_cluster(address: str | None, show: bool = False) -> Iterator[RayCluster | None]:
-    """Host work inside runs on this cluster; on this host if None.
+    """Run the context's host work on this cluster; on this host if `address` is None.
 
-    address: HOST:PORT, auto (the cluster that this host is a node of), or local (a cluster of this
-    host alone, which ends with it). show: what processes of the nodes print. UserError for one that
-    cannot be reached.
+    address: HOST:PORT, auto (the cluster that contains this host), or local (a temporary cluster of
+    this host alone). show: print the output of the nodes' processes. Raises UserError if the
+    cluster cannot be reached.
     """
     if address is None:
         yield None
@@ -113,14 +115,15 @@ def ray_cluster(address: str | None, show: bool = False) -> Iterator[RayCluster 
         yield CURRENT.get()
     finally:
         CURRENT.reset(mark)
-        ray.shutdown()  # without a head, it may not come back
+        ray.shutdown()  # without a head node, this call may never return
         over.set()
 
 
 def watch_head(address: str, head: str, over: threading.Event) -> None:
-    """Ends this process with one line once nothing has listened at `head` for HEAD_GONE seconds.
+    """End this process with a one-line error once `head` is unreachable for HEAD_GONE seconds.
 
-    Ray itself would wait a minute, and then abort the process. Whatever is written appears whole.
+    Ray itself would wait a minute and then abort the process. No file is left half-written: files
+    are replaced atomically.
     """
     host, _, port = head.rpartition(":")
     seen = time.monotonic()
@@ -133,9 +136,10 @@ def watch_head(address: str, head: str, over: threading.Event) -> None:
 
 
 def task_result(result: Any, passed_on: type[Exception] | tuple[type[Exception], ...] = ()) -> Any:
-    """The value of a task. UserError if its nodes were lost too often, or by the function.
+    """The value of a task. Raises UserError if its nodes were lost too often, and the function's
+    own error.
 
-    passed_on: errors of Ray that the caller handles.
+    passed_on: Ray errors that the caller handles.
     """
     import ray
     from ray.exceptions import LocalRayletDiedError, RayError, RayTaskError
@@ -144,7 +148,7 @@ def task_result(result: Any, passed_on: type[Exception] | tuple[type[Exception],
         value, error = pickle.loads(ray.get(result))
     except passed_on:
         raise
-    except RayTaskError as failed:  # before the function was called
+    except RayTaskError as failed:  # raised before the function was called
         raise UserError(f"--ray: a node cannot do the work: {ray_reason(failed)}") from failed
     except LocalRayletDiedError as lost:
         raise UserError(f"--ray: {HEAD_LOST}") from lost
@@ -163,7 +167,7 @@ def task_result(result: Any, passed_on: type[Exception] | tuple[type[Exception],
 
 
 def check_address(address: str) -> None:
-    """Raises UserError for what is no address, without repeating it: it may hold a password."""
+    """Raise UserError for an invalid address. The message omits it, as it may hold a password."""
     if find_spec("ray") is None:
         raise UserError(
             "--ray needs the package ray, which is not installed: uv sync --extra ray, or pip "
@@ -177,7 +181,7 @@ def check_address(address: str) -> None:
 
 
 def connect_to_ray(address: str, show: bool) -> None:
-    """Raises UserError if no cluster answers."""
+    """Connect this process to the cluster. Raises UserError if no cluster answers."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if ":" in address:
@@ -195,7 +199,8 @@ def connect_to_ray(address: str, show: bool) -> None:
 
 
 def probe(address: str) -> None:
-    """Asks whether a cluster is there: Ray itself would wait two minutes, and end the process."""
+    """Raise UserError if no cluster answers. Ray itself would wait two minutes, then end the
+    process."""
     host, _, port = address.rpartition(":")
     advice = "is the head node running (ray start --head), and is this its address?"
     try:
@@ -214,6 +219,6 @@ def probe(address: str) -> None:
 
 
 def ray_reason(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The last line of an error's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

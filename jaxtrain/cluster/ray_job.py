@@ -1,9 +1,9 @@
-"""One job on the nodes of a Ray cluster, a process on each: elastic, within given bounds.
+"""An elastic job on the nodes of a Ray cluster: one process per node, within given bounds.
 
 jaxtrain launch --ray head:6379 --nodes 2:8 -- --config gpt_d24 run.directory=/shared/runs
 
-After the loss of a node the job starts again on those that are left, from its last checkpoint, and
-on more when they have joined. The batches are those of any other number of processes.
+When a node is lost, the job restarts from its last checkpoint on the remaining nodes; it moves to
+more nodes when they have joined. The batches do not depend on the number of processes.
 """
 
 import signal
@@ -16,38 +16,38 @@ from jaxtrain.cluster import ray_worker
 from jaxtrain.cluster.ray_cluster import ray_cluster, task_result
 from jaxtrain.settings import UserError
 
-LOOK = 1.0  # seconds between two looks at the processes
-SETTLE = 60.0  # seconds in which Ray says of all processes how they ended, after the first
-GROW = 30.0  # seconds that more nodes must be there before the job moves to them
-SAY = 60.0  # seconds between two lines that it waits
+LOOK = 1.0  # seconds between two checks of the processes
+SETTLE = 60.0  # seconds after the first process has ended in which Ray reports all exit codes
+GROW = 30.0  # seconds that additional nodes must be ready before the job moves to them
+SAY = 60.0  # seconds between two "waiting" lines
 
 
 class Bounds(NamedTuple):
-    """What a job may run on."""
+    """Bounds of the nodes that a job may run on."""
 
     least: int  # nodes
     most: int
-    gpus: int  # of each; 0: nodes with a core
+    gpus: int  # per node; 0: nodes with a CPU core
 
     def count(self, ready: int) -> int:
-        """Nodes to take of those that are ready; 0 if they are too few.
+        """Number of nodes to use if `ready` are ready; 0 if they are too few.
 
-        A divisor of `most`, so that a batch that divides over `most` processes divides over these.
+        A divisor of `most`: a batch that divides over `most` processes then also divides over it.
         """
         sizes = range(min(ready, self.most), self.least - 1, -1)
         return next((n for n in sizes if self.most % n == 0), 0)
 
 
 class Attempt(NamedTuple):
-    """How the processes ended."""
+    """Result of one attempt: exit codes and lost nodes."""
 
-    codes: list[int]  # of those whose node is still there
-    lost: set[str]  # nodes
-    moved: bool = False  # they were stopped, to go on on more nodes
+    codes: list[int]  # exit codes of the processes whose node is still alive
+    lost: set[str]  # lost nodes
+    moved: bool = False  # the processes were stopped, to resume on more nodes
 
 
 class Job:
-    """The processes of one attempt, one on each of some nodes."""
+    """The processes of one attempt, one per node."""
 
     def __init__(self, module: str, arguments: Sequence[str], nodes: Sequence[str], gpus: int):
         import ray
@@ -67,19 +67,20 @@ class Job:
         ]
 
     def ended(self, seconds: float, all_of_them: bool = False) -> bool:
-        """Waits for one process, or for all; whether they have ended."""
+        """Wait up to `seconds` for one process, or for all. Returns whether they have ended."""
         import ray
 
         wanted = len(self.running) if all_of_them else 1
         return len(ray.wait(self.running, num_returns=wanted, timeout=seconds)[0]) >= wanted
 
     def stop(self, number: int) -> None:
-        """A signal to all processes."""
+        """Send a signal to all processes."""
         for host in self.hosts:
             host.signal.remote(number)
 
     def result(self, moved: bool = False) -> Attempt:
-        """How all ended. What has not ended by now is killed."""
+        """Wait up to SETTLE seconds for all processes, kill the remaining ones, and return how all
+        ended."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -105,9 +106,9 @@ class Job:
 
 
 def run_job(address: str, bounds: Bounds, module: str, arguments: Sequence[str]) -> int:
-    """Runs it to its end, on whatever nodes are there; the exit code.
+    """Run the job to its end on the available nodes. Returns the exit code.
 
-    UserError for a cluster that cannot be reached, and for what a node cannot run.
+    Raises UserError if the cluster cannot be reached or a node cannot run the job.
     """
     asked: list[int] = []
     before: Mapping[int, Any] = {}
@@ -129,7 +130,7 @@ def run_job(address: str, bounds: Bounds, module: str, arguments: Sequence[str])
                     return code
                 why = f"{len(attempt.lost)} lost" if attempt.lost else "more are there"
                 say(f"of {len(nodes)} nodes {why}; the job goes on from its last checkpoint")
-                until = time.monotonic() + SETTLE  # Ray is the last to hear of a loss
+                until = time.monotonic() + SETTLE  # Ray may list a lost node as alive for a while
                 while attempt.lost & {*ready_nodes(bounds.gpus)} and time.monotonic() < until:
                     time.sleep(LOOK)
         finally:
@@ -138,7 +139,7 @@ def run_job(address: str, bounds: Bounds, module: str, arguments: Sequence[str])
 
 
 def watch_attempt(job: Job, bounds: Bounds, count: int, asked: list[int]) -> Attempt:
-    """Waits for the end of an attempt; passes signals on, and stops it for more nodes."""
+    """Wait for the end of an attempt. Forward signals; stop it if the job can grow."""
     more_since, told = None, 0
     while not job.ended(LOOK):
         if len(asked) > told:
@@ -155,7 +156,7 @@ def watch_attempt(job: Job, bounds: Bounds, count: int, asked: list[int]) -> Att
 
 
 def wait_for_nodes(bounds: Bounds, asked: list[int]) -> list[str]:
-    """The nodes to take, as soon as there are enough; none if a signal came first."""
+    """Wait for enough nodes, and return those to use; empty if a signal came first."""
     said = -SAY
     while not asked:
         nodes = ready_nodes(bounds.gpus)
@@ -171,7 +172,7 @@ def wait_for_nodes(bounds: Bounds, asked: list[int]) -> list[str]:
 
 
 def ready_nodes(gpus: int) -> list[str]:
-    """The nodes with so many GPUs; without any, those with a core."""
+    """Live nodes with at least `gpus` GPUs; for 0, with at least one CPU."""
     import ray
 
     kind, wanted = ("GPU", gpus) if gpus else ("CPU", 1)
@@ -184,7 +185,7 @@ def say(line: str) -> None:
 
 
 def read_bounds(text: str) -> tuple[int, int]:
-    """N or LEAST:MOST nodes. Raises UserError for other texts."""
+    """Parse N or LEAST:MOST nodes. Raises UserError for other strings."""
     least, colon, most = text.partition(":")
     most = most if colon else least
     if least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most):

@@ -1,6 +1,6 @@
-"""Models on the nodes of a Ray cluster: one process a node, each has loaded the model once.
+"""Models on a Ray cluster: one process per node, each of which loads the model once.
 
-A node that is lost gives its work to the others; a node that joins gets a process, too.
+The work of a lost node goes to the others. A node that joins gets a process as well.
 """
 
 import pickle
@@ -14,7 +14,7 @@ from jaxtrain.cluster import ray_worker
 from jaxtrain.cluster.ray_cluster import PROBE, RETRIES, task_result
 from jaxtrain.settings import UserError
 
-AHEAD = 2  # calls that a process has: one that it answers, one that waits
+AHEAD = 2  # calls per process: one running, one queued
 
 
 @dataclass
@@ -23,22 +23,22 @@ class NodeProcess:
 
     node: str
     actor: Any
-    calls: int = 0  # without an answer
+    calls: int = 0  # unanswered calls
 
 
 @dataclass
 class NodeCall:
-    """A thing that a process was given."""
+    """A call that was sent to a process."""
 
     thing: bytes
-    shared: tuple[Any, ...]  # what goes with all things of a call of `map`
+    shared: tuple[Any, ...]  # arguments common to all calls of one `map`
     process: NodeProcess
     reply: Any
-    lost: int = 0  # processes that were lost with it
+    lost: int = 0  # processes lost while they ran this call
 
 
 class NodeModels:
-    """The processes; `make`, which is pickled, loads a model and returns the function of it."""
+    """The nodes' processes. `make` (pickled) loads a model and returns a function that uses it."""
 
     def __init__(self, make: Callable[[], Callable[..., Any]]):
         import ray
@@ -48,10 +48,10 @@ class NodeModels:
         self.processes: dict[str, NodeProcess] = {}  # by node
 
     def map(self, things: Iterable[Any], *shared: Any) -> Iterator[Any]:
-        """The function's results in order; things are taken as it goes. UserError if a thing loses
-        RETRIES processes, and for one that the function raises.
+        """Yield the function's results in order; things are consumed lazily. Raises UserError if a
+        call loses more than RETRIES processes. The function's errors are raised here.
 
-        shared: further arguments, the same for all things; a node gets them once.
+        shared: further arguments, the same for all things, sent to each node once.
         """
         import ray
 
@@ -65,7 +65,7 @@ class NodeModels:
             yield self.answer_of(waiting.popleft())
 
     def give(self, thing: bytes, shared: tuple[Any, ...], lost: int = 0) -> NodeCall:
-        """A thing to the process that has the least to do."""
+        """Send a call to the process with the fewest unanswered calls."""
         self.join()
         process = min(self.processes.values(), key=lambda one: one.calls)
         process.calls += 1
@@ -73,7 +73,7 @@ class NodeModels:
         return NodeCall(thing, shared, process, reply, lost)
 
     def answer_of(self, call: NodeCall) -> Any:
-        """Waits for it; other processes answer what a lost one had."""
+        """Wait for a call's result. If its process is lost, send the call to another."""
         from ray.exceptions import RayActorError
 
         while True:
@@ -91,7 +91,8 @@ class NodeModels:
             call = self.give(call.thing, call.shared, call.lost + 1)
 
     def join(self) -> None:
-        """A process on each node that has none: with all its GPUs, if any node has some."""
+        """Start a process on each node that has none. If any node has GPUs, only on nodes with
+        GPUs, with all of them."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

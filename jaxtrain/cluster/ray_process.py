@@ -1,4 +1,4 @@
-"""A command on some node of a Ray cluster, with what is used of a `subprocess.Popen`."""
+"""A command on a node of a Ray cluster, with a subset of the `subprocess.Popen` interface."""
 
 import signal
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from jaxtrain.cluster.ray_cluster import task_result
 
 
 class RemoteProcess:
-    """`python -m module arguments` on whatever node is free, with so many GPUs.
+    """`python -m module arguments` on any free node, with `gpus` GPUs.
 
-    It ends when its node is lost, with -SIGKILL.
+    If its node is lost, the exit code is -SIGKILL.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], gpus: int = 0):
@@ -24,7 +24,7 @@ class RemoteProcess:
         self.returncode: int | None = None
 
     def poll(self, timeout: float | None = 0) -> int | None:
-        """The exit code, or None while it runs. UserError if the node cannot run it."""
+        """The exit code, or None while it runs. Raises UserError if the node cannot run it."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -33,7 +33,7 @@ class RemoteProcess:
                 self.returncode = task_result(self.reply, passed_on=RayActorError)
             except RayActorError:
                 self.returncode = -signal.SIGKILL
-            self.kill()  # its core is free for another
+            self.kill()  # free its core
         return self.returncode
 
     def wait(self) -> int | None:
@@ -52,7 +52,7 @@ class RemoteProcess:
 
 
 def gpus_of_cluster() -> int:
-    """Of all nodes of the cluster that this process is connected to."""
+    """Number of GPUs of the connected cluster."""
     import ray
 
     return int(ray.cluster_resources().get("GPU", 0))

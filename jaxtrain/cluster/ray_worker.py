@@ -1,7 +1,7 @@
-"""What runs in the processes of a Ray cluster: tasks of a command that is somewhere else.
+"""Code that runs in the processes of a Ray cluster, for a command on another node.
 
-Ray would unpickle a task's arguments before anything of this is called; they come as bytes, so that
-a process can say first whether it has what the command has.
+Arguments are sent as pickled bytes: Ray would unpickle them before any of our code runs. So a
+process can first check that it has the same code and packages as the command.
 """
 
 import functools
@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 from jaxtrain.settings import UserError
 
 ROOT = Path(__file__).parents[1]
-# Other versions may give other bytes.
+# Packages whose versions may change the output bytes.
 PACKAGES = ("numpy", "tokenizers", "sentencepiece", "zstandard", "pyarrow", "jinja2", "jax")
 
 
 class Caller(NamedTuple):
-    """The command that asks."""
+    """The command that sends a task."""
 
-    folder: str  # that it runs in
+    folder: str  # its working directory
     code: dict[str, str]
 
 
@@ -38,7 +38,7 @@ def this_caller() -> Caller:
 
 @functools.cache
 def code_and_packages() -> dict[str, str]:
-    """The code and the packages of this process, which a command and its nodes must share."""
+    """Hash of the code, and package versions: the same in a command and all its nodes."""
     total = hashlib.sha256()
     for path in sorted(ROOT.rglob("*.py")):
         total.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
@@ -55,19 +55,19 @@ def installed_version(package: str) -> str:
 
 
 def run_task(caller: Caller, function: bytes, thing: bytes) -> bytes:
-    """A pickled function applied to a pickled thing: pickled (result, error)."""
+    """Apply a pickled function to a pickled argument. Returns pickled (result, error)."""
     leave_out_jax()
     return run_and_pack(caller, lambda: pickle.loads(function)(pickle.loads(thing)))
 
 
 class ModelWorker:
-    """A process of a node that loads a model once, and then answers by it."""
+    """A process on a node that loads a model once and then serves calls."""
 
     def __init__(self, make: bytes):
         self.make, self.function = make, None
 
     def call(self, caller: Caller, *things: bytes) -> bytes:
-        """Pickled (result, error) of the function that `make` returns."""
+        """Call the function that `make` returns. Returns pickled (result, error)."""
         return run_and_pack(caller, lambda: self.loaded()(*map(pickle.loads, things)))
 
     def loaded(self) -> Any:
@@ -76,8 +76,8 @@ class ModelWorker:
         return self.function
 
 
-# Ends with the process that started it: a job must not outlive its node's part of the cluster. Ray
-# blocks SIGINT in its processes, and what they start inherits that.
+# The job is killed with its parent process: it must not outlive the node's Ray process. Ray blocks
+# SIGINT in its processes, and child processes inherit that, so it is unblocked.
 JOB = """
 import ctypes, runpy, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -91,11 +91,11 @@ class JobProcess:
 
     def __init__(self):
         self.process: subprocess.Popen | None = None
-        self.asked: int | None = None  # the signal that came before the process
+        self.asked: int | None = None  # a signal that came before the process was started
         self.guard = threading.Lock()
 
     def address(self, caller: Caller) -> bytes:
-        """Where a coordinator may listen on this node; packed."""
+        """Pickled (address, error): a free HOST:PORT for a coordinator on this node."""
         from ray.util import get_node_ip_address
 
         def free() -> str:
@@ -105,7 +105,7 @@ class JobProcess:
         return run_and_pack(caller, free)
 
     def run(self, caller: Caller, module: str, arguments: list[str]) -> bytes:
-        """The exit code of `python -m module arguments`; packed."""
+        """Run `python -m module arguments`. Returns pickled (exit code, error)."""
 
         def wait() -> int:
             line = [sys.executable, "-u", "-c", JOB, module, *arguments]
@@ -118,7 +118,7 @@ class JobProcess:
         return run_and_pack(caller, wait)
 
     def signal(self, number: int) -> None:
-        """To the process; one that has not begun does not begin."""
+        """Send a signal to the process. If it has not been started, it never will be."""
         with self.guard:
             if self.process is None:
                 self.asked = number
@@ -127,7 +127,7 @@ class JobProcess:
 
 
 def run_and_pack(caller: Caller, compute: Any) -> bytes:
-    """What it computes, or its error, as the command will raise it."""
+    """Return pickled (result, error) of `compute`; `task_result` raises the error."""
     try:
         check_code(caller)
         if os.path.isdir(caller.folder):  # relative paths are those of the command
@@ -141,12 +141,12 @@ def run_and_pack(caller: Caller, compute: Any) -> bytes:
 
 
 def missing_on_node(what: str, path: Path | str, instead: str) -> UserError:
-    """Of a file or folder that is on the host of the command, and not on this node."""
+    """Error for a file or folder that is missing on this node."""
     return UserError(f"--ray: node {socket.gethostname()} has no {what} {path}; {instead}")
 
 
 def check_code(caller: Caller) -> None:
-    """Raises UserError where this process has other code than the command."""
+    """Raise UserError if this process has other code or packages than the command."""
     mine = code_and_packages()
     for name, theirs in caller.code.items():
         if mine[name] != theirs:
@@ -157,7 +157,7 @@ def check_code(caller: Caller) -> None:
 
 
 def leave_out_jax() -> None:
-    """The package's __init__ imports grain, which imports jax: 4 s and 300 MB a process."""
+    """Skip `jaxtrain.data.__init__`: it imports grain, so jax (4 s and 300 MB per process)."""
     if "jaxtrain.data" not in sys.modules:
         package = types.ModuleType("jaxtrain.data")
         package.__path__ = [str(ROOT / "data")]

@@ -1,4 +1,4 @@
-"""What a process sets up once: the compilation cache, and the precision its devices are good at."""
+"""One-time process setup: compilation cache, memory, kernel log, and the default compute dtype."""
 
 import ctypes
 import logging
@@ -14,7 +14,8 @@ from jaxtrain_kernels.dispatch import target
 
 
 def start(quiet: bool = False) -> None:
-    """Keep compiled programs on disk, for a fast second start, and on CPUs freed memory at hand."""
+    """Set up this process: cache compiled programs on disk for a fast second start, keep freed
+    memory on CPUs, and preallocate GPU memory."""
     if only_cpus():
         keep_freed_memory()
     take_memory()
@@ -23,15 +24,16 @@ def start(quiet: bool = False) -> None:
     if not jax.config.jax_compilation_cache_dir:
         cache = Path(os.environ.get("JAXTRAIN_CACHE", Path.home() / ".cache" / "jaxtrain"))
         jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
-    least = min(0.1, jax.config.jax_persistent_cache_min_compile_time_secs)  # 0 of the environment
+    # At most 0.1 s; the environment may set 0.
+    least = min(0.1, jax.config.jax_persistent_cache_min_compile_time_secs)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def show_kernel_choices() -> None:
-    """Say each kernel's backend once, so that no slow path is silent; stdout is for results.
+    """Log each kernel's backend once, to stderr, so that no slow fallback is silent.
 
-    A CPU has no fast path to pass over, and nothing is said there.
+    Nothing is logged on a CPU: it has no faster backend to miss.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(lambda record: target().platform != "cpu")
@@ -42,9 +44,10 @@ def show_kernel_choices() -> None:
 
 
 def only_cpus() -> bool:
-    """Whether JAX can have nothing but CPUs; asked, it would start, before processes have met.
+    """Whether JAX can only have CPU devices. Asking JAX would start its backend too early, before
+    the processes are connected.
 
-    Not where it was installed for a GPU that is not there; JAX_PLATFORMS=cpu says so.
+    False if a GPU plugin is installed but no GPU exists, unless JAX_PLATFORMS=cpu is set.
     """
     if platforms := jax.config.jax_platforms:
         return platforms == "cpu"
@@ -52,19 +55,19 @@ def only_cpus() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep what is freed instead of returning it to the kernel, in one arena for all.
+    """Make glibc keep freed memory instead of returning it to the kernel, in a single arena.
 
-    For CPUs alone: threads that compile for a GPU would wait for each other at that one arena.
+    Only for CPUs: threads that compile for a GPU would contend for the single arena.
 
-    On a CPU, XLA allocates a step's buffers anew each time: with glibc's defaults every step faults
-    all their pages in again, a fifth of the quickstart's processor time.
+    On a CPU, XLA allocates a step's buffers anew each time. With glibc's defaults, every step then
+    page-faults all of them again: a fifth of the quickstart's CPU time.
     """
     if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library
         return
-    trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8  # names in malloc.h: M_...
+    trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8  # M_... in malloc.h
     for parameter, value in (
         (trim_threshold, 2**31 - 1),
         (top_pad, 2**27),
@@ -75,10 +78,10 @@ def keep_freed_memory() -> None:
 
 
 def take_memory() -> None:
-    """Let XLA have nine tenths of each GPU's memory, unless the environment says how much.
+    """Let XLA use 90% of each GPU's memory, unless the environment sets a fraction.
 
-    Its default, three quarters, leaves 35 GB of an H200 and 4 GB of a T4 to nobody. CUDA, cuBLAS
-    and NCCL take one or two besides.
+    XLA's default, 75%, leaves 35 GB of an H200 and 4 GB of a T4 unused. CUDA, cuBLAS and NCCL need
+    one or two GB outside of it.
     """
     said = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     if not any(name in os.environ for name in said):
@@ -86,7 +89,8 @@ def take_memory() -> None:
 
 
 def compute_dtype(precision: str) -> jnp.dtype:
-    """The dtype of the matmuls; auto: bfloat16 from Ampere on and on TPU, float16 before."""
+    """The dtype of matmuls. auto: bfloat16 on TPUs and GPUs from Ampere on, float16 on older GPUs,
+    float32 on CPUs."""
     if precision != "auto":
         return jnp.dtype(precision)
     device = target()

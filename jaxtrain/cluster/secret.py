@@ -1,12 +1,11 @@
-"""Who may take part in a job: all its processes know one secret, and prove it without sending it.
+"""Authentication of a job's processes: all share a secret, and prove it without sending it.
 
-Each end of a connection first sends 32 random bytes, its nonce; from both and the secret follows
-the key of this one connection. Every message then carries an HMAC-SHA256 under that key of who
-sends it, of its number and of its text: what somebody else has made, or recorded here or in another
-connection, is no message.
+Each end of a connection first sends a nonce of 32 random bytes. Both nonces and the secret give the
+key of this connection. Every message carries an HMAC-SHA256 under that key, of its sender, number
+and content. Forged messages, and replays from this or another connection, are rejected.
 
-Nothing is encrypted, and it is about the meeting alone: the ports of JAX's service, XLA and NCCL
-know no such secret (SECURITY.md).
+Nothing is encrypted. Only the rendezvous is authenticated: the ports of JAX's service, XLA and NCCL
+have no such secret (SECURITY.md).
 """
 
 import hashlib
@@ -22,16 +21,16 @@ from pathlib import Path
 from jaxtrain.settings import UserError
 
 VARIABLE = "JAXTRAIN_SECRET"
-LEAST = 16  # characters of it
+LEAST = 16  # characters of a secret
 GREETING = re.compile(rb"jaxtrain ([0-9a-f]{64})\n")
-GREETING_BYTES = 74  # all that is read of a peer before it has proved anything, and then a line
+GREETING_BYTES = 74  # an unauthenticated peer may only send this and one line
 
 
 class Secret:
-    """The secret of a job: $JAXTRAIN_SECRET, or a file that only this user may read.
+    """The secret of a job: $JAXTRAIN_SECRET, or a file that only this user can read.
 
-    folder: one that all processes share. Process 0 writes the file for the time in which they
-    meet, and a new secret each time.
+    folder: shared by all processes. The file exists only during the rendezvous: process 0 writes
+    it, with a new secret each time.
     """
 
     def __init__(self, folder: Path, address: str, environment: Mapping[str, str] = os.environ):
@@ -41,7 +40,7 @@ class Secret:
         self.file = folder / f".secret-{re.sub(r'[^0-9A-Za-z.]', '-', address)}"
 
     def make(self) -> bytes:
-        """By process 0, before the others can reach it."""
+        """In process 0: create the secret before the others can connect."""
         if self.given:
             return self.given
         made = secrets.token_hex(32).encode()
@@ -59,7 +58,7 @@ class Secret:
         return made
 
     def read(self) -> bytes | None:
-        """By the others; None while there is none."""
+        """In the other processes: read the secret; None while there is none."""
         if self.given:
             return self.given
         try:
@@ -68,24 +67,25 @@ class Secret:
             return None
 
     def forget(self) -> None:
-        """By process 0, when all have met or some did not come."""
+        """In process 0: delete the file after the rendezvous, successful or not."""
         if not self.given:
             self.file.unlink(missing_ok=True)
 
     def advice(self) -> str:
-        """What is wrong where two processes do not know the same."""
+        """Advice to the user if two processes have different secrets."""
         if self.given:
             return f"give all processes the same {VARIABLE}"
         return f"all processes must share that folder, or have the same {VARIABLE}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is this host's own, by its name: what others resolve may differ."""
+    """Whether a host is a loopback address, by its name alone: other hosts may resolve names
+    differently."""
     return host == "localhost" or host == "::1" or re.fullmatch(r"127(\.\d+){3}", host) is not None
 
 
 def nonces(link: socket.socket, until: float) -> tuple[bytes, bytes] | None:
-    """Send a nonce and read the other's: (ours, theirs); None if what comes is none."""
+    """Send a nonce and read the peer's. Returns (ours, theirs); None if the peer sends none."""
     ours = secrets.token_hex(32).encode()
     data = b""
     try:
@@ -103,16 +103,16 @@ def nonces(link: socket.socket, until: float) -> tuple[bytes, bytes] | None:
 
 
 def key_of(secret: bytes, first: bytes, other: bytes) -> bytes:
-    """The key of a connection, from the nonces of process 0 and of the other."""
+    """The key of a connection, from the nonces of process 0 (`first`) and the other process."""
     return hmac.digest(secret, b"jaxtrain " + first + b" " + other, "sha256")
 
 
 def mac(key: bytes, end: bytes, number: int, text: bytes) -> bytes:
-    """Of message `number` of one end of a connection, hexadecimal."""
+    """The HMAC of message `number` from one end of a connection, in hexadecimal."""
     data = b"%s %d %s" % (end, number, text)
     return hmac.new(key, data, hashlib.sha256).hexdigest().encode()
 
 
 def is_right(given: bytes, expected: bytes) -> bool:
-    """Whether two MACs are the same, in a time that does not tell where they differ."""
+    """Whether two MACs are equal, compared in constant time."""
     return hmac.compare_digest(given, expected)

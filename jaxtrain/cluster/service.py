@@ -1,9 +1,9 @@
-"""JAX's coordination service, in a process of its own that is a child of process 0; its client.
+"""JAX's coordination service, in a child process of process 0, and its client.
 
-JAX starts it inside process 0. There it dies with process 0, and every other process aborts with a
-C++ stack trace before it can say who is gone. Here it outlives process 0 for as long as the others
-need to notice: the child ends `linger` seconds after its standard input is closed, or after one
-second when "done" was written there.
+By default JAX starts the service inside process 0. It then dies with process 0, and every other
+process aborts with a C++ stack trace before it can report which process is lost. Our child process
+outlives process 0 long enough for the others to notice. It ends `linger` seconds after its standard
+input is closed, or after one second if "done" was written there.
 """
 
 import importlib
@@ -19,10 +19,10 @@ import jax
 
 from jaxtrain.settings import UserError
 
-TRIES = 8  # of a request that the service refuses, in 15 seconds or so
+TRIES = 8  # of a request that the service cancels, within about 15 seconds
 FIRST_WAIT = 0.1  # seconds; doubled for every further try
-# A process without a heartbeat for so long is not live. Losses are noticed by the coordinator:
-# `recoverable` keeps the service from ending the other processes by itself.
+# A process without a heartbeat for `timeout` seconds is not live. The coordinator handles losses:
+# `recoverable` keeps the service from ending the other processes itself.
 PROGRAM = """
 import sys, time
 from jaxlib import _jax
@@ -38,9 +38,9 @@ time.sleep(1 if done else float(linger))
 def start_service(
     address: str, count: int, heartbeat_timeout: int, linger: float, until: float
 ) -> IO[bytes]:
-    """The service's standard input, once it listens at `address`.
+    """Start the service. Returns its standard input once it listens at `address`.
 
-    Raises UserError if it cannot by `until` (monotonic).
+    Raises UserError if it cannot listen by `until` (time.monotonic()).
     count: processes of the job. heartbeat_timeout, linger: seconds.
     """
     words = [sys.executable, "-c", PROGRAM, address, str(count), str(heartbeat_timeout)]
@@ -64,7 +64,7 @@ def start_service(
 
 @runtime_checkable
 class ServiceClient(Protocol):
-    """What is used of jaxlib's DistributedRuntimeClient. Errors are JaxRuntimeError."""
+    """The used methods of jaxlib's DistributedRuntimeClient. Errors are JaxRuntimeError."""
 
     def connect(self) -> None: ...
     def shutdown(self) -> None: ...
@@ -76,9 +76,10 @@ class ServiceClient(Protocol):
 
 
 class RetryingClient:
-    """A client whose requests are sent again when the service has refused them.
+    """A client that retries requests which the service has cancelled.
 
-    It cancels new requests while many wait, as when 1,024 processes have just met.
+    The service cancels new requests while many are queued, as when 1,024 processes have just
+    connected.
     """
 
     def __init__(self, client: ServiceClient):
@@ -107,7 +108,7 @@ class RetryingClient:
 
 
 def resent[T](request: Callable[[], T]) -> T:
-    """The answer to a request, which is sent again, ever later, when it was cancelled."""
+    """Return the answer to a request; retry with exponential backoff while it is cancelled."""
     for attempt in range(TRIES):
         try:
             return request()
@@ -119,7 +120,7 @@ def resent[T](request: Callable[[], T]) -> T:
 
 
 def make_client(address: str, index: int, heartbeat_timeout: int, timeout: int) -> RetryingClient:
-    """The client of process `index`; not connected yet. Both timeouts are in seconds."""
+    """The client of process `index`, not yet connected. Both timeouts are in seconds."""
     client = importlib.import_module("jaxlib._jax").get_distributed_runtime_client(
         address,
         index,

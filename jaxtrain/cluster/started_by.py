@@ -1,4 +1,4 @@
-"""Commands that a run prints to be pasted: with what came before `python` when it was started."""
+"""Commands that a run prints to be pasted, with the launcher (such as `uv run`) that started it."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-TYPED = "JAXTRAIN_COMMAND"  # what was typed, for processes that `jaxtrain launch` starts
+TYPED = "JAXTRAIN_COMMAND"  # the typed command, for processes that `jaxtrain launch` starts
 PYTHON = re.compile(r"python[\d.]*")
 
 
@@ -19,13 +19,13 @@ def command_of(command: str, *arguments: object) -> str:
 
 
 def command_line(command: str = "train") -> str:
-    """The command that started this process, `jaxtrain COMMAND`, to be typed again."""
+    """The command that started this process, as the user would type it."""
     if typed := os.environ.get(TYPED):
         return typed
     if words := uv_run():
         return shlex.join(words)
     script = Path(sys.argv[0])
-    if script.name != "jaxtrain":  # the installed one
+    if script.name != "jaxtrain":  # not the installed script
         return command_of(command, *sys.argv[1:])
     found = shutil.which(script.name)
     first = script.name if found and Path(found) == script.absolute() else str(script)
@@ -33,7 +33,7 @@ def command_line(command: str = "train") -> str:
 
 
 def typed_again(words: object) -> str | None:
-    """The command that started another process, of its `sys.orig_argv`; None where that is none."""
+    """The command that started another process, from its `sys.orig_argv`. None if invalid."""
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         return None
     ours = {"jaxtrain.main": ["jaxtrain", "train"], "jaxtrain.cli": ["jaxtrain"]}
@@ -46,7 +46,7 @@ def typed_again(words: object) -> str | None:
 
 
 def program() -> list[str]:
-    """The words that start `jaxtrain` from the shell that this process was started from."""
+    """The words that start `jaxtrain` from the user's shell."""
     if words := uv_run():
         words = words[: len(words) - len(sys.argv[1:])]
         starts = lambda word: (
@@ -55,7 +55,7 @@ def program() -> list[str]:
         options = next((i for i, word in enumerate(words) if starts(word)), len(words) - 1)
         return [*words[:options], "jaxtrain"]
     here, found = Path(sys.executable), shutil.which("jaxtrain")
-    # Inside `uv run`, but not by it: what it has put first in PATH, the user's shell has not.
+    # Not in a descendant of `uv run`: uv has put this folder into its PATH, not the user's shell's.
     if found and Path(found).parent == here.parent and "UV_RUN_RECURSION_DEPTH" not in os.environ:
         return ["jaxtrain"]
     near = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
@@ -63,7 +63,7 @@ def program() -> list[str]:
 
 
 def uv_run() -> list[str]:
-    """`uv run ...` as it was typed, where that has started this process; else nothing."""
+    """The typed words of `uv run ...` if it has started this process, else empty."""
     try:
         parent = psutil.Process().parent()
         words = parent.cmdline() if parent else []

@@ -16,30 +16,30 @@ from jaxtrain.settings import UserError
 Option = bool | int | str
 
 SETS: dict[str, dict[str, Option]] = {
-    # All matmuls by cuBLAS: no search among Triton's for each matmul with what it is fused with. It
-    # takes minutes for float8's, and a third to a half of a decoder's compiling (LOG.md).
+    # All matmuls by cuBLAS, without autotuning a Triton kernel for each fused matmul. Autotuning
+    # takes minutes for float8, and a third to a half of a decoder's compile time (LOG.md).
     "cublas": {"xla_gpu_enable_triton_gemm": False},
-    # A matmul whose result a loop both keeps and uses runs once. By default it runs twice, the
-    # second time to write what is kept to its place.
+    # A matmul whose result a loop both stores and uses runs once. By default it runs twice, the
+    # second time to write the result into the loop's stacked output.
     "once": {"xla_gpu_enable_dynamic_slice_fusion": False},
 }
 
 
 def known_options(names: tuple[str, ...]) -> dict[str, Option]:
-    """The options of these sets, without those that this XLA does not know."""
+    """The options of these sets that the installed XLA supports."""
     return supported({option: value for name in names for option, value in SETS[name].items()})
 
 
 def supported(options: Mapping[str, Option]) -> dict[str, Option]:
-    """The given options without those that this XLA does not know."""
+    """The given options that the installed XLA supports."""
     return {
         option: value for option, value in options.items() if not why_unsupported(option, value)
     }
 
 
 class Jitted[**P, Result]:
-    """jax.jit of a function with the options of some sets. They are looked up at its first use:
-    asking what XLA knows starts its backend, which an import must not.
+    """jax.jit of a function, with the compiler options of some sets. The supported options are
+    determined at the first call: this starts XLA's backend, which an import must not do.
     """
 
     def __init__(self, fn: Callable[P, Result], names: tuple[str, ...], options: dict[str, Any]):
@@ -52,19 +52,19 @@ class Jitted[**P, Result]:
         return self.jitted()(*args, **kwargs)
 
     def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered:
-        """As jax.jit's: what is compiled of it is not compiled again when it is called."""
+        """As jax.jit's `lower`. Once compiled, the function is not compiled again when called."""
         return self.jitted().lower(*args, **kwargs)
 
 
 def jit[**P, Result](
     *names: str, **options: Any
 ) -> Callable[[Callable[P, Result]], Jitted[P, Result]]:
-    """A decorator: jax.jit with the options of these sets; options: jax.jit's own."""
+    """Decorator: jax.jit with the compiler options of these sets. options: jax.jit's own."""
     return lambda fn: Jitted(fn, names, options)
 
 
 def check_options(options: Mapping[str, Option]) -> None:
-    """Raise UserError for the first of a user's options that this XLA would not take."""
+    """Raise UserError for the first of a user's options that this XLA does not support."""
     for option, value in options.items():
         if why := why_unsupported(option, value):
             raise UserError(f"train.compiler_options: {why}")
@@ -72,7 +72,7 @@ def check_options(options: Mapping[str, Option]) -> None:
 
 @functools.cache
 def why_unsupported(option: str, value: Option) -> str:
-    """Why this XLA does not take an option; empty if it does. It is asked to compile a constant."""
+    """Why this XLA rejects an option, found by compiling a constant; empty if it accepts it."""
     lowered = jax.jit(lambda: 0).lower()
     try:
         lowered.compile(compiler_options={option: value})

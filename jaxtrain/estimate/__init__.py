@@ -1,4 +1,4 @@
-"""What a training step needs, without an accelerator: dry run, fit, memory, traffic.
+"""Estimates of a training step without an accelerator: dry run, fit, memory, traffic.
 
 Measurements belong to `benchmarks/`, outside the package.
 """

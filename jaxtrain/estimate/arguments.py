@@ -1,4 +1,4 @@
-"""Arguments of the dry run, which several commands take; nothing here imports JAX."""
+"""Dry-run arguments, shared by several commands. This module does not import JAX."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from jaxtrain.settings import TINY, real, whole
 
 
 def add_preflight(parser: argparse.ArgumentParser) -> None:
-    """--device, --devices, --memory and --fit, which `preflight_of` reads."""
+    """Add --device, --devices, --memory and --fit, which `preflight_of` reads."""
     parser.add_argument(
         "--device", metavar="NAME", help="dry run: what a device is, as T4 or RTX-4090 (H200)"
     )
@@ -31,7 +31,7 @@ def add_preflight(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """--json, of the dry run as a command."""
+    """Add --json, for the dry run as a command."""
     parser.add_argument(
         "--json", action="store_true", help="dry run: the record as one line of JSON"
     )

@@ -1,9 +1,9 @@
-"""What a step needs on a mesh that is not there: memory, exchanges and time, from virtual devices.
+"""Dry run: memory, collectives and time of a step on a mesh of virtual devices.
 
-The step is compiled by the CPU's compiler for as many virtual devices. Weights, states and
-gradients are exact; activations and scratch are an estimate (see `liveness`), for the compiler of a
-GPU fuses otherwise. A deep model is compiled at two small depths, and their difference tells the
-rest.
+XLA's CPU compiler compiles the step for that number of virtual devices. Weights, optimizer states
+and gradients are exact. Activations and scratch are an estimate (see `liveness`), because the GPU
+compiler fuses differently. A deep model is compiled at two small depths, and the results are
+extrapolated.
 """
 
 import argparse
@@ -54,8 +54,8 @@ from jaxtrain.train.features import wrap_step
 from jaxtrain.train.memory_advice import memory_advice
 from jaxtrain.train.step import make_step
 
-# Nothing is fused, and nothing is optimised below that: the text is all that is wanted. Weights are
-# gathered in each round of a loop over microbatches, as the compiler of a GPU has it.
+# No fusion and no LLVM optimization: only the HLO text is used. Weights are gathered in each
+# iteration of the microbatch loop, as the GPU compiler does it.
 OPTIONS: dict[str, Any] = {
     "xla_disable_hlo_passes": "fusion,cpu-instruction-fusion,cpu-multi-output-fusion,ynn-fusion,"
     "library-rewriter,dot-library-rewriter,all-reduce-promotion,while-loop-invariant-code-motion",
@@ -63,19 +63,19 @@ OPTIONS: dict[str, Any] = {
     "xla_llvm_disable_expensive_passes": True,
 }
 HOST = "pinned_host"  # the host's memory, as seen from a device
-# What a step may take of a device's memory, for the estimate of the activations may be too low.
+# Fraction of a device's memory that a step may use. The activation estimate may be too low.
 USABLE = 0.9
 
 
 class Facts(NamedTuple):
-    """Of one compiled program."""
+    """Memory and collectives of one compiled program."""
 
-    live: float  # bytes of activations, gradients and scratch at the worst moment
+    live: float  # peak bytes of activations, gradients and scratch
     sent: list[Collective]
 
 
 def virtual_devices(count: int) -> None:
-    """Give this process so many CPU devices. Raises UserError if it has started with fewer."""
+    """Create `count` CPU devices. Raises UserError if JAX has already started with fewer."""
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
@@ -91,7 +91,7 @@ def virtual_devices(count: int) -> None:
 def preflight(
     name: str | None, overrides: Sequence[str], devices: int, kind: str, memory: int | None = None
 ) -> dict[str, Any]:
-    """The record of a configuration on `devices` virtual devices, as if of this kind."""
+    """Dry-run record of a configuration on `devices` virtual devices that stand in for `kind`."""
     rates, begin = rates_of(kind), time.perf_counter()
     path = find_config(name) if name else None
     if kind == "CPU" and load_config(path, overrides).train.precision == "auto":
@@ -134,9 +134,9 @@ def preflight(
 def plain_workload(
     name: str | None, overrides: Sequence[str], devices: Sequence[Any], attention: str
 ) -> Workload:
-    """The workload without what a CPU cannot compile; with a backend of attention that it can.
+    """The workload without fp8 and fused kernels, and with an attention backend for the CPU.
 
-    The references of attention and of the loss stay, with all scores and all logits in memory.
+    Reference backends of attention and of the loss stay: they keep all scores or logits in memory.
     """
     asked = load_config(find_config(name) if name else None, overrides).model
     loss = "reference" if asked.kernels.loss == "reference" else "xla"
@@ -146,20 +146,21 @@ def plain_workload(
     plain += [f"model.attention={attention}"]
     load = lambda *more: load_workload(name, [*overrides, *plain, *more], devices, True)
     w, more = load(), []
-    if w.config.model.document_mask and w.mesh.shape["context"] > 1:  # which XLA's alone takes
+    # Only the XLA backend supports document masks under context parallelism.
+    if w.config.model.document_mask and w.mesh.shape["context"] > 1:
         more += ["model.attention=xla"]
     return load(*more) if more else w
 
 
 def measured(w: Workload) -> Facts:
-    """Of the whole depth: compiled, or carried on from two small depths."""
+    """Facts at the full depth: compiled, or extrapolated from two small depths."""
     c = w.config.model
     chunks = w.mesh.shape["pipeline"] * w.config.mesh.pipeline_repeats
     every = c.moe.every if c.moe else 1
     of_set = lcm(*(getattr(share, "layers", 1) for share in (c.share_layers, c.share_kv)))
     period = lcm(len(c.window_pattern), 2 if c.value_embeddings else 1, every, of_set) * chunks
     small = period * ceil(4 / period)
-    if sum(map(len, kinds_of(w))) <= 2 * small:  # layers that are compiled
+    if sum(map(len, kinds_of(w))) <= 2 * small:  # number of compiled layers
         return facts_of(w)
     one, two = (facts_of(with_replicas(at_depth(w, n * small))) for n in (1, 2))
     more = (c.depth - 2 * small) / small
@@ -175,7 +176,7 @@ def measured(w: Workload) -> Facts:
 
 
 def with_replicas(w: Workload) -> Workload:
-    """With the step's wrappers, as replicas."""
+    """The workload with the step's wrappers applied, as local SGD replicas."""
     return w._replace(spec=wrap_step(w.spec, w.config, w.mesh))
 
 
@@ -202,11 +203,11 @@ def facts_of(w: Workload) -> Facts:
 
 
 def exact_bytes(w: Workload) -> dict[str, int]:
-    """Bytes on one device of what the shapes and the rules decide.
+    """Bytes on one device that follow from shapes and sharding rules alone.
 
-    host, files: of optimizer states, there and of all devices; with states in files the host holds
-    some parts of them at a time. copy: the weights in the compute dtype. gradients: in that, or
-    summed up in float32.
+    host, files: optimizer states in host memory and in files, summed over all devices. With states
+    in files, the host buffers a few parts at a time. copy: the weights in the compute dtype.
+    gradients: in the compute dtype, or accumulated in float32.
     """
     state = abstract_state(w)
     accumulated = batch_shapes(w).tokens_BT.shape[0] > 1
@@ -237,7 +238,7 @@ def exact_bytes(w: Workload) -> dict[str, int]:
 
 
 def tree_bytes(tree: PyTree) -> int:
-    """Of one device's partition, without what waits in the host's memory."""
+    """Bytes of a tree on one device, without arrays in host memory."""
     return sum(
         shard_bytes(x.shape, x.sharding, x.dtype.itemsize)
         for x in jax.tree.leaves(tree)
@@ -253,8 +254,8 @@ def shard_bytes(shape: tuple[int, ...], where: NamedSharding, width: int) -> int
 
 
 def hosts_of(mesh: Mesh, per_host: int) -> dict[str, int]:
-    """Over how many hosts each axis of the mesh goes: the fewest that have equally many devices,
-    at most so many each."""
+    """Number of hosts that each mesh axis spans, on the fewest hosts that have equally many
+    devices, at most `per_host` each."""
     count = next(n for n in range(ceil(mesh.size / per_host), mesh.size + 1) if mesh.size % n == 0)
     each = mesh.size // count
     devices = [
@@ -274,14 +275,14 @@ def hosts_of(mesh: Mesh, per_host: int) -> dict[str, int]:
 
 
 def candidate_meshes(devices: int, per_host: int, experts: bool) -> list[list[str]]:
-    """Overrides to try, those that cost least time first. experts: whether the model has some.
+    """Overrides to try, the fastest expected meshes first. experts: whether the model is a MoE.
 
-    data exchanges gradients once a step; fsdp also weights, by each stage of ZeRO more often, and
-    less between hosts where data goes over these and fsdp over a host's devices.
-    model.remat=block exchanges nothing and computes layers twice. The other axes exchange
-    activations within layers: expert the tokens of layers with experts, context keys and values,
-    tensor the whole stream, four times a layer. pipeline sends little, but its stages wait for
-    each other. expert, context and tensor go over no more devices than a host has.
+    data reduces gradients once a step. fsdp also gathers weights, more often with each ZeRO stage;
+    traffic between hosts is less with data across hosts and fsdp within a host. model.remat=block
+    communicates nothing but recomputes layers. The other axes communicate activations within
+    layers: expert the tokens of MoE layers, context keys and values, tensor the whole residual
+    stream, four times a layer. pipeline sends little, but its stages idle in the bubble. expert,
+    context and tensor stay within a host.
     """
     whole, sharded = ["mesh.data=auto", "mesh.fsdp=1"], ["mesh.data=1", "mesh.fsdp=auto"]
     both = [["mesh.data=auto", f"mesh.fsdp={n}"] for n in shares(devices, per_host)]
@@ -303,8 +304,8 @@ def candidate_meshes(devices: int, per_host: int, experts: bool) -> list[list[st
 
 
 def shares(devices: int, per_host: int) -> list[int]:
-    """Sizes of fsdp beside data: a host's devices, or the most that divide the count; and the most
-    that are a power of two, which divides a model's width more often."""
+    """Sizes of fsdp to combine with data: the largest divisor of `devices` up to `per_host`, and
+    the largest that is a power of two, which divides a model's width more often."""
     few = [n for n in range(2, min(per_host, devices - 1) + 1) if devices % n == 0]
     twos = [n for n in few if n & (n - 1) == 0]
     return list(dict.fromkeys([*few[-1:], *twos[-1:]]))
@@ -318,8 +319,8 @@ def first_fit(
     memory: int | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The record of the first candidate that fits. Raises UserError if none does, or if none is a
-    mesh of this configuration at all: with the reasons."""
+    """The record of the first candidate mesh that fits. Raises UserError if none fits, or, with
+    the reasons, if the configuration supports none of them."""
     least, refused = None, []
     path = find_config(name) if name else None
     experts = load_config(path, overrides).model.moe is not None
@@ -349,9 +350,9 @@ def first_fit(
 
 
 def main_reasons(refused: Sequence[str]) -> list[str]:
-    """The first of each kind of reason, of the three that most meshes were refused for.
+    """One example of each of the three most frequent kinds of reason.
 
-    A reason begins with the key that it is about."""
+    A reason begins with the configuration key that it is about."""
     key = lambda reason: re.split("[= :]", reason, maxsplit=1)[0]
     kinds = Counter(map(key, refused)).most_common(3)
     return [next(reason for reason in refused if key(reason) == kind) for kind, _ in kinds]
@@ -361,7 +362,7 @@ def main_reasons(refused: Sequence[str]) -> list[str]:
 
 
 def option_given(a: argparse.Namespace, *options: str) -> str | None:
-    """The first of these options that a command line has. Each is nothing by default."""
+    """The first of these options that the command line sets. Each defaults to an empty value."""
     for name in options:
         value = getattr(a, name)
         if value not in (None, False, []):
@@ -374,7 +375,8 @@ def has(overrides: Sequence[str], key: str) -> bool:
 
 
 def dry_overrides(a: argparse.Namespace) -> list[str]:
-    """Those of a command line; steps, which tuning asks for, take no memory."""
+    """The command line's overrides, with train.steps=1 if finetuning needs it: memory does not
+    depend on the steps."""
     alone = (
         not a.config and (a.dry_run or a.fit is not None) and not has(a.overrides, "train.steps")
     )
@@ -382,7 +384,7 @@ def dry_overrides(a: argparse.Namespace) -> list[str]:
 
 
 def check_dry(a: argparse.Namespace) -> None:
-    """Raises UserError for an option of the dry run where none is asked for."""
+    """Raise UserError for a dry-run option without --dry-run or --fit."""
     stray = option_given(a, "devices", "device", "memory", "json")
     if stray and not a.dry_run and a.fit is None:
         raise UserError(f"{stray} is for --dry-run (or --fit N)")
@@ -394,7 +396,7 @@ def preflight_of(
     overrides: Sequence[str],
     one: Callable[..., dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """The record that a command line asks for; one: what makes it in the place of `preflight`."""
+    """The record that a command line asks for. one: a function to call instead of `preflight`."""
     if name is None and not has(overrides, "train.init_from"):
         raise UserError(
             "--dry-run: say of which configuration, as in --config gpt_d12, or of which model, as "

@@ -1,7 +1,7 @@
-"""The outline of a fused attention kernel: what it reads, writes and keeps, without its arithmetic.
+"""Stand-in for a fused attention kernel: the same reads, writes and residuals, other arithmetic.
 
-A GPU's kernel does not compile on a CPU, and plain attention would put all scores in memory. It is
-among the backends only inside `outlined`, where nothing is run.
+A GPU kernel does not compile on a CPU, and plain attention would keep all scores in memory. The
+stand-in is a registered backend only inside `outlined`, where nothing is run.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ NAME = "outline"
 
 @contextlib.contextmanager
 def outlined(kind: str, capability: tuple[int, int]) -> Iterator[str]:
-    """Traces made inside are those of a GPU of this kind, but can be compiled for a CPU.
+    """Trace inside as for a GPU of this kind, in a form that compiles for a CPU.
 
-    Yields the name of the attention backend to ask for.
+    Yields the name of the attention backend to use.
     """
-    # By its full name: the package's `attention` is the function.
+    # The full module name is needed: the package's `attention` attribute is the function.
     backends = importlib.import_module("jaxtrain_kernels.attention").BACKENDS
     backends[NAME] = sys.modules[__name__]
     try:
@@ -48,12 +48,12 @@ def gradients(
     dout_BTNH: Array,
     call: Call,
 ) -> tuple[Array, Array, Array]:
-    """The backward pass by itself, of a part of the keys."""
+    """The backward pass alone, for a part of the keys."""
     return _backward((q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT), (dout_BTNH,))
 
 
 def attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, call: Call) -> tuple[Array, Array]:
-    """Results of the shapes of attention's."""
+    """Outputs with attention's shapes (out and LSE)."""
     return _outline(q_BTNH, k_BSKH, v_BSKH)
 
 
@@ -63,7 +63,7 @@ def _outline(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
 
 
 def _product(x: Array) -> Array:
-    """A matmul, so that its operand has to be in memory."""
+    """A matmul, which forces its operand into memory."""
     H = x.shape[-1]
     return x @ (jax.lax.broadcasted_iota(x.dtype, (H, H), 0) + x[0, 0, 0, 0])
 

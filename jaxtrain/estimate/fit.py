@@ -1,6 +1,6 @@
-"""Rows and remat for which a step fits the device: what `train.fit` asks for.
+"""`train.fit`: choose the device batch size and remat with which a step fits in device memory.
 
-They are chosen by the dry run's estimate, in a process of its own, which takes no accelerator.
+The choice uses the dry run's estimate, in a separate process that uses no accelerator.
 """
 
 import json
@@ -26,16 +26,17 @@ from jaxtrain.train.run_directory import check_text
 Record = dict[str, Any]
 ROWS, REMAT = "train.device_batch_size", "model.remat"
 REMATS = ("none", "dots", "block")  # from the fastest to the smallest
-COARSE = 2**27  # bytes: devices of one kind differ by less in what they have free
+COARSE = 2**27  # bytes: free memory differs by less among devices of one kind
 
 
 def choose(
     name: str | None, overrides: Sequence[str], devices: int, kind: str, memory: int | None
 ) -> tuple[list[str], Record]:
-    """The overrides that make a step fit, of those that are open, and the dry run's record.
+    """Choose device batch size and remat, unless they are set, so that a step fits.
 
-    The first remat with which one row fits, then as many rows as fit: they are a divisor of the
-    device's share of the batch. If nothing fits, what needs least.
+    Takes the first remat with which the smallest device batch fits, then the largest batch that
+    fits: a divisor of the device's share of the global batch. If nothing fits, takes the setting
+    that needs least. Returns the overrides and the dry run's record.
     """
     rows, remat = given_fields(name, overrides)
     tried: list[str] = []
@@ -68,15 +69,15 @@ def choose(
 
 
 def estimated(one: Record, whole: Record, rows: int) -> bool:
-    """Whether so many rows may fit, by the line through the fewest rows and all of them."""
+    """Whether `rows` may fit, by linear interpolation between the smallest batch and the whole."""
     a, b = (r["metrics"]["total_bytes"] for r in (one, whole))
     least, most = (r["workload"]["device_batch_size"] for r in (one, whole))
     return a + (b - a) * (rows - least) / (most - least) < 0.95 * one["metrics"]["device_bytes"]
 
 
 def given_fields(name: str | None, overrides: Sequence[str]) -> tuple[int | None, str | None]:
-    """(rows, remat) as the configuration's file and the command line have them, without defaults
-    and without those of the model that the run starts from."""
+    """(device batch size, remat) that the configuration file and the command line set, without
+    defaults and without settings of the model in `train.init_from`."""
     tree = read_yaml(find_config(name)) or {} if name else {}
     apply_overrides(tree, overrides)
     train, model = ({} if tree.get(name) is None else tree[name] for name in ("train", "model"))
@@ -86,13 +87,13 @@ def given_fields(name: str | None, overrides: Sequence[str]) -> tuple[int | None
 def fitted(
     name: str | None, overrides: Sequence[str], config: Config, coordinator: Coordinator
 ) -> Config:
-    """The configuration with rows and remat that fit the devices of this process.
+    """The configuration with a device batch size and remat that fit this process's devices.
 
-    A run that goes on with the same number of the same devices keeps what it has.
+    A run that resumes on the same number of devices of the same kind keeps its settings.
     """
     tuned = config.finetune.name != "full"
     if None not in given_fields(name, overrides) or (tuned and not config.train.init_from):
-        return config  # nothing to choose; or nothing to tune, as the run will say
+        return config  # nothing to choose; or no base model to finetune: the run reports that
     check_text(config)
     if kept := choice_of(config.run_dir):
         open_ = [
@@ -109,7 +110,7 @@ def fitted(
 
 
 def choice_of(run_dir: Path) -> dict[str, Any]:
-    """What a run that has begun on devices like these was fitted with; else nothing."""
+    """The fitted settings of an existing run on the same kind and number of devices, or {}."""
     files = run_dir / "config.yaml", run_dir / "env.json"
     if not all(file.is_file() for file in files) or not (run_dir / "checkpoints").is_dir():
         return {}
@@ -125,10 +126,10 @@ def choice_of(run_dir: Path) -> dict[str, Any]:
 
 
 def this_device() -> tuple[int, str, int]:
-    """(devices, the kind that a dry run takes them for, bytes of each)."""
+    """(number of devices, the dry run's kind for them, memory bytes of each)."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is None:  # half of the host's, of each of its devices the same part
+    if limit is None:  # an equal part of half the host's memory
         limit = psutil.virtual_memory().total // 2 // jax.local_device_count()
     old = device.platform == "gpu" and float(device.compute_capability) < 8
     kind = "CPU" if device.platform == "cpu" else "T4" if old else "A100"
@@ -138,7 +139,7 @@ def this_device() -> tuple[int, str, int]:
 def ask(
     name: str | None, overrides: Sequence[str], devices: int, kind: str, memory: int
 ) -> tuple[list[str], str]:
-    """`choose`, in a process without an accelerator; what it chose, and a line about it."""
+    """Run `choose` in a process without an accelerator. Returns its overrides and a log line."""
     asked = json.dumps([name, list(overrides), devices, kind, memory])
     quiet = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": ""}
     done = subprocess.run(
@@ -155,7 +156,7 @@ def ask(
 
 
 def line_of(record: Record) -> str:
-    """What was chosen, and how full a device is with it."""
+    """Log line: the chosen settings, and the device memory that they use."""
     m, w = record["metrics"], record["workload"]
     chosen = f"{ROWS}={w['device_batch_size']} {REMAT}={w['remat']}"
     fits = "" if m["fits"] else ", which may be too much"

@@ -1,4 +1,4 @@
-"""The text of a compiled program: its computations, their instructions and sizes."""
+"""Parser of HLO text: computations, their instructions and sizes."""
 
 import math
 import re
@@ -26,13 +26,13 @@ class Instruction(NamedTuple):
         return found[1] if found else ""
 
     def attributes(self, *names: str) -> list[str]:
-        """The computations named by all attributes that start so; one, or a list in braces."""
+        """Computations named by attributes with these prefixes: single ones, or lists in braces."""
         found = re.findall(rf"(?:{'|'.join(names)})\w*=(%[\w.-]+|\{{%[^}}]*)", self.rest)
         return re.findall(r"%([\w.-]+)", " ".join(found))
 
 
 def computations_of(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The computations of a program's text, and the name of the one that it starts with."""
+    """The computations of a program's text, and the name of the entry computation."""
     computations: dict[str, list[Instruction]] = {}
     current, entry = "", ""
     for line in hlo.splitlines():
@@ -50,7 +50,7 @@ def computations_of(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def counts_of(kind: str) -> list[int]:
-    """Values of each array of a type."""
+    """Number of elements in each array of a type."""
     return [math.prod(int(n) for n in dims.split(",") if n) for _, dims in SHAPE.findall(kind)]
 
 

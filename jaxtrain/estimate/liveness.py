@@ -1,10 +1,9 @@
-"""The most memory that a scheduled program holds at once, as a GPU's compiler would lay it out.
+"""Peak memory of a scheduled program, as a GPU compiler would allocate it.
 
-The CPU's compiler has no 16-bit arithmetic and no matmul of transposed operands: it keeps float32
-and transposed copies that a GPU does not, and its own figure is far above a GPU's. Here a value and
-its conversions, transpositions and copies are one buffer, of the narrowest size; and what an
-elementwise pass makes of values that are there anyway is made again where it is read, as a GPU's
-fusion does.
+XLA's CPU compiler has no 16-bit arithmetic and no matmul of transposed operands. It keeps float32
+and transposed copies that a GPU does not, so its own figure is far above a GPU's. Here a value and
+its conversions, transposes and copies share one buffer, of the narrowest size. An elementwise
+result is recomputed at its users if its operands are in memory anyway, as GPU fusion does.
 """
 
 from itertools import accumulate
@@ -13,25 +12,25 @@ from typing import Any
 from jaxtrain.estimate.hlo import Instruction, computations_of, size_of
 
 Computations = dict[str, list[Instruction]]
-Buffers = dict[str, tuple[str, ...]]  # of each instruction, and as name#k of a tuple's elements
+Buffers = dict[str, tuple[str, ...]]  # by instruction, and by name#k for a tuple's element k
 
-# Their result is another look at an operand.
+# Their result is a view of an operand.
 VIEWS = {
     "bitcast", "reshape", "transpose", "copy", "convert", "get-tuple-element", "bitcast-convert",
     "copy-start", "copy-done",
 }  # fmt: skip
 FREE = {"constant", "iota", "partition-id", "replica-id", "after-all", "broadcast"}
-# What is no elementwise pass: its operands and its result are in memory.
+# Operations that are not elementwise: their operands and results are in memory.
 SOLID = {
     "dot", "convolution", "custom-call", "scatter", "gather", "sort", "while", "call", "all-reduce",
     "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "dynamic-update-slice",
     "concatenate", "conditional", "reduce-window", "select-and-scatter",
 }  # fmt: skip
-SMALL = 1024  # bytes; what is below is left out
+SMALL = 1024  # bytes; smaller buffers are ignored
 
 
 class Lives:
-    """When the buffers of a computation are first and last needed, and their bytes."""
+    """Live ranges of a computation's buffers (first and last use), and their bytes."""
 
     def __init__(self, computations: Computations, instructions: list[Instruction]):
         self.buffers = _buffers(computations, instructions)
@@ -52,7 +51,7 @@ class Lives:
 
 
 def peak_bytes(hlo: str) -> int:
-    """Bytes of what is neither an argument nor a result, at the worst moment of a step."""
+    """Peak bytes of a step's temporary buffers, without arguments and results."""
     computations, entry = computations_of(hlo)
     return _peak(computations, entry) if entry else 0
 
@@ -83,9 +82,9 @@ def _peak(computations: Computations, name: str) -> int:
 
 
 def _recompute(computations: Computations, instructions: list[Instruction], lives: Lives) -> None:
-    """Drop what costs more to keep than the operands that it can be made from again.
+    """Drop buffers that cost more to keep than the operands from which they can be recomputed.
 
-    What a matmul or another solid operation reads has to be in memory, and stays.
+    Operands of a matmul or another SOLID operation have to be in memory, so they stay.
     """
     inner = {i.name: computations.get(i.attribute("calls"), [i]) for i in instructions}
     solid = {i.name for i in instructions if any(x.op in SOLID for x in inner[i.name])}
@@ -105,7 +104,7 @@ def _recompute(computations: Computations, instructions: list[Instruction], live
 
 
 def _buffers(computations: Computations, instructions: list[Instruction]) -> Buffers:
-    """The buffers of each instruction: its own, or those that it looks at."""
+    """Buffers of each instruction: its own, or those that it is a view of."""
     found: Buffers = {}
     for i in instructions:
         operands = i.operands
@@ -118,7 +117,7 @@ def _buffers(computations: Computations, instructions: list[Instruction]) -> Buf
                 found[key] = (key,)
                 found[operands[0]] = (*found.get(operands[0], ()), key)
             found[i.name] = found[key]
-        elif i.op == "while":  # its results lie where its operands lay
+        elif i.op == "while":  # its results reuse the buffers of its operands
             start = f"{operands[0]}#"
             carried = {k: v for k, v in found.items() if k.startswith(start)}
             found |= {f"{i.name}#{k.removeprefix(start)}": v for k, v in carried.items()}
@@ -131,7 +130,7 @@ def _buffers(computations: Computations, instructions: list[Instruction]) -> Buf
 
 
 def _only_looks(computations: Computations, i: Instruction) -> bool:
-    """Whether a fusion does nothing but convert or turn its one operand."""
+    """Whether a fusion only converts, transposes or copies its single operand."""
     inner: Any = computations.get(i.attribute("calls"), []) if i.op == "fusion" else []
     return bool(inner) and len(i.operands) == 1 and all(
         x.op in VIEWS or x.op == "parameter" for x in inner

@@ -1,4 +1,4 @@
-"""Bytes of the frozen model beside a step: a teacher, a cache of one, or a reference model."""
+"""Device memory of a step's second model: a teacher, a teacher's cache, or a reference model."""
 
 import json
 from math import prod
@@ -21,7 +21,7 @@ from jaxtrain.weights.contract import flatten
 
 
 class FrozenSize(NamedTuple):
-    """Of a saved model: bytes of its weights on one device, its width, columns of its head."""
+    """A saved model's weight bytes on one device, its width, and the columns of its head."""
 
     weight_bytes: int
     width: int
@@ -29,11 +29,11 @@ class FrozenSize(NamedTuple):
 
 
 def reference_bytes(c: Resolved, mesh: Mesh, dtype: jnp.dtype, vocab_size: int) -> int:
-    """Bytes on one device of what the objective takes of a saved model; 0 for other objectives.
+    """Bytes on one device that the objective's second model takes; 0 for other objectives.
 
-    A teacher: its weights in `dtype`, its head once more, and its hidden states of a step. A cache
-    of one: token ids and log-probabilities of a step. A reference model: its weights, and a float32
-    loss for each token of a step. UserError for a folder without a model.
+    Teacher: its weights in `dtype`, a second copy of its head, and its hidden states of a step.
+    Teacher's cache: token ids and log-probs of a step. Reference model: its weights, and a float32
+    loss for each token of a step. Raises UserError for a folder without a model.
     """
     objective = c.objective
     tokens = c.train.batch_size // num_batch_shards(mesh) * c.train.sequence_length
@@ -49,13 +49,13 @@ def reference_bytes(c: Resolved, mesh: Mesh, dtype: jnp.dtype, vocab_size: int) 
 
 
 def saved_size(run: str, mesh: Mesh, dtype: jnp.dtype, vocab_size: int) -> FrozenSize:
-    """A run's model as `reference_model.load_frozen` places it; of its files the headers are read.
+    """Size of a run's model as `reference_model.load_frozen` shards it. Reads only file headers.
 
-    Each device has all of a quantized matrix. UserError for a folder without a model.
+    Quantized matrices are replicated. Raises UserError for a folder without a model.
     """
     folder = folder_of(local(run))
     model = load_resolved(folder / "config.yaml").model
-    file = folder / WEIGHTS  # a run that has not ended has checkpoints, which are not quantized
+    file = folder / WEIGHTS  # an unfinished run has only checkpoints, which are not quantized
     stored = read_header(file) if file.is_file() else {}
     quantized = json.loads(metadata_of(file).get(QUANTIZED, "{}")) if stored else {}
     specs, total = flatten(split(Transformer(model, vocab_size))[1]), 0

@@ -1,4 +1,4 @@
-"""What a compiled step sends between devices, and how long that and its matmuls take at best."""
+"""Communication volume of a compiled step, and the least time of its collectives and matmuls."""
 
 import re
 from collections import Counter, defaultdict
@@ -18,31 +18,31 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 
 
 class Rates(NamedTuple):
-    """Of one device: what of its bf16 peak a step reaches, memory, links each way in bytes/s."""
+    """One device: memory in bytes, MFU (share of the bf16 peak), links in bytes/s each way."""
 
     memory: int
     mfu: float
     link: float  # to its neighbours on the host
     network: float  # to other hosts
     per_host: int = 8
-    # That a dry run compiles for: kernels for Hopper would not compile for a CPU.
+    # Capability that a dry run compiles for: Hopper kernels would not compile for a CPU.
     capability: tuple[int, int] = (8, 0)
 
     @property
     def flash(self) -> bool:
-        """Whether it has a fused attention kernel; XLA's keeps blocks of scores in memory."""
+        """Whether a fused attention kernel exists. XLA's backend keeps score tiles in memory."""
         return self.capability >= (8, 0)
 
 
-# Memory and links: NVIDIA's data sheets of B200 (DGX B200: 1,440 GB in eight, NVLink 1.8 TB/s both
-# ways), H200, H100 SXM, A100 SXM 80GB (NVLink 900, 900 and 600
-# GB/s, both ways together), T4 (PCIe 3.0 x16) and of DGX B200, H100 and A100 (8 x 400, 8 x 400 and
-# 8 x 200 Gbit/s); a cloud host of T4s has 50 Gbit/s for four. The cards below those: data sheets of
-# L4, L40S and A10, NVIDIA's white papers on GA102 (RTX 3090), Ada (RTX 4090, RTX 6000 Ada) and RTX
-# Blackwell (RTX 5090, RTX PRO 6000); PCIe x16 of generation 4 has 32 GB/s each way, of generation 5
-# 64 GB/s; 100 Gbit/s for the four of a host is assumed. MFU: gpt_d24 on one H200 with the kernels
-# for Hopper (step-gpt_d24-bf16-nvidia_h200.json) and without (...-xla-...); that the others reach
-# the same share is assumed.
+# Memory and links come from NVIDIA's data sheets: B200 (DGX B200: 1,440 GB in eight, NVLink 1.8
+# TB/s in both directions together), H200, H100 SXM, A100 SXM 80GB (NVLink 900, 900 and 600 GB/s,
+# likewise), T4 (PCIe 3.0 x16), DGX B200, H100 and A100 (network 8 x 400, 8 x 400 and 8 x 200
+# Gbit/s). A cloud host of four T4s has 50 Gbit/s. Smaller cards: data sheets of L4, L40S and A10;
+# NVIDIA's white papers on GA102 (RTX 3090), Ada (RTX 4090, RTX 6000 Ada) and RTX Blackwell (RTX
+# 5090, RTX PRO 6000). PCIe x16 has 32 GB/s each way (generation 4) or 64 GB/s (generation 5); a
+# host of four cards is assumed to have 100 Gbit/s. MFU: gpt_d24 on one H200 with the Hopper kernels
+# (step-gpt_d24-bf16-nvidia_h200.json) and without (...-xla-...); other cards are assumed to reach
+# the same share.
 RATES = {
     "H200": Rates(141 * 10**9, 0.52, 450e9, 50e9),
     "H100": Rates(80 * 10**9, 0.52, 450e9, 50e9),
@@ -62,9 +62,9 @@ RATES = {
 
 
 def device_named(text: str) -> str:
-    """The key of RATES that is meant: `NVIDIA GeForce RTX 4090` and `4090` are RTX-4090.
+    """The key of RATES that a name means: `NVIDIA GeForce RTX 4090` and `4090` are RTX-4090.
 
-    Raises UserError for none and for several.
+    Raises UserError if no key matches, or several do.
     """
     plain = lambda name: re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
     asked = plain(text)
@@ -78,27 +78,27 @@ def device_named(text: str) -> str:
 
 
 def rates_of(kind: str) -> Rates:
-    """The row of RATES. Raises UserError for another kind."""
+    """The entry of RATES. Raises UserError for an unknown kind."""
     if kind not in RATES:
         raise UserError(f"--device {kind}: no figures for it; there are {', '.join(RATES)}")
     return RATES[kind]
 
 
 class Collective(NamedTuple):
-    """One kind of exchange along some mesh axes, all of a step's together."""
+    """All of a step's collectives of one kind over the same mesh axes."""
 
     kind: str
     axes: tuple[str, ...]
-    group_size: int  # devices that exchange with each other
+    group_size: int  # devices in a replica group
     times: float
-    bytes: float  # that a device sends, by ring algorithms
+    bytes: float  # sent by one device, with ring algorithms
 
 
 def collectives(hlo: str, mesh_shape: dict[str, int], branch: float = 0.0) -> list[Collective]:
-    """The exchanges of a compiled program, those in loops as often as the loop runs. A loop that
-    runs as often as the data ask for, as that of what an even load leaves over, does not count.
+    """The collectives of a compiled program, each in a loop counted once per iteration. Loops whose
+    trip count depends on the data, as for a MoE's overflow tokens, are not counted.
 
-    branch: in which share of the steps a branch of a conditional runs.
+    branch: the fraction of steps in which a branch of a conditional runs.
     """
     computations, entry = computations_of(hlo)
     total: dict[tuple[str, tuple[str, ...], int], list[float]] = {}
@@ -138,7 +138,7 @@ def _walk(
         group = group_of_first(i.rest, prod(mesh_shape.values()))
         places = np.unravel_index(group, tuple(mesh_shape.values()))
         axes = tuple(a for a, at in zip(mesh_shape, places) if len(set(at.tolist())) > 1)
-        if not axes:  # each device sends to itself
+        if not axes:  # each device sends only to itself
             continue
         sizes: dict[tuple[str, tuple[str, ...], int], float] = defaultdict(float)
         for place, operand in enumerate(i.operands):
@@ -159,9 +159,9 @@ def _walk(
 def _in_two_steps(
     axes: tuple[str, ...], mesh_shape: dict[str, int], taken: int, size: float
 ) -> list[tuple[str, tuple[str, ...], int, float]]:
-    """(kind, axes, group_size, bytes) that the compiler of a GPU makes of a sum, of which each
-    device takes one part of so many: a reduce-scatter over the axes that part it, then the sum of a
-    part over the others. The CPU's leaves all of it to a sum and a slice."""
+    """Steps (kind, axes, group_size, bytes) of an all-reduce of which each device reads one shard
+    of `taken`. The GPU compiler emits a reduce-scatter over the axes that shard it, then an
+    all-reduce of the shard over the others. The CPU compiler emits an all-reduce and a slice."""
     first = sorted(axes, key=lambda axis: axis != "fsdp")
     for count in range(1, len(axes) + 1):
         for inner in combinations(first, count):
@@ -182,7 +182,7 @@ def factor(kind: str, n: int) -> float:
 
 
 def group_of_first(text: str, devices: int) -> list[int]:
-    """The first group of devices that exchange with each other, in any of XLA's notations."""
+    """The first replica group, in any of XLA's notations."""
     if found := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", text):
         sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", found[1])}
         ids = np.arange(devices).reshape(list(sizes.values()))
@@ -201,7 +201,7 @@ def group_of_first(text: str, devices: int) -> list[int]:
 
 
 def _narrowest(by_name: dict[str, Instruction], name: str) -> int:
-    """Bytes of an operand; the CPU widens 16-bit values before it sends them."""
+    """Bytes of an operand in its narrowest dtype. The CPU compiler widens 16-bit values to send."""
     values, width = 0, 16
     while (i := by_name.get(name)) is not None:
         here = sum(counts_of(i.type))
@@ -214,14 +214,14 @@ def _narrowest(by_name: dict[str, Instruction], name: str) -> int:
 
 
 def _looks(i: Instruction) -> bool:
-    """Whether an instruction only shows its operand, or a part of it, in another way."""
+    """Whether an instruction is only a view, slice or conversion of its operand."""
     names = ("wrapped_co", "wrapped_tr", "wrapped_slice")
     return i.op in VIEWS or i.op == "slice" or i.name.startswith(names)
 
 
 def _read(i: Instruction, users: Sequence[Instruction]) -> float:
-    """The share of its bytes that is left where all that reads it narrows it first. The compiler of
-    a GPU narrows before it gathers."""
+    """The share of a result's bytes that is left if all its users convert it to a narrower dtype.
+    The GPU compiler converts before it gathers."""
     narrows = lambda u: u.op == "convert" or u.name.startswith("wrapped_convert")
     share = lambda u: size_of(u.type) / size_of(i.type) if narrows(u) else 1.0
     return max(map(share, users), default=1.0)
@@ -234,10 +234,11 @@ def _taken(
     size: int,
     users: dict[str, list[Instruction]],
 ) -> int:
-    """Of how many parts of the sum at that place of a result each device takes its own alone.
+    """Number of shards of an all-reduced result (tuple index `place`) if each device reads only its
+    own shard, else 1.
 
-    1 where something reads more. Also where the sum is narrowed before, which keeps the compiler
-    of a GPU from making one step of it; unless the CPU's has widened it, from `size` bytes.
+    Also 1 if the sum is first converted to a narrower dtype: the GPU compiler then makes no
+    reduce-scatter of it, unless the CPU compiler had widened the sum from `size` bytes.
     """
     todo, one = list(users[i.name]), i.type
     if one.startswith("("):
@@ -257,7 +258,7 @@ def _taken(
 
 
 def _parts(whole: str, part: str) -> float:
-    """How many of such parts a whole has if it is cut along one dimension, else 1."""
+    """The number of parts in the whole if it is cut along one dimension, else 1."""
     dims = lambda kind: Counter(re.findall(r"\d+", SHAPE.findall(kind)[0][1]))
     cut = (dims(whole) - dims(part)).total() == 1
     return counts_of(whole)[0] / counts_of(part)[0] if cut else 1.0
@@ -266,10 +267,10 @@ def _parts(whole: str, part: str) -> float:
 def step_seconds(
     flops: float, sent: Sequence[Collective], kind: str, across: dict[str, int]
 ) -> tuple[float, float, float]:
-    """(compute, exchanges within hosts, exchanges between hosts) of a step, on one device.
+    """Seconds (compute, collectives within hosts, collectives between hosts) of a step per device.
 
-    across: over how many hosts each mesh axis goes. What of the exchanges is hidden behind the
-    compute is not known before it is measured.
+    across: the number of hosts that each mesh axis spans. The overlap of collectives with compute
+    can only be measured.
     """
     rates = rates_of(kind)
     compute = flops / ((peak_flops(kind.replace("-", " ")) or 1e12) * rates.mfu)

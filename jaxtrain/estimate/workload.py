@@ -1,4 +1,4 @@
-"""What a step is measured on: a configuration's model and optimizer, and random tokens."""
+"""Workload of a measured or compiled step: a configuration's model, optimizer and batch shapes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +53,7 @@ class Workload(NamedTuple):
     mesh: Mesh
     spec: StepSpec
     vocab_size: int
-    partition: Partition  # what of the model trains
+    partition: Partition  # trainable and frozen parameters
 
     @property
     def tokens(self) -> int:
@@ -66,7 +66,7 @@ class Workload(NamedTuple):
 
     @property
     def flops_per_token(self) -> float:
-        """In nanochat's convention, for the MFU."""
+        """FLOPs per token in nanochat's convention, for the MFU."""
         c = self.config
         specs = split(Transformer(c.model, self.vocab_size))[1]
         return flops_per_token(c.model, specs, c.train.sequence_length, self.partition.trainable)
@@ -95,11 +95,11 @@ def load_workload(
     devices: Sequence[Any] | None = None,
     accumulated: bool = False,
 ) -> Workload:
-    """A configuration (path, bare name, None: the defaults) with overrides. No corpus is needed.
+    """Load a configuration (path, bare name; None: defaults) with overrides. Needs no corpus.
 
-    The batch is one microbatch a step, as the peers are measured: `train.device_batch_size` rows a
-    device where the configuration sets it, unless `train.batch_size` is among the overrides.
-    accumulated: it is what a run of the configuration has, with all its microbatches.
+    A step has one microbatch, as the baselines are measured: `train.device_batch_size` sequences
+    per device if the configuration sets it, unless `train.batch_size` is among the overrides.
+    accumulated: keep the run's batch size instead, with all its microbatches.
     """
     path = find_config(name) if name else None
     c = load_config(path, overrides)
@@ -121,20 +121,20 @@ def make_workload(name: str, r: Resolved, mesh: Mesh, vocab_size: int) -> Worklo
     make = lambda specs: make_optimizer(optim, specs, r.train.steps, tokens)
     optimizer = freeze_layers(make, partition.trainable, r.model, vocab_size)
     optimizer = merge_adapters(optimizer, r.finetune, partition.trainable, r.run.seed)
-    if r.objective.name in PREFERENCES:  # random rows have labels, not pairs of answers
+    if r.objective.name in PREFERENCES:  # random sequences have labels, not pairs of answers
         r = r.model_copy(update={"objective": NextTokenConfig()})
     spec = make_step_spec(r, graphdef, partition, optimizer, dtype, jnp.ones((vocab_size,)))
     return Workload(name, r, mesh, spec, vocab_size, partition)
 
 
 def at_depth(w: Workload, depth: int) -> Workload:
-    """The same model with fewer layers, all else as it was."""
+    """The workload at another depth, otherwise unchanged."""
     c = override(w.config, [f"model.depth={depth}"])
     return make_workload(w.name, c, w.mesh, w.vocab_size)
 
 
 def batch_shapes(w: Workload) -> Batch:
-    """Shapes and placement of a batch `[microbatches, rows, T]`."""
+    """Shapes and shardings of a batch `[microbatches, sequences, T]`."""
     t = w.config.train
     rows = t.device_batch_size * num_batch_shards(w.mesh)
     shape = (t.batch_size // rows, rows, t.sequence_length)
@@ -147,7 +147,7 @@ def batch_shapes(w: Workload) -> Batch:
 
 
 def abstract_state(w: Workload) -> State:
-    """Shapes and placement of the state, for compiling before anything is allocated."""
+    """Shapes and shardings of the state, to compile before anything is allocated."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
         jax.eval_shape(lambda: init_state(w.spec, 0)),
@@ -156,8 +156,8 @@ def abstract_state(w: Workload) -> State:
 
 
 def random_base(w: Workload) -> Params | None:
-    """What is frozen, of initial values: a parameter at a time, as a checkpoint is loaded. None if
-    all trains."""
+    """Frozen parameters with initial values, made one at a time, as a checkpoint is loaded. None
+    if all parameters train."""
     if w.partition.init is None:
         return None
     where, base = flatten(shardings(w.partition.base, w.mesh)), {}
@@ -169,7 +169,7 @@ def random_base(w: Workload) -> Params | None:
 
 
 def abstract_frozen(w: Workload) -> ShapeTree | None:
-    """Its shapes and places."""
+    """Shapes and shardings of `random_base`."""
     where = {
         (spec.shape, spec.dtype): place
         for spec, place in zip(
@@ -202,7 +202,7 @@ def new_hyperparams(w: Workload) -> Hyperparams:
 
 
 def kinds_of(w: Workload) -> list[tuple[LayerSpec, ...]]:
-    """The kinds of the pipeline's chunks; without one, the plan of all layers."""
+    """The distinct pipeline chunks; without a pipeline, the plan of all layers."""
     chunks = split_layers(
         make_plan(w.config.model), w.mesh.shape["pipeline"] * w.config.mesh.pipeline_repeats
     )
@@ -210,7 +210,8 @@ def kinds_of(w: Workload) -> list[tuple[LayerSpec, ...]]:
 
 
 def idle(w: Workload, layers: int | None = None) -> float:
-    """The share of a step's ticks that a stage waits; layers: of its time, if they are as many."""
+    """Pipeline bubble: the share of a step's ticks in which a stage idles. With `layers` (their
+    number), the share of its time."""
     microbatches = batch_shapes(w).tokens_BT.shape[0]
     return bubble_fraction(
         w.mesh.shape["pipeline"], microbatches, w.config.mesh.pipeline_repeats, layers
@@ -218,11 +219,11 @@ def idle(w: Workload, layers: int | None = None) -> float:
 
 
 def branch_share(w: Workload) -> float:
-    """How often a device runs a branch: a meeting of replicas, a chunk of the pipeline."""
+    """How often a device runs a branch: an outer step of local SGD, or a pipeline chunk."""
     stages = w.mesh.shape["pipeline"]
     if stages > 1 and w.config.mesh.pipeline_schedule == "1f1b":
-        # Of its M + 2 (S - 1) ticks a stage has M, in a branch of its own; the head's is taken for
-        # such a branch as well, so that what it sends counts S times too little.
+        # A stage is busy in M of M + 2 (S - 1) ticks, in its own branch. The head counts as such a
+        # branch as well, so that its traffic is underestimated by a factor of S.
         microbatches = batch_shapes(w).tokens_BT.shape[0]
         return microbatches / (microbatches + 2 * (stages - 1)) / stages
     if stages > 1:

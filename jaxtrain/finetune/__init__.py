@@ -1,4 +1,4 @@
-"""Fine-tuning: what trains, what is frozen, and how a step joins the two."""
+"""Fine-tuning: trainable and frozen parameters, and how a step joins them."""
 
 from collections.abc import Callable
 
@@ -43,7 +43,7 @@ METHODS: dict[str, Callable[..., Partition]] = {
 
 
 def make_partition(c: FinetuneConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
-    """The parts of a model that is declared so; the compute is in `dtype`."""
+    """Divide a model's declared parameters into trainable and frozen. dtype: of the compute."""
     return METHODS[c.name](c, specs, dtype)
 
 

@@ -1,4 +1,4 @@
-"""What of a model is trained: all of it, a change beside it, or a part; and fitting defaults."""
+"""Fine-tuning configurations (full, PEFT adapters, or selected parameters), and their defaults."""
 
 import itertools
 from pathlib import Path
@@ -13,7 +13,7 @@ BaseStorage = Literal["nf4", "int8", "int4"]
 
 
 def our_names(targets: object) -> object:
-    """Targets with our names in the place of peft's."""
+    """Translate peft's module names among the targets into ours."""
     if not isinstance(targets, (list, tuple)):
         return targets
     found = (
@@ -35,7 +35,7 @@ class FullConfig(Settings):
 class FrozenBaseConfig(Settings):
     """Fields of every method that freezes most of the model.
 
-    peak_rate: AdamW's learning rate unless `optim` sets one; pretraining's is too high here.
+    peak_rate: AdamW's default learning rate; that of pretraining is too high here.
     """
 
     peak_rate: ClassVar[float]
@@ -184,7 +184,7 @@ class AdapterConfig(FrozenBaseConfig):
 
 
 class PromptLearningConfig(FrozenBaseConfig):
-    """Virtual tokens in front of every text, and nothing else."""
+    """Fields of prompt and prefix tuning, which train only virtual tokens before each document."""
 
     virtual_tokens: int = Field(
         20, ge=1, description="virtual tokens; becomes model.prompt or .prefix"
@@ -222,22 +222,22 @@ FinetuneConfig = Annotated[
     Field(discriminator="name"),
 ]  # fmt: skip
 
-# Peak learning rates of the methods; a class without one is an error here.
+# Peak learning rate of each method; a config class without `peak_rate` raises here.
 RATES: dict[str, float] = {
     method.model_fields["name"].default: method.peak_rate
     for method in get_args(get_args(FinetuneConfig)[0])
     if method is not ReLoRAConfig
 }
-PRETRAINING = ("full", "relora")  # methods that need no model to start from
-# Of those, where a model that answers already learns which answer is better: 5e-7 for all of it and
-# 5e-6 with LoRA are the alignment handbook's for Zephyr 7B; ORPO, which learns to answer as well,
-# has 8e-6 for all of it in its paper (Hong et al. 2024).
+PRETRAINING = ("full", "relora")  # methods that need no pretrained model
+# Factors on RATES for preference objectives, whose models already answer. The alignment handbook
+# has 5e-7 (full) and 5e-6 (LoRA) for Zephyr 7B. ORPO also learns to answer: its paper has 8e-6
+# (full, Hong et al. 2024).
 PREFERENCE_RATE_FACTORS = {"dpo": 1 / 40, "ipo": 1 / 40, "kto": 1 / 40, "orpo": 2 / 5}
 ADDED_MODULES = ("adapter", "prompt", "prefix")  # become model.NAME
-# Of a prefix that an MLP makes; Li & Liang's 5e-5 hardly moves one in 400 steps.
+# Learning rate of a prefix made by an MLP; Li & Liang's 5e-5 hardly moves one in 400 steps.
 PROJECTION_RATE = 1e-3
-BATCH_SIZE = 16  # of a step, QLoRA's
-PEFT = {"lora": "LORA", "prompt": "PROMPT_TUNING", "prefix": "PREFIX_TUNING"}  # what peft reads
+BATCH_SIZE = 16  # rows of a step, as in QLoRA
+PEFT = {"lora": "LORA", "prompt": "PROMPT_TUNING", "prefix": "PREFIX_TUNING"}  # peft's `peft_type`
 # peft's names of modules -> ours
 PEFT_MODULES = {
     "q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",), "o_proj": ("out",), "up_proj": ("up",),
@@ -248,15 +248,15 @@ PEFT_MODULES = {
 
 
 def apply_finetune_defaults(tree: dict[str, Any], talks: bool = False) -> None:
-    """The defaults of tuning, in a plain configuration that asks for it; what it says wins.
+    """Add the fine-tuning defaults to a plain configuration, in place; fields that it sets win.
 
-    talks: it trains on conversations, which tunes the model that it starts from also where all of
-    it trains. Raises UserError if it does not say for how long, or has rates of pretraining's
-    optimizer.
+    talks: the data are conversations. Full training from `train.init_from` is then fine-tuning,
+    too. Raises UserError if `train.steps` is missing, or if options of muon are set without
+    `optim.name`.
     """
     sections = ("train", "optim", "finetune", "objective")
     if not all(isinstance(tree.get(name, {}), dict) for name in sections):
-        return  # validation says what is wrong
+        return  # the validation reports what is wrong
     train, optim, finetune, objective = (tree.get(name, {}) for name in sections)
     kind = finetune.get("name", "full")
     if kind not in RATES or (kind == "full" and not (talks and train.get("init_from"))):
@@ -295,7 +295,7 @@ def apply_finetune_defaults(tree: dict[str, Any], talks: bool = False) -> None:
 
 
 def adapter_folder(path: str, option: str = "finetune.init_adapter") -> Path:
-    """The folder of an adapter, a run's too. UserError, which begins with `option`, for none."""
+    """Find the adapter in a folder or run directory. UserError, starting with `option`, if none."""
     folder = Path(path).expanduser()
     for place in (folder, folder / "adapter", folder / "model" / "adapter"):
         if (place / "adapter_config.json").is_file():
@@ -304,7 +304,7 @@ def adapter_folder(path: str, option: str = "finetune.init_adapter") -> Path:
 
 
 def adapter_settings(folder: Path, kind: str = "lora") -> dict[str, Any]:
-    """The fields of `finetune` that an adapter of peft's was made with."""
+    """Read the fields of `finetune` from the `adapter_config.json` of a peft adapter."""
     file = folder / "adapter_config.json"
     c = read_object(file)
     plain = {"bias": ("none",), "modules_to_save": (None, []), "peft_type": (PEFT[kind],)}
@@ -319,8 +319,8 @@ def adapter_settings(folder: Path, kind: str = "lora") -> dict[str, Any]:
             raise UserError(f"{file}: {key} is {c.get(key)!r}, but must be a number above 0")
     if kind != "lora":
         return {"virtual_tokens": c["num_virtual_tokens"]}
-    # Modules of lower ranks are filled up with zeros; alpha keeps the factor of those without one
-    # in the patterns, and `interop.peft` that of the others.
+    # Modules of lower rank are padded with zeros. alpha keeps the scale of modules outside of
+    # `rank_pattern`; `interop.peft` keeps the scale of the others.
     most = max(c["r"], *(c.get("rank_pattern") or {"": 0}).values())
     root = 0.5 if c.get("use_rslora") else 1.0
     fields = {"rank": most, "alpha": c["lora_alpha"] * (most / c["r"]) ** root}
@@ -334,11 +334,11 @@ def adapter_settings(folder: Path, kind: str = "lora") -> dict[str, Any]:
 
 
 def matrices_of_module(module: str, folder: Path) -> tuple[str, ...]:
-    """Our names of what a module of peft's is, by the last parts of its path."""
+    """Translate a peft module into our matrix names, by the last one or two parts of its path."""
     parts = module.split(".")
     for name in (".".join(parts[-2:]), parts[-1]):
         if name in PEFT_MODULES:
             return PEFT_MODULES[name]
-    if (parts[-1],) in PEFT_MODULES.values():  # of a model that only we have
+    if (parts[-1],) in PEFT_MODULES.values():  # our own name, of a model that peft does not have
         return (parts[-1],)
     raise UserError(f"{folder}: target_modules {module} has no matrix here")

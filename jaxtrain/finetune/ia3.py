@@ -1,7 +1,7 @@
-"""IA3 (Liu et al. 2022): factors on keys, values and the channels that `down` reads.
+"""IA3 (Liu et al. 2022): learned factors on keys, values and the input channels of `down`.
 
-They train as `NAME/factor` and are one at first, so that nothing is changed. A bias that is added
-to keys or values is multiplied as well.
+The factors train as `NAME/factor`. They start at one, which changes nothing. The bias of keys or
+values is multiplied as well.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ KEYS_VALUES, FFN_INPUTS = ("blocks/attention/k", "blocks/attention/v"), ("blocks
 
 
 def ia3(c: IA3Config, specs: Specs, dtype: jnp.dtype) -> Partition:
-    """The base is frozen as a whole; the factors are the parameters."""
+    """Freeze the whole base; only the factors train."""
     refuse_other_matrices(specs, "finetune.name=ia3", "use lora with finetune.targets=[attention]")
     flat = flatten(specs)
     if missing := [name for name in (*KEYS_VALUES, *FFN_INPUTS) if name not in flat]:

@@ -1,8 +1,8 @@
-"""LoftQ (Li et al. 2023, arXiv:2310.08659): adapters that begin at what quantization lost.
+"""LoftQ (Li et al. 2023, arXiv:2310.08659): adapters initialized to the quantization error.
 
-In turn the base is W - s A B in few bits, and s A B the best product of that rank of what is left
-of W. So training begins near the model before quantization, where QLoRA begins at the quantized
-one.
+Two steps alternate: the base becomes the quantized W - s A B, and s A B the best approximation of
+W - base at that rank. Training thus starts near the unquantized model; QLoRA starts at the
+quantized one.
 """
 
 import functools
@@ -15,15 +15,15 @@ from jaxtrain.model import AdaptedWeight
 from jaxtrain.weights import WEIGHTS
 from jaxtrain.weights.contract import Weight, dequantize
 
-OVERSAMPLING, POWERS = 8, 4  # columns beyond the rank, products with R R^T
+OVERSAMPLING, POWERS = 8, 4  # columns beyond the rank, power iterations with R R^T
 
 
 def low_rank(
     r_KN: Float[Array, "K N"], rank: int
 ) -> tuple[Float[Array, "K r"], Float[Array, "r N"]]:
-    """a b close to the best product of that rank, the singular values divided evenly.
+    """Return a and b, whose product approximates r_KN at that rank; each takes sqrt(s).
 
-    A randomized SVD (Halko et al. 2011, arXiv:0909.4061), always with the same draw.
+    Randomized SVD (Halko et al. 2011, arXiv:0909.4061) with a fixed seed.
     """
     K, N = r_KN.shape
     columns = min(rank + OVERSAMPLING, K, N)
@@ -41,7 +41,7 @@ def low_rank(
 def loftq(
     w_LKN: Float[Array, "L K N"], form: str, rank: int, scale: float, iterations: int
 ) -> AdaptedWeight:
-    """The base in a form of storage, with the factors a and b to begin with, float32."""
+    """Quantize a stack to the storage `form`, with the initial factors a and b in float32."""
     dtype = w_LKN.dtype
 
     def quantized(w: Array) -> Array | Weight:

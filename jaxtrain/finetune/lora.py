@@ -1,8 +1,8 @@
 """LoRA (Hu et al. 2021), with rsLoRA's scale, DoRA's norms, LoRA+'s rates and LoRA-FA's fixed A.
 
-The parameters that train are `NAME/a` [L, in, r], `NAME/b` [L, r, out] and, for DoRA,
-`NAME/magnitude` [L, out] of every matrix NAME that is a target. With `freeze_a` A is frozen
-(LoRA-FA, Zhang et al. 2023): then the inputs of the matrices need not be kept for its gradient.
+Each target matrix NAME has trainable parameters `NAME/a` [L, in, r], `NAME/b` [L, r, out] and, with
+DoRA, `NAME/magnitude` [L, out]. `freeze_a` freezes A (LoRA-FA, Zhang et al. 2023): the matrices'
+inputs then need not be kept for its gradient.
 """
 
 import math
@@ -34,7 +34,7 @@ from jaxtrain.weights.params import Specs
 
 
 def lora(c: LoRAConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
-    """The base is frozen as a whole; the adapters are the parameters."""
+    """Freeze the whole base; only the adapters train."""
     names, flat, scale = target_matrices(c, specs), flatten(specs), lora_scale(c)
     every = {k: s for name in names for k, s in lora_specs(c, name, flat[name]).items()}
     fixed = {k: in_compute_dtype(s, dtype) for k, s in every.items() if is_frozen(c, k)}
@@ -47,7 +47,7 @@ def lora(c: LoRAConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
             if name not in names:
                 return w
             a, b, m = (change.get(f"{name}/{part}") for part in ("a", "b", "magnitude"))
-            if m is not None:  # the norms are constants to the gradient, as in the paper
+            if m is not None:  # no gradient flows through the norms, as in the paper
                 m = m / column_norms(w, *map(jax.lax.stop_gradient, (a, b)), scale)
             return AdaptedWeight(w, a, b, columns=m, scale=scale)
 
@@ -78,19 +78,19 @@ def lora(c: LoRAConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
 
 
 def begun_by_storage(base: Params) -> tuple[Params, dict[str, Any]]:
-    """(the base, A and B by name) of one whose storage chose them (LoftQ); of others ({})."""
+    """Split a base into (its matrices, A and B by name); {} unless LoftQ's `store` made A and B."""
     adapted = {n: w for n, w in flatten(base).items() if isinstance(w, AdaptedWeight)}
     factors = {f"{n}/{part}": getattr(w, part) for n, w in adapted.items() for part in ("a", "b")}
     return map_named(lambda n, w: adapted[n].w if n in adapted else w, base), factors
 
 
 def is_frozen(c: LoRAConfig, name: str) -> bool:
-    """Whether a parameter of the adapters keeps its initial value: A of LoRA-FA does."""
+    """Whether an adapter parameter keeps its initial value, as A does in LoRA-FA."""
     return c.freeze_a and name.endswith("/a")
 
 
 def apply_lora_plus(optim: OptimConfig, c: FinetuneConfig) -> OptimConfig:
-    """The optimizer with LoRA+'s ratio of the two rates."""
+    """Return the optimizer configuration with LoRA+'s learning-rate ratio of B to A."""
     if not isinstance(c, LoRAConfig) or c.lora_plus_ratio == 1:
         return optim
     rates = {"lora_b": c.lora_plus_ratio} | optim.multipliers
@@ -98,17 +98,17 @@ def apply_lora_plus(optim: OptimConfig, c: FinetuneConfig) -> OptimConfig:
 
 
 def lora_scale(c: LoRAConfig) -> float:
-    """The factor on A B."""
+    """Return the scale of A B: alpha / r, or alpha / sqrt(r) with rsLoRA."""
     return c.alpha / (math.sqrt(c.rank) if c.rslora else c.rank)
 
 
 def target_matrices(c: LoRAConfig | QALoRAConfig, specs: Specs) -> list[str]:
-    """Names of the matrices that get an adapter."""
+    """Return the names of the matrices that get an adapter."""
     if {"ffn", "up", "gate", "down"} & set(c.targets):
         refuse_other_matrices(specs, f"finetune.name={c.name}", "set finetune.targets=[attention]")
     able = block_matrices(specs)
     names = select_names(unflatten(able), c.targets, "finetune.targets")
-    # A narrow matrix among them (a gate, the keys of one head) is changed in full, as with peft.
+    # A narrow matrix (a gate, the keys of one head) gets an adapter of full rank, as with peft.
     if all(c.rank > min(able[name].shape[-2:]) for name in names):
         raise UserError(
             f"finetune.rank {c.rank} is more than {names[0]} has: it is {able[names[0]].shape[-2:]}"
@@ -117,9 +117,9 @@ def target_matrices(c: LoRAConfig | QALoRAConfig, specs: Specs) -> list[str]:
 
 
 def lora_specs(c: LoRAConfig, name: str, spec: ParamSpec) -> dict[str, ParamSpec]:
-    """The declarations of a matrix's adapter; they are placed as the matrix is.
+    """Declare the adapter of a matrix, sharded as the matrix is.
 
-    A starts uniform in +-1/sqrt(in), as in peft; B at zero, so that nothing is changed at first.
+    A is initialized uniformly in +-1/sqrt(in), as in peft; B is zero, which changes nothing.
     """
     L, rows, columns = spec.shape
     axis_L, axis_in, axis_out = spec.axes

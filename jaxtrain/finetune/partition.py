@@ -1,7 +1,7 @@
-"""What trains and what is frozen: two trees of parameters, and how a step joins them.
+"""Trainable and frozen parameters: two trees, and how a step joins them.
 
-A step differentiates, casts, updates and saves the first tree alone. The frozen one is an argument
-that it only reads, in the dtype of the compute. Where all parameters train it is None.
+A step differentiates, casts, updates and saves only the trainable tree. It only reads the frozen
+tree, which is in the compute dtype. If all parameters train, the frozen tree is None.
 """
 
 import dataclasses
@@ -40,36 +40,33 @@ from jaxtrain.weights.params import Specs
 from jaxtrain.weights.quantized import QuantizedWeight
 from jaxtrain.weights.stored import packed_shardings
 
-IN_BLOCKS = ("blocks/attention/", "blocks/ffn/")  # whose matrices go through `weights.float8`
+IN_BLOCKS = ("blocks/attention/", "blocks/ffn/")  # layers whose matrices `weights.float8` handles
 # Stacks of a mixture of experts, which are multiplied in groups.
 OTHER_LAYERS = ("dense/", "experts/")
-EXTRAS = "extras"  # the key of a frozen tree for what is not in the base
+EXTRAS = "extras"  # key in the frozen tree for parameters that are not in the base
 Join = Callable[..., Params]  # (trainable, frozen or None) -> the model's parameters
 Stack = jax.Array | np.ndarray
 Store = Callable[[str, Any], Any]  # (name, array) -> the array, or a packed matrix
 
 
 def join_full(params: Params, frozen: Params | None) -> Params:
-    """All parameters train: they are the model."""
+    """Return the trainable parameters: if all train, they are the whole model."""
     return params
 
 
 class Partition(NamedTuple):
-    """How the parameters of a model are divided into trainable and frozen ones.
+    """Division of a model's parameters into trainable and frozen ones.
 
-    `trainable`, `base`: declarations of what trains, and of what is loaded to begin with.
-    `join(params, frozen)`: the model's parameters; packed and adapted matrices among them.
-    `init(base, seed)`: (frozen, trainable) values to begin with. None: all parameters train, and
-    nothing is frozen.
-    `store(name, x)`: how a parameter of the base is kept, quantized or as it is.
-    `begin(base, seed)`: the trainable values from a base, where nothing is frozen and `init` is
-    None; default the base.
-    `extras`: declarations of what is frozen beside the base, as LoRA-FA's A. Their values follow
-    from the seed. `init` puts them into the frozen tree under the key EXTRAS.
-    `merged(leaf)`: what a model file holds in the place of a packed or adapted stack; default the
-    array.
-    `exports_adapter`: what trains fits the base as train.init_from has it, so that an adapter file
-    says the whole change.
+    `trainable`, `base`: declarations of the trainable parameters, and of the initial model.
+    `join(params, frozen)`: the model's parameters, including quantized and adapted matrices.
+    `init(base, seed)`: initial (frozen, trainable) values. None: all parameters train.
+    `store(name, x)`: the stored form of a base parameter, quantized or unchanged.
+    `begin(base, seed)`: initial trainable values if `init` is None; default the base.
+    `extras`: declarations of frozen parameters outside of the base, such as A of LoRA-FA. The seed
+    determines their values. `init` puts them into the frozen tree under the key EXTRAS.
+    `merged(leaf)`: the form of a quantized or adapted stack in a model file; default the array.
+    `exports_adapter`: the trained parameters fit the base of train.init_from, so that an adapter
+    file holds the whole change.
     """
 
     trainable: Specs
@@ -83,7 +80,7 @@ class Partition(NamedTuple):
     exports_adapter: bool = True
 
     def store_on(self, mesh: Mesh) -> Store:
-        """`store`, with the arrays of packed matrices split over a mesh."""
+        """Return `store` with the arrays of quantized matrices sharded over a mesh."""
         specs = flatten(self.base)
         packed = lambda leaf: isinstance(leaf, QuantizedWeight)
 
@@ -99,43 +96,43 @@ class Partition(NamedTuple):
         return store
 
     def export(self, params: Params, frozen: Params | None) -> Params:
-        """What an adapter file holds: the trained parameters, and the frozen extras."""
+        """Return the content of an adapter file: the trained parameters and the frozen extras."""
         if not self.extras or frozen is None:
             return params
         return unflatten(flatten(params) | flatten(frozen[EXTRAS]))
 
     def merge(self, params: Params, frozen: Params | None) -> Params:
-        """The joined tree as a model file holds it, a parameter at a time to the host where it was
-        special."""
+        """Return the joined tree for a model file. Each quantized or adapted stack is merged and
+        copied to the host by itself."""
         get = lambda leaf: self.merged(leaf) if is_weight(leaf) else leaf
         return jax.tree.map(get, self.join(params, frozen), is_leaf=is_weight)
 
 
 def without_extras(frozen: Params) -> Params:
-    """The base alone."""
+    """Return the frozen tree without its extras: the base."""
     return {name: x for name, x in frozen.items() if name != EXTRAS}
 
 
 def trainable_by_matrix(partition: Partition) -> dict[str, list[int]]:
-    """[parameters that train, parameters that it has] of each parameter of the base, and of what
-    was put in beside them; {} where all train."""
+    """Count [trainable values, all values] of each base parameter, and of each added module; {} if
+    all parameters train."""
     if partition.init is None:
         return {}
     count = lambda spec: math.prod(spec.shape)
     found = {name: [0, count(spec)] for name, spec in flatten(partition.base).items()}
     for name, spec in flatten(partition.trainable).items():
-        of = name if name in found else name.rpartition("/")[0]  # LoRA's are below their matrix
+        of = name if name in found else name.rpartition("/")[0]  # LoRA's NAME/a belongs to NAME
         found.setdefault(of if of in found else name, [0, 0])[0] += count(spec)
     return found
 
 
 def full(c: FullConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
-    """All parameters train."""
+    """Train all parameters."""
     return Partition(specs, specs)
 
 
 def select_by_name(c: FreezeConfig | BitFitConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
-    """Those parameters train that the patterns name; of the blocks, maybe the last layers only."""
+    """Train the parameters that match the patterns; with `last_layers`, only in the last layers."""
     patterns, last, field = ("bias",), None, "finetune bitfit"
     if c.name == "freeze":
         patterns, last, field = c.trainable, c.last_layers, "finetune.trainable"
@@ -169,7 +166,7 @@ def select_by_name(c: FreezeConfig | BitFitConfig, specs: Specs, dtype: jnp.dtyp
 def added_modules(
     c: AdapterConfig | PromptConfig | PrefixConfig, specs: Specs, dtype: jnp.dtype
 ) -> Partition:
-    """What was put into the model trains, the parameters of the group of that name."""
+    """Train only the added modules: the parameters whose group is the method's name."""
     flat = flatten(specs)
     new = unflatten({name: spec for name, spec in flat.items() if spec.group == c.name})
     old = {n: in_compute_dtype(spec, dtype) for n, spec in flat.items() if spec.group != c.name}
@@ -184,9 +181,9 @@ def added_modules(
 
 
 def base_storage(c: FrozenBaseConfig, specs: Specs, trained: Sequence[str] = ()) -> Store:
-    """How a frozen parameter is kept: the blocks' matrices in few bits if `base` says so.
+    """Return a partition's `store`: it quantizes frozen matrices if `base_quantization` is set.
 
-    Raises UserError for a matrix that has no whole number of blocks.
+    Raises UserError for a matrix that does not divide into whole quantization blocks.
     """
     if c.base_quantization is None:
         return lambda name, x: x
@@ -211,13 +208,13 @@ def base_storage(c: FrozenBaseConfig, specs: Specs, trained: Sequence[str] = ())
 
 
 def block_matrices(specs: Specs) -> dict[str, ParamSpec]:
-    """The matrices of the blocks."""
+    """Return the declarations of the matrices of attention and feed-forward layers."""
     flat = flatten(specs).items()
     return {n: s for n, s in flat if s.role == "matrix" and n.startswith(IN_BLOCKS)}
 
 
 def refuse_other_matrices(specs: Specs, field: str, fix: str, trained: Sequence[str] = ()) -> None:
-    """UserError if a layer has frozen matrices that no packed or adapted form can replace."""
+    """Raise UserError for frozen dense or expert matrices: they have no packed or adapted form."""
     others = [
         name
         for name, spec in flatten(specs).items()
@@ -228,10 +225,10 @@ def refuse_other_matrices(specs: Specs, field: str, fix: str, trained: Sequence[
 
 
 def select_names(specs: Specs, patterns: Sequence[str], field: str) -> list[str]:
-    """Names of the parameters that a pattern names, in the tree's order.
+    """Return the names of the parameters that match any pattern, in the tree's order.
 
-    A pattern is a part of the path, a role, a group, or a glob of the path. UserError for one that
-    names nothing.
+    A pattern is a part of the path, a role, a group, or a glob of the path. Raises UserError for a
+    pattern without a match.
     """
     flat = flatten(specs)
 
@@ -248,21 +245,21 @@ def select_names(specs: Specs, patterns: Sequence[str], field: str) -> list[str]
 
 
 def first_trained(spec: ParamSpec, last: int | None) -> int:
-    """The first layer of a stack that trains."""
+    """Return the index of a stack's first trainable layer; `last` layers train, None: all."""
     if last is None or spec.axes[:1] != ("layers",):
         return 0
     return max(0, spec.shape[0] - last)
 
 
 def from_layer(spec: ParamSpec, start: int) -> ParamSpec:
-    """The declaration of a stack's layers from `start` on."""
+    """Declare the layers of a stack from `start` on."""
     if not start:
         return spec
     return dataclasses.replace(spec, shape=(spec.shape[0] - start, *spec.shape[1:]))
 
 
 def compute_dtype_of(spec: ParamSpec, dtype: jnp.dtype) -> str:
-    """The dtype that a step computes a parameter in (`model.cast`)."""
+    """Return the dtype to which a step casts a parameter (`model.cast`)."""
     return spec.dtype if spec.role in ("gain", "scalar") else jnp.dtype(dtype).name
 
 
@@ -274,7 +271,7 @@ def in_compute_dtype(spec: ParamSpec, dtype: jnp.dtype) -> ParamSpec:
 
 
 def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
-    """The tree of names such as a/b/c."""
+    """Build the nested tree of names such as a/b/c."""
     tree: dict[str, Any] = {}
     for name, leaf in flat.items():
         *parents, last = name.split("/")
@@ -286,6 +283,6 @@ def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def map_named(change: Callable[[str, Any], Any], tree: Params | Specs) -> Params:
-    """change(name, leaf) of every leaf; a packed matrix is a leaf."""
+    """Apply change(name, leaf) to every leaf; a quantized matrix is one leaf."""
     named = lambda path, leaf: change(path_name(path), leaf)
     return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_weight)

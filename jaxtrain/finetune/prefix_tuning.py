@@ -1,4 +1,4 @@
-"""Prompt and prefix tuning: virtual tokens in front of every text train (`model/prefix.py`)."""
+"""Prompt and prefix tuning: trained virtual tokens before every document (`model/prefix.py`)."""
 
 import math
 from typing import Any
@@ -14,8 +14,8 @@ from jaxtrain.weights.params import Specs
 
 
 def prompt_learning(c: PromptConfig | PrefixConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
-    """The base is frozen as a whole. A prompt starts as the embeddings of random tokens, as in the
-    paper; a prefix as it is declared, or as its projection gives it."""
+    """Freeze the whole base. A prompt starts from embeddings of random tokens, as in the paper; a
+    prefix starts from its declared values, or from those of its projection."""
     partition = added_modules(c, specs, dtype)
 
     def from_vocabulary(base: Params, seed: int) -> tuple[Params, Params]:
@@ -36,10 +36,10 @@ def prompt_learning(c: PromptConfig | PrefixConfig, specs: Specs, dtype: jnp.dty
 
 
 def prefix_projection(hidden: int, table: ParamSpec) -> dict[str, ParamSpec]:
-    """An MLP that makes tables such as the declared one [L, P, C], of keys and of values.
+    """Declare an MLP that computes the prefix's keys and values, each [L, P, C] as `table`.
 
-    Sizes and initial values are peft's (PrefixEncoder): embeddings N(0, 1), uniform matrices and
-    biases within +-1/sqrt(in).
+    Sizes and initial values follow peft's PrefixEncoder: embeddings N(0, 1), matrices and biases
+    uniform in +-1/sqrt(in).
     """
     (L, P, C), (layers, _, heads) = table.shape, table.axes
 
@@ -60,7 +60,7 @@ def prefix_projection(hidden: int, table: ParamSpec) -> dict[str, ParamSpec]:
 
 
 def prefix_keys_values(params: Params) -> Params:
-    """What trains of a prefix as the model's keys and values; the projection is computed."""
+    """Return the model's prefix keys and values, computed by the projection if there is one."""
     p = params["prefix"]
     if "embed" not in p:
         return params

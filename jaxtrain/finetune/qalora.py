@@ -1,9 +1,9 @@
-"""QA-LoRA (Xu et al. 2023, arXiv:2309.14717): adapters that an int4 base takes up without loss.
+"""QA-LoRA (Xu et al. 2023, arXiv:2309.14717): adapters that merge into an int4 base without loss.
 
-The base is int4 with a scale and a zero point a group of inputs. The parameters that train are
-`NAME/a` [L, groups, r] and `NAME/b` [L, r, out] of every matrix NAME that is a target: A reads the
-sum of each group's inputs, so that A B adds one number to all of a group's column. A merge adds it
-to the zero point. So the merged model stays int4, and computes what the adapted one did.
+The base is int4 with a scale and a zero point per group of inputs. Each target matrix NAME has
+trainable parameters `NAME/a` [L, groups, r] and `NAME/b` [L, r, out]. A reads the sum of each
+group's inputs, so that A B adds one value to a whole group of a column. A merge adds this value to
+the zero point: the merged model stays int4 and computes the same outputs.
 """
 
 import functools
@@ -36,9 +36,9 @@ from jaxtrain.weights.params import Specs
 
 
 def qalora(c: QALoRAConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
-    """The base is frozen as a whole, the blocks' matrices in int4; the adapters are the parameters.
+    """Freeze the whole base, with int4 matrices in the blocks; only the adapters train.
 
-    Raises UserError for a matrix that has no whole number of groups, or that is no block's.
+    Raises UserError if a matrix does not divide into groups, or is outside of attention and ffn.
     """
     refuse_other_matrices(
         specs, "finetune.name=qalora", "use lora with finetune.targets=[attention]"
@@ -60,7 +60,7 @@ def qalora(c: QALoRAConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
         def adapt(name: str, w: Stack | Weight) -> Stack | Weight:
             if name not in names:
                 return w
-            packed_w = cast(OffsetInt4Weight, w)  # as `store` has made it
+            packed_w = cast(OffsetInt4Weight, w)  # `store` made it
             return GroupAdaptedWeight(packed_w, change[f"{name}/a"], change[f"{name}/b"], scale)
 
         return map_named(adapt, frozen)
@@ -74,15 +74,15 @@ def qalora(c: QALoRAConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
 
 
 def stays_int4(leaf: Weight) -> Weight:
-    """A packed stack as it is; an adapted one with the change in its zero points.
+    """Merge an adapted stack into its zero points; return a quantized stack unchanged.
 
-    On the host, so that the sums are the same on every mesh.
+    The merge runs on the host, so that the sums are the same on every mesh.
     """
     return gather_to_host(leaf).merged() if isinstance(leaf, GroupAdaptedWeight) else leaf
 
 
 def groups_of(c: QALoRAConfig, name: str, spec: ParamSpec) -> int:
-    """Groups of a matrix's inputs. UserError with the matrix's name where they do not divide it."""
+    """Count the input groups of a matrix. UserError, with its name, if groups do not divide it."""
     rows = spec.shape[-2]
     try:
         return rows // group_of(rows, c.group_size, "finetune.group_size")
@@ -91,9 +91,9 @@ def groups_of(c: QALoRAConfig, name: str, spec: ParamSpec) -> int:
 
 
 def adapter_specs(rank: int, name: str, spec: ParamSpec, groups: int) -> dict[str, ParamSpec]:
-    """The declarations of a matrix's adapter; they are placed as the matrix is.
+    """Declare the adapter of a matrix, sharded as the matrix is.
 
-    A starts uniform in +-1/sqrt(in) and B at zero, as LoRA's.
+    A is initialized uniformly in +-1/sqrt(in) and B to zero, as in LoRA.
     """
     L, rows, columns = spec.shape
     axis_L, axis_in, axis_out = spec.axes

@@ -1,8 +1,8 @@
-"""ReLoRA (Lialin et al. 2023, arXiv:2307.05695): pretraining by low-rank changes that are merged.
+"""ReLoRA (Lialin et al. 2023, arXiv:2307.05695): pretraining with merged low-rank adapters.
 
-The matrices W of the blocks stand still but for merges: their adapters A B train, and all that is
-no such matrix. Every `every` steps W takes scale x A B, A is drawn anew, B is zero, most of the
-adapters' moments are zeroed, and the learning rate warms up again. W is among the parameters, so
+The target matrices W change only by merges; their adapters A B and all other parameters train.
+Every `every` steps scale x A B is added to W, A is redrawn, B is zeroed, most of the adapters'
+optimizer moments are zeroed, and the learning rate warms up again. W is among the parameters, so
 that a checkpoint holds it, but it has neither gradient nor moments.
 """
 
@@ -23,7 +23,7 @@ from jaxtrain.optim.offload import owner_of
 from jaxtrain.optim.types import Hyperparams
 from jaxtrain.weights.params import Params, Specs
 
-ADAPTERS = "relora"  # the key of the adapters in the tree of parameters
+ADAPTERS = "relora"  # key of the adapters in the parameter tree
 
 
 def as_lora(c: ReLoRAConfig) -> LoRAConfig:
@@ -31,7 +31,7 @@ def as_lora(c: ReLoRAConfig) -> LoRAConfig:
 
 
 def relora(c: ReLoRAConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
-    """All parameters are in the trainable tree; of adapted matrices only the adapters move."""
+    """Put all parameters into the trainable tree; adapted matrices change only by merges."""
     names, flat, scale = target_matrices(as_lora(c), specs), flatten(specs), lora_scale(as_lora(c))
     adapters = {
         f"{ADAPTERS}/{k}": s for n in names for k, s in lora_specs(as_lora(c), n, flat[n]).items()
@@ -59,9 +59,9 @@ def relora(c: ReLoRAConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
 def merge_and_reset(
     c: ReLoRAConfig, params: Params, state: PyTree, specs: Specs, step: Array, seed: int
 ) -> tuple[Params, PyTree]:
-    """(parameters, optimizer state) after a merge: the model computes what it did before.
+    """Return (parameters, optimizer state) after a merge; the model's outputs stay the same.
 
-    step: that has ended; with the seed it decides the new A.
+    step: optimizer steps done; with the seed it determines the new A.
     """
     flat, scale = flatten(params), lora_scale(as_lora(c))
     adapters = {name: spec for name, spec in flatten(specs).items() if name.startswith(ADAPTERS)}
@@ -82,7 +82,7 @@ def merge_and_reset(
 
 
 def prune_moment(x: Float[Array, "L K N"], share: float) -> Float[Array, "L K N"]:
-    """With this share of each matrix's entries set to zero, the smallest first."""
+    """Zero this share of each matrix's entries, the smallest magnitudes first."""
     if share == 1:
         return jnp.zeros_like(x)
     sizes = jnp.abs(x.astype(jnp.float32))
@@ -91,15 +91,15 @@ def prune_moment(x: Float[Array, "L K N"], share: float) -> Float[Array, "L K N"
 
 
 def merge_adapters(optimizer: Optimizer, c: object, specs: Specs, seed: int) -> Optimizer:
-    """The optimizer with ReLoRA's merges and warm-ups; itself for another method.
+    """Add ReLoRA's merges and warm-ups to an optimizer; other methods leave it unchanged.
 
-    specs: of the parameters that train. seed: of the run.
+    specs: declarations of the trainable parameters. seed: of the run.
     """
     if not isinstance(c, ReLoRAConfig):
         return optimizer
 
     def warm(step: Array) -> Array:
-        """The factor on the learning rates: 1 / N, 2 / N, ... after each merge."""
+        """Return the factor on the learning rates: 1 / N, 2 / N, ... after each merge."""
         since = (step - c.warm_start) % c.every
         return jnp.minimum(1.0, (since + 1) / (c.rewarm_steps + 1))
 

@@ -1,7 +1,7 @@
-"""Objectives: (model, params, batch, step, key) -> sums of losses; a file each, and one table.
+"""Objectives: (model, params, batch, step, key) -> sums of losses. One file each, and one table.
 
-Optimizers are in `optim/`; what a step does with the sums is in `train/step.py`. A new objective is
-a file with its configuration and its maker, and a row in `OBJECTIVES` and `ObjectiveConfig`.
+Optimizers are in `optim/`; `train/step.py` uses the sums. To add an objective, write a file with
+its configuration and its factory, and add it to `OBJECTIVES` and `ObjectiveConfig`.
 """
 
 from collections.abc import Callable
@@ -59,18 +59,18 @@ OBJECTIVES: dict[str, Callable[[Any, LossOptions], Objective]] = {
     **dict.fromkeys(PREFERENCES, lambda c, options: make_preference(c, PREFERENCES[c.name])),
 }
 
-# How an objective changes the rows as they are read, in training and in validation.
+# Changes of token rows by an objective, made as rows are read, in training and in validation.
 ROW_CHANGES: dict[str, Callable[[Any, Tokenizer, int], Augment]] = {"masked_lm": masked_rows}
 
 
 def make_row_change(c: ObjectiveConfig, tokenizer: Tokenizer, seed: int) -> Augment | None:
-    """What the objective does to rows of tokens; None for most. UserError if the tokenizer lacks a
-    special token."""
+    """Return the objective's change of token rows; None for most objectives. Raises UserError if
+    the tokenizer lacks a special token."""
     return ROW_CHANGES[c.name](c, tokenizer, seed) if c.name in ROW_CHANGES else None
 
 
 def make_objective(c: ObjectiveConfig, options: LossOptions = LossOptions()) -> Objective:  # noqa: B008
-    """The objective of that configuration."""
+    """Make the objective of a configuration."""
     return OBJECTIVES[c.name](c, options)
 
 

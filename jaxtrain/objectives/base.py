@@ -1,4 +1,4 @@
-"""The contract of an objective: sums over microbatches, divided once by what was counted."""
+"""The contract of an objective: sums over microbatches, divided once by the tokens or pairs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -21,7 +21,7 @@ class StepBatch(Protocol):
 
 @runtime_checkable
 class DeviceBatch(StepBatch, Protocol):
-    """A `data.Batch` as an objective reads it."""
+    """Fields of a `data.Batch` that an objective reads."""
 
     @property
     def targets_BT(self) -> Array: ...
@@ -35,7 +35,7 @@ class DeviceBatch(StepBatch, Protocol):
 
 @runtime_checkable
 class DevicePairs(DeviceBatch, Protocol):
-    """A `data.PairBatch` as an objective reads it."""
+    """Fields of a `data.PairBatch` that an objective reads."""
 
     @property
     def segments_BT(self) -> Array: ...
@@ -48,32 +48,32 @@ class DevicePairs(DeviceBatch, Protocol):
 
 
 class Objective(NamedTuple):
-    """What a step minimises.
+    """The function that a step minimises, and its metrics.
 
     loss: (model, params, microbatch [B, T], shared, step=, key=) -> the loss's sum in nats
     (float32), and the other sums by name. step: optimizer steps done. key: a PRNG key, or None
-    where the run draws nothing.
+    if the run draws no random values.
     """
 
     loss: Callable[..., tuple[Array, SumsByName]]
-    # (batch [A, B, T], bytes_V) -> what the loss is divided by (tokens, pairs), bytes of text
+    # (batch [A, B, T], bytes_V) -> the loss's divisor (tokens or pairs), bytes of text
     count: Callable[[Any, Array], tuple[Array, Array]]
     # (loss's sum, count, bytes of text, other sums, shared) -> metrics
     metrics: Callable[..., dict[str, Array]]
     sums: tuple[str, ...] = ()  # names of the other sums
-    # (model, params, batch [A, B, T]) -> what the losses of all microbatches read
+    # (model, params, batch [A, B, T]) -> `shared`, an input to the loss of every microbatch
     share: Callable[[nnx.GraphDef, Params, Any], Any] = lambda model, params, batch: None
     draws: bool = False  # the loss is given a key
-    # batch [A, B, T] -> the same without what `share` took of it: arrays [A, ...] alone
+    # batch [A, B, T] -> the batch without what `share` took; only arrays [A, ...] remain
     microbatches: Callable[[Any], Any] = lambda batch: batch
 
 
 class LossOptions(NamedTuple):
-    """What a run adds to an objective's own configuration."""
+    """Options of a run for its objective, beyond the objective's own configuration."""
 
     z_loss: float = 0.0  # weight of log(Z)^2 (PaLM: 1e-4)
     head: str | None = None  # backend of the head and loss; default the model's
     pipeline_repeats: int = 1  # times that a microbatch goes through the mesh's pipeline
-    pipeline_schedule: str = "gpipe"  # of the stages' passes
+    pipeline_schedule: str = "gpipe"  # order of the stages' passes: gpipe or 1f1b
     steps: int = 1  # optimizer steps of the run
-    pieces: tuple[bytes, ...] = ()  # bytes of each token; () where there is no tokenizer
+    pieces: tuple[bytes, ...] = ()  # bytes of each token; () without a tokenizer

@@ -1,10 +1,10 @@
 """Distillation (Hinton et al. 2015, arXiv:1503.02531): a student learns a teacher's distribution.
 
-A token's loss is weight x cross-entropy of the label + (1 - weight) x temperature^2 x divergence;
-both distributions are softmax(logits / temperature), and the square keeps the size of the gradient.
+A token's loss is weight x cross-entropy of the label + (1 - weight) x temperature^2 x divergence.
+Both distributions are softmax(logits / temperature); temperature^2 keeps the gradient's magnitude.
 The divergence is forward KL (Hinton), reverse KL (MiniLLM, Gu et al. 2023, arXiv:2306.08543) or
 Jensen-Shannon (GKD, Agarwal et al. 2023, arXiv:2306.13649, at beta 1/2). Logits of teacher and
-student exist for a chunk of tokens at a time, in the forward pass and in the backward pass.
+student are computed for one chunk of tokens at a time, in the forward and the backward pass.
 """
 
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -28,7 +28,7 @@ from jaxtrain.parallel.axes import current_mesh, partition_spec, shard_map
 from jaxtrain.settings import Settings
 from jaxtrain.weights.params import Params
 
-CHUNK_LOGITS = 2**22  # of one model, that exist at a time on a device
+CHUNK_LOGITS = 2**22  # logits of one model that a device holds at a time
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
@@ -65,23 +65,23 @@ class DistillConfig(Settings):
 
 
 class Teacher(NamedTuple):
-    """What a teacher has of a batch: hidden states, and the head that makes logits of them."""
+    """A teacher's hidden states for a batch, and the head that turns them into logits."""
 
     states_BTE: Array  # [A, B, T, E] of A microbatches
-    head_EV: Array | None  # None in a microbatch: `Objective.share` has it
-    softcap: Array | None = None  # [], of its logits
+    head_EV: Array | None  # None in a microbatch: `Objective.share` returns it
+    softcap: Array | None = None  # [], of the logits
 
 
 class CachedTeacher(NamedTuple):
-    """What a cache has of a teacher: the tokens with the largest probabilities, and log-probs of
-    these and, last, of all others together; at the temperature of the divergence."""
+    """A cached teacher: the k most probable tokens and their log-probs. The last log-prob is that
+    of all other tokens together. All are at the temperature of the divergence."""
 
     ids_BTk: Array
     logp_BTj: Array  # j = k + 1
 
 
 class TaughtBatch(NamedTuple):
-    """A batch with what a teacher has of it."""
+    """A batch with its teacher's states or cached log-probs."""
 
     tokens_BT: Array
     targets_BT: Array
@@ -93,13 +93,13 @@ class TaughtBatch(NamedTuple):
 
 @runtime_checkable
 class MaybeTaught(DeviceBatch, Protocol):
-    """A `TaughtBatch`, or one of a dry run, which has no teacher."""
+    """A `TaughtBatch`, or the batch of a dry run, which has no teacher."""
 
 
 def divergences(
     kind: Divergence, teacher_NV: Float[Array, "N V"], student_NV: Float[Array, "N V"]
 ) -> Float[Array, "N"]:
-    """Nats between two rows of log-probabilities, float32."""
+    """Return each token's divergence in nats, from log-probs of teacher and student, float32."""
 
     def kl(log_p: Array, log_q: Array) -> Array:
         return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
@@ -113,7 +113,7 @@ def divergences(
 
 
 def logits_of(x_ND: Array, w_DV: Array, softcap: Array | float | None, vocab: int) -> Array:
-    """float32 [N, vocab]: without the columns that only fill the head up."""
+    """Return float32 logits [N, vocab], without the head's padding columns."""
     logits_NV = jnp.matmul(x_ND, w_DV[:, :vocab], preferred_element_type=jnp.float32)
     return logits_NV if softcap is None else softcap * jnp.tanh(logits_NV / softcap)
 
@@ -121,7 +121,7 @@ def logits_of(x_ND: Array, w_DV: Array, softcap: Array | float | None, vocab: in
 def top_and_rest(
     logp_NV: Float[Array, "N V"], ids_Nk: Integer[Array, "N k"]
 ) -> Float[Array, "N j"]:
-    """Log-probabilities of k tokens, and that of all others together."""
+    """Return log-probs of the k given tokens, and last of all other tokens together (j = k + 1)."""
     ids_Nk = ids_Nk.astype(jnp.int32)
     top_Nk = jnp.take_along_axis(logp_NV, ids_Nk, axis=-1)
     rest_NV = logp_NV.at[jnp.arange(len(ids_Nk))[:, None], ids_Nk].set(-jnp.inf)
@@ -131,10 +131,10 @@ def top_and_rest(
 def distill_losses(
     c: DistillConfig, options: LossOptions, h: Hidden, teacher: Teacher | CachedTeacher
 ) -> tuple[Float[Array, "B T"], ...]:
-    """(the label's loss, temperature^2 x divergence) of each token in nats, by chunks of tokens.
+    """Return (label loss, temperature^2 x divergence) of each token in nats, computed in chunks.
 
-    Of a cache the divergence is that of k + 1 outcomes: its tokens, and all others together. It is
-    at most that of all tokens.
+    With a cache, the divergence is over k + 1 outcomes: its k tokens, and all others together. It
+    is a lower bound on the divergence over the vocabulary.
     """
     vocab, cap = h.model.vocab_size, h.model.config.logit_softcap
 
@@ -144,7 +144,7 @@ def distill_losses(
         logp = jax.nn.log_softmax(student / c.temperature)
         if isinstance(teacher, CachedTeacher):
             k = teacher.ids_BTk.shape[-1]
-            cached = jax.nn.log_softmax(y[:, k:])  # whose sum is 1 but for their 16 bits
+            cached = jax.nn.log_softmax(y[:, k:])  # renormalized: they were rounded to 16 bits
             return cached, top_and_rest(logp, y[:, :k].astype(jnp.int32))
         assert head_EV is not None
         taught = jax.lax.stop_gradient(logits_of(y, head_EV, softcap, vocab))
@@ -175,7 +175,7 @@ def distill_losses(
         found = jax.lax.map(lambda a: chunk(a[0], w, a[1], a[2], *shared), xs)
         return tuple(a.reshape(-1)[: labels.size].reshape(labels.shape) for a in found)
 
-    # In float32 outside of the chunks, so that the head's gradient is summed over them in float32.
+    # The head is float32 outside of the chunks, so that its gradient is accumulated in float32.
     head_DV = h.model.head_DV().astype(jnp.float32)
     own, shared = taught_arrays(teacher)
     arrays = h.x_BTD, head_DV, h.targets_BT, own, *shared
@@ -188,8 +188,8 @@ def distill_losses(
 
 
 def taught_arrays(teacher: Teacher | CachedTeacher) -> tuple[Array, tuple[Array | None, ...]]:
-    """([B, T, ...] of each token, what all tokens share). Of a cache ids and log-probs in float32,
-    which holds ids up to 2^24."""
+    """Return (arrays [B, T, ...] per token, arrays that all tokens share). A cache's ids and
+    log-probs are concatenated in float32, which is exact for ids up to 2^24."""
     if isinstance(teacher, Teacher):
         return teacher.states_BTE, (teacher.head_EV, teacher.softcap)
     parts = (x.astype(jnp.float32) for x in teacher)
@@ -197,7 +197,8 @@ def taught_arrays(teacher: Teacher | CachedTeacher) -> tuple[Array, tuple[Array 
 
 
 def make_distill(c: DistillConfig, options: LossOptions) -> Objective:
-    """`loss` and `bpb` log the labels' loss, as of other runs; `loss_distill` the divergence."""
+    """Make the distillation objective. `loss` and `bpb` log the label loss, comparable with other
+    runs; `loss_distill` logs the divergence."""
 
     def loss(
         graphdef: nnx.GraphDef,

@@ -26,7 +26,7 @@ class DPOConfig(Settings):
 
 
 def dpo_loss(c: DPOConfig, a: Answers, divergence: Array | None = None) -> PreferenceLoss:
-    """-log sigmoid(beta x margin of the log-ratios), DPO's equation 7."""
+    """Return -log sigmoid(beta x margin of the log-ratios), DPO's equation 7."""
     reward_N2 = c.beta * (a.logp_N2 - a.reference_N2)
     margin_N = margin(reward_N2)
     right_N, wrong_N = jax.nn.log_sigmoid(margin_N), jax.nn.log_sigmoid(-margin_N)

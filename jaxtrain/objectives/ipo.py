@@ -20,7 +20,7 @@ class IPOConfig(Settings):
 
 
 def ipo_loss(c: IPOConfig, a: Answers, divergence: Array | None = None) -> PreferenceLoss:
-    """(margin of the log-ratios - 1 / (2 tau))^2, IPO's equation 17."""
+    """Return (margin of the log-ratios - 1 / (2 tau))^2, IPO's equation 17."""
     ratio_N2 = a.logp_N2 - a.reference_N2
     ratio_N2 = ratio_N2 / a.tokens_N2 if c.per_token else ratio_N2
     return PreferenceLoss((margin(ratio_N2) - 1 / (2 * c.beta)) ** 2, c.beta * ratio_N2)

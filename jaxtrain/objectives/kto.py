@@ -29,7 +29,7 @@ class KTOConfig(Settings):
 
 
 def kto_loss(c: KTOConfig, a: Answers, divergence: Array) -> PreferenceLoss:
-    """lambda_y - value of the log-ratio. divergence: z0, `reference_point` of the step."""
+    """Return lambda_y - value of the log-ratio. divergence: z0, the step's `reference_point`."""
     reward_N2 = c.beta * (a.logp_N2 - a.reference_N2)
     gain_N = reward_N2[..., 0] - c.beta * divergence
     desirable_N = c.desirable_weight * jax.nn.sigmoid(-gain_N)
@@ -38,7 +38,7 @@ def kto_loss(c: KTOConfig, a: Answers, divergence: Array) -> PreferenceLoss:
 
 
 def kto_reference_point(graphdef: nnx.GraphDef, params: Params, batch: DevicePairs) -> Array:
-    """KTO's reference point of a whole step, from the second answers of microbatches [A, B, T]."""
+    """Compute KTO's z0 of a whole step, from the unrelated answers of microbatches [A, B, T]."""
 
     def one(microbatch: DevicePairs) -> tuple[Array, Array]:
         a = compared_answers(graphdef, params, microbatch)
@@ -51,5 +51,6 @@ def kto_reference_point(graphdef: nnx.GraphDef, params: Params, batch: DevicePai
 
 
 def reference_point(ratio_sum: Array, answers: Array) -> Array:
-    """KTO's z0: the mean log-ratio of the other answers, not below zero; it has no gradient."""
+    """Return KTO's z0: the mean log-ratio of the unrelated answers, clipped at zero. The step takes
+    no gradient of it."""
     return jnp.maximum(0.0, ratio_sum / jnp.maximum(answers, 1))

@@ -1,8 +1,8 @@
 """Masked language modelling (BERT, Devlin et al. 2018, arXiv:1810.04805).
 
-Some tokens of each row are hidden, and an encoder (`model.causal=false`) predicts them from both
-sides. Which ones is decided on the host, by (seed, step, row) alone: the targets of a batch are the
-tokens themselves, with weight 1 where they are hidden, so that the loss is that of `next_token`.
+Some tokens of each row are masked, and an encoder (`model.causal=false`) predicts them from both
+sides. The host chooses them by (seed, step, row). A batch's targets are its tokens, with weight 1
+at masked positions, so that the loss is that of `next_token`.
 """
 
 from typing import Literal
@@ -29,15 +29,15 @@ class MaskedLMConfig(Settings):
 
 
 def make_masked_lm(c: MaskedLMConfig, options: LossOptions) -> Objective:
-    """The mean negative log-likelihood of the hidden tokens, in nats."""
+    """Make the objective: the mean negative log-likelihood of the masked tokens, in nats."""
     return make_next_token(None, options)
 
 
 def masked_rows(c: MaskedLMConfig, tokenizer: Tokenizer, seed: int) -> Augment:
-    """(step, first row of the process, which, row): hides tokens of a row in place.
+    """Return a function of (step, first row of the process, row index, row) that masks in place.
 
-    Hidden are `rate` of its learned tokens, one at least; BOS and padding never. UserError for a
-    tokenizer without `<mask>`.
+    It masks a share `rate` of the row's learned tokens, at least one; never BOS or padding. Raises
+    UserError for a tokenizer without `<mask>`.
     """
     mask = special_id(tokenizer, MASK)
     text = np.flatnonzero(tokenizer.token_bytes() > 0).astype(np.int32)
@@ -48,12 +48,12 @@ def masked_rows(c: MaskedLMConfig, tokenizer: Tokenizer, seed: int) -> Augment:
         learned = np.zeros(T, bool)
         for begin, end in row.pieces:
             learned[begin:end] = True
-        learned[1:] &= row.weights[:-1] > 0  # weights[t] is that of token t + 1
+        learned[1:] &= row.weights[:-1] > 0  # weights[t] belongs to token t + 1
         places = np.flatnonzero(learned)
         chosen = random.permutation(places)[: max(1, round(c.rate * len(places)))]
         how = random.random(len(chosen))
         shown = np.where(how < c.random, random.choice(text, len(chosen)), mask)
-        row.ids[1:] = row.ids[:-1].copy()  # the targets: the tokens at the same places
+        row.ids[1:] = row.ids[:-1].copy()  # the targets: the tokens at the same positions
         row.inputs[chosen] = np.where(how >= 1 - c.kept, row.inputs[chosen], shown)
         row.weights[:] = 0
         row.weights[chosen] = 1

@@ -1,8 +1,8 @@
-"""Multi-token prediction with modules of their own (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+"""Multi-token prediction (MTP) modules (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-Module k reads the states of module k - 1 (the model's are those of module 0) and the token k places
-later, and predicts the one behind it. Evaluation is of the next token alone; the modules can draft
-tokens for the inference engine.
+Module k reads the states of module k - 1 (module 0 is the model) and the token k positions later,
+and predicts the token after that. Evaluation uses the next token only. The modules can draft tokens
+for speculative decoding in the inference engine.
 """
 
 import functools
@@ -46,10 +46,10 @@ class MTPConfig(Settings):
 def module_losses(
     h: Hidden, batch: DeviceBatch, depth: int, options: LossOptions, key: Array | None = None
 ) -> list[Array]:
-    """Of each module the sum over tokens of weight x negative log-likelihood, in nats, float32.
+    """Return each module's sum over tokens of weight x negative log-likelihood, in nats, float32.
 
-    h: the model's states of the batch [B, T]. A label counts where it is in the row and in the
-    document of its place.
+    h: the model's states of the batch [B, T]. A label counts only within the row and the document
+    of its position.
     """
     segments_BT = batch.segments_BT if h.model.config.document_mask else None
     positions_BT = batch.positions_BT
@@ -67,7 +67,8 @@ def module_losses(
 
 
 def make_mtp(c: MTPConfig, options: LossOptions) -> Objective:
-    """The next token's loss + weight x the mean of the modules'; `loss` logs the first alone."""
+    """Make the objective: next-token loss + weight x mean of the modules' losses. `loss` logs the
+    next-token loss only."""
     names = tuple(f"loss_mtp_{k}" for k in range(1, c.depth + 1))
 
     def loss(

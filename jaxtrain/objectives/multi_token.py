@@ -1,7 +1,7 @@
 """Multi-token prediction: each position also predicts the tokens after the next one.
 
-The heads of Gloeckle et al. 2024 (arXiv:2404.19737) without parameters of their own: one head, and
-a weight for each distance, as in the NanoGPT speed-runs. Evaluation is of the next token alone.
+As Gloeckle et al. 2024 (arXiv:2404.19737), but one head serves all distances, each with a loss
+weight, as in the NanoGPT speed-runs. Evaluation uses the next token only.
 """
 
 from typing import Literal
@@ -41,7 +41,7 @@ def ahead(
     segments_BT: Int[Array, "*M B T"] | None,
     distance: int,
 ) -> tuple[Array, Array]:
-    """Targets and their weights `distance` positions later; weight 0 past the row or document."""
+    """Return targets and weights `distance` positions later; weight 0 past the row or document."""
     shift = lambda x: jnp.pad(x[..., distance:], [(0, 0)] * (x.ndim - 1) + [(0, distance)])
     weights = shift(weights_BT)
     if segments_BT is not None:
@@ -50,7 +50,8 @@ def ahead(
 
 
 def make_multi_token(c: MultiTokenConfig, options: LossOptions) -> Objective:
-    """The next token's loss + sum over distances of weight x loss; `loss` logs the first alone."""
+    """Make the objective: next-token loss + sum over distances of weight x loss. `loss` logs the
+    next-token loss only."""
     names = tuple(f"loss_ahead_{i}" for i in range(2, 2 + len(c.weights)))
 
     def loss(

@@ -1,4 +1,4 @@
-"""The next token: pretraining, and answers of conversations."""
+"""Next-token prediction, for pretraining and for the answers of conversations."""
 
 from typing import Literal, NamedTuple
 
@@ -25,7 +25,7 @@ class NextTokenConfig(Settings):
 
 
 def make_next_token(c: NextTokenConfig | None = None, options: LossOptions = PLAIN) -> Objective:
-    """The mean negative log-likelihood of the next token, in nats."""
+    """Make the objective: the mean negative log-likelihood of the next token, in nats."""
 
     def loss(
         graphdef: nnx.GraphDef,
@@ -40,13 +40,13 @@ def make_next_token(c: NextTokenConfig | None = None, options: LossOptions = PLA
 
 
 class Hidden(NamedTuple):
-    """The model's last hidden states and their labels, as the devices have them."""
+    """The model's last hidden states and their labels, both sharded along the context axis."""
 
     model: Transformer
     x_BTD: Array
     targets_BT: Array
     weights_BT: Array
-    balance_loss: Array | float  # of experts: rows' balance losses, each times the row's labels
+    balance_loss: Array | float  # sum over rows of the experts' balance loss x the row's labels
 
 
 def hidden_states(
@@ -56,9 +56,9 @@ def hidden_states(
     options: LossOptions = PLAIN,
     key: Array | None = None,
 ) -> Hidden:
-    """Microbatches [M, B, T] go through the mesh's pipeline together.
+    """Run the model. Microbatches [M, B, T] go through the mesh's pipeline together.
 
-    key: a PRNG key for layers that draw, as stochastic depth.
+    key: a PRNG key for random layers such as stochastic depth.
     """
     model: Transformer = nnx.merge(graphdef, params)
     texts = batch.tokens_BT, batch.positions_BT, batch.segments_BT
@@ -74,14 +74,14 @@ def hidden_states(
 
 
 def sharded_labels(targets_BT: Array, weights_BT: Array) -> tuple[Array, Array]:
-    """[B, T] or [M, B, T], along T as the mesh's context axis has the hidden states."""
+    """Shard labels [B, T] or [M, B, T] along T in zigzag order, like the hidden states."""
     labels = targets_BT, weights_BT
     shard = parallel.zigzag_shard
     return jax.vmap(shard)(labels) if targets_BT.ndim == 3 else shard(labels)
 
 
 def head_loss(h: Hidden, targets_BT: Array, weights_BT: Array, options: LossOptions) -> Array:
-    """Sum over tokens of weight x negative log-likelihood of the target, in float32."""
+    """Return the sum over tokens of weight x negative log-likelihood of the target, in float32."""
     return parallel.linear_cross_entropy(
         h.x_BTD,
         h.model.head_DV().astype(h.x_BTD.dtype),
@@ -101,9 +101,9 @@ def next_token_loss(
     options: LossOptions = PLAIN,
     key: Array | None = None,
 ) -> Float[Array, ""]:
-    """Sum over tokens of weight x negative log-likelihood of the next token, in nats, float32.
+    """Return the sum over tokens of weight x negative log-likelihood, in nats, float32.
 
-    Experts add their rows' balance losses, each times the row's labels.
+    Mixture-of-experts models add each row's balance loss times the row's labels.
     """
     if batch.tokens_BT.ndim == 3 and options.pipeline_schedule == "1f1b":
         return pipelined_loss(graphdef, params, batch, options)
@@ -115,7 +115,7 @@ def next_token_loss(
 def pipelined_loss(
     graphdef: nnx.GraphDef, params: Params, batch: DeviceBatch, options: LossOptions
 ) -> Float[Array, ""]:
-    """`next_token_loss` of microbatches [M, B, T], which the stages compute with the layers."""
+    """Return `next_token_loss` of microbatches [M, B, T], computed inside the 1F1B pipeline."""
 
     def loss(model: Transformer, x_BTD: Array, labels: tuple[Array, Array]) -> Array:
         return head_loss(Hidden(model, x_BTD, *labels, 0.0), *labels, options)
@@ -126,14 +126,14 @@ def pipelined_loss(
 
 
 def count_tokens(batch: DeviceBatch, bytes_V: Array) -> tuple[Array, Array]:
-    """Labels of a batch, and the bytes of text that they stand for (both weighted, float32)."""
+    """Count a batch's labels and the bytes of text that they encode (both weighted, float32)."""
     return jnp.sum(batch.weights_BT), jnp.sum(bytes_V[batch.targets_BT] * batch.weights_BT)
 
 
 def token_metrics(
     loss: Array, tokens: Array, text_bytes: Array, sums: SumsByName, shared: None
 ) -> dict[str, Array]:
-    """Mean loss in nats a token, and bits per byte of text."""
+    """Return the mean loss in nats per token, and bits per byte of text."""
     return {"loss": loss / tokens, "bpb": loss / (jnp.log(2.0) * text_bytes)}
 
 
@@ -144,11 +144,11 @@ NEXT_TOKEN = make_next_token()
 
 
 class EvaluationSums(NamedTuple):
-    """Totals over tokens; ratios are taken once, at the end, never a mean of means."""
+    """Totals over tokens. Ratios are taken once, at the end, never as a mean of means."""
 
     loss: Array  # nats
-    weight: Array  # labels that count
-    nats: Array  # nats of labels that stand for text
+    weight: Array  # sum of the labels' weights
+    nats: Array  # nats of labels that encode text
     text_bytes: Array  # UTF-8 bytes of those labels
 
 
@@ -159,9 +159,9 @@ def evaluation_sums(
     bytes_V: Array,
     rope: Divisors | None = None,
 ) -> EvaluationSums:
-    """Evaluation sums of a batch. Special tokens count in `loss`, not in bits per byte.
+    """Compute the evaluation sums of a batch. Special tokens count in `loss`, not in bits per byte.
 
-    rope: in the place of `model.rope_scaling`.
+    rope: overrides `model.rope_scaling`.
     """
     model: Transformer = nnx.merge(graphdef, params)
     texts = batch.tokens_BT, batch.positions_BT, batch.segments_BT

@@ -19,9 +19,10 @@ class ORPOConfig(Settings):
 
 
 def orpo_loss(c: ORPOConfig, a: Answers, divergence: Array | None = None) -> PreferenceLoss:
-    """The chosen answer's loss a token - lambda log sigmoid(log odds ratio), equations 6 and 7."""
+    """Return the chosen answer's mean token loss - lambda log sigmoid(log odds ratio), equations 6
+    and 7."""
     mean_N2 = a.logp_N2 / a.tokens_N2
-    # 1 - p vanishes only for an answer that is certain; its gradient shall stay finite.
+    # 1 - p is zero only for an answer with p = 1; the clip keeps its gradient finite.
     odds_N2 = mean_N2 - jnp.log(jnp.maximum(-jnp.expm1(mean_N2), 1e-7))
     ratio_N = jax.nn.log_sigmoid(margin(odds_N2))
     return PreferenceLoss(-mean_N2[..., 0] - c.beta * ratio_N, c.beta * mean_N2)

@@ -1,6 +1,6 @@
 """Preference objectives: losses of the log-probs of whole answers, in nats.
 
-A file an objective (`dpo.py`, ...) has its configuration and its loss; here is what they share.
+Each objective has a file (`dpo.py`, ...) with its configuration and loss. This file is shared code.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,15 @@ SUMS = (
 
 
 class Answers(NamedTuple):
-    """What a loss sees of N pairs; the first answer is the chosen or the judged one.
+    """Inputs of a preference loss for N pairs. The first answer is the chosen or the labelled one.
 
-    The second one of a judged answer is another's, to the same prompt.
+    With KTO, the second answer is that of another example, after the same prompt.
     """
 
     logp_N2: Float[Array, "*n 2"]
     reference_N2: Float[Array, "*n 2"]
     tokens_N2: Float[Array, "*n 2"]
-    desirable_N: Bool[Array, "*n"]  # of judged answers
+    desirable_N: Bool[Array, "*n"]  # label of the first answer, for KTO
 
 
 class PreferenceLoss(NamedTuple):
@@ -53,13 +53,13 @@ class PreferenceMethod(NamedTuple):
     """One preference objective: (config, answers, shared) -> the loss of each pair."""
 
     loss: Callable[..., PreferenceLoss]
-    has_reference: bool = True  # it compares with the model that training starts from
-    is_labelled: bool = False  # each answer has a label of its own, as KTO's
+    has_reference: bool = True  # the loss needs log-probs of the model that training starts from
+    is_labelled: bool = False  # each answer has its own label, as in KTO
     share: Callable[[nnx.GraphDef, Params, Any], Array] | None = None  # see `Objective`
 
 
 def make_preference(c: PreferenceConfig, method: PreferenceMethod) -> Objective:
-    """The objective of a method and its configuration."""
+    """Make the objective of a preference method."""
 
     def loss(
         graphdef: nnx.GraphDef,
@@ -77,7 +77,7 @@ def make_preference(c: PreferenceConfig, method: PreferenceMethod) -> Objective:
 def answer_logps(
     graphdef: nnx.GraphDef, params: Params, batch: DevicePairs
 ) -> tuple[Float[Array, "B P 2"], Float[Array, "B P 2"]]:
-    """Log-probs of the two answers of each pair of a `data.PairBatch`, and their tokens."""
+    """Return log-probs and token counts of both answers of each pair of a `data.PairBatch`."""
     model: Transformer = nnx.merge(graphdef, params)
     texts = batch.tokens_BT, batch.positions_BT, batch.segments_BT
     x_BTD = model(*texts, Forward(zigzag=True)).states
@@ -91,14 +91,14 @@ def answer_logps(
         valid_vocab=model.vocab_size,
     )
     shape = batch.references_BP2.shape
-    # A reduction, not a scatter: its order, and so its rounding, is the same in every run.
+    # A reduction instead of a scatter: its order, and so its rounding, is deterministic.
     own_BTS = segments_BT[:, :, None] == jnp.arange(1, 2 * shape[1] + 1)[None, None]
     total = lambda x_BT: jnp.sum(jnp.where(own_BTS, x_BT[:, :, None], 0), axis=1).reshape(shape)
     return total(-nll_BT * weights_BT), total(weights_BT)
 
 
 def compared_answers(graphdef: nnx.GraphDef, params: Params, batch: DevicePairs) -> Answers:
-    """The answers of a `data.PairBatch` [B, T] with their reference, [B, P, 2]."""
+    """Return the answers of a `data.PairBatch` [B, T] and their reference log-probs, [B, P, 2]."""
     logp_BP2, tokens_BP2 = answer_logps(graphdef, params, batch)
     desirable_BP = batch.kto_labels_BP == DESIRABLE
     return Answers(logp_BP2, batch.references_BP2, jnp.maximum(tokens_BP2, 1), desirable_BP)
@@ -112,10 +112,10 @@ def preference_loss(
     batch: DevicePairs,
     divergence: Array | None,
 ) -> tuple[Array, dict[str, Array]]:
-    """Sum over pairs of the loss of that configuration, and the sums of the usual figures.
+    """Return the sum over pairs of the method's loss, and the sums SUMS for the metrics.
 
-    Of labelled answers (KTO) the desirable ones count as chosen, the others as rejected; right is
-    one whose reward is on its side of the reference point.
+    Labelled answers (KTO) count as chosen if desirable, else as rejected. A labelled answer is
+    right if its reward is on the correct side of the reference point.
     """
     there_BP = (batch.kto_labels_BP >= 0).astype(jnp.float32)
     a = compared_answers(graphdef, params, batch)
@@ -143,7 +143,7 @@ def count_pairs(batch: DevicePairs, bytes_V: Array) -> tuple[Array, Array]:
 def pair_metrics(
     loss: Array, pairs: Array, text_bytes: Array, sums: SumsByName, divergence: Array | None
 ) -> dict[str, Array]:
-    """Means over the pairs: rewards, how often the order is right, and log-probs of answers."""
+    """Return means over pairs: rewards, accuracy of the preference order, and log-probs."""
     of = lambda name, part: sums[f"{name}_{part}"] / jnp.maximum(sums[part], 1)
     metrics = {f"{n}_{p}": of(n, p) for n in ("reward", "logp") for p in ("chosen", "rejected")}
     metrics["reward_margin"] = metrics["reward_chosen"] - metrics["reward_rejected"]
@@ -153,5 +153,5 @@ def pair_metrics(
 
 
 def margin(x_N2: Float[Array, "*n 2"]) -> Float[Array, "*n"]:
-    """The first answer's value minus the second's."""
+    """Return the first answer's value minus the second's."""
     return x_N2[..., 0] - x_N2[..., 1]

@@ -1,8 +1,8 @@
 """Prefix-token prediction: each position also predicts the longest prefix of its next token.
 
-The prefix of a token is the token whose bytes are the longest proper beginning of its own
+The prefix of a token is the token whose bytes are the longest proper prefix of the token's bytes
 (modded-nanogpt, record 88, pull request 337). Both losses share one softmax, so that the second
-costs two products a token: loss(prefix) = loss(next) + logit(next) - logit(prefix).
+costs two dot products per token: loss(prefix) = loss(next) + logit(next) - logit(prefix).
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class PrefixTokenConfig(Settings):
 
 
 def prefix_tokens(pieces: Sequence[bytes]) -> np.ndarray:
-    """int32 [V]: the token that is each one's longest proper prefix, -1 where there is none."""
+    """Return the token that is each token's longest proper prefix, int32 [V]; -1 if none is."""
     known = {piece: index for index, piece in reversed(list(enumerate(pieces))) if piece}
 
     def prefix(piece: bytes) -> int:
@@ -55,7 +55,7 @@ def prefix_tokens(pieces: Sequence[bytes]) -> np.ndarray:
 
 
 def label_logits(h: Hidden, labels_BT: Int[Array, "*M B T"]) -> Float[Array, "*M B T"]:
-    """The float32 logit of one label at each place; its columns of the head are gathered."""
+    """Return the float32 logit of one label per position, from gathered columns of the head."""
     rows_BTD = lookup(h.model.head_DV().T.astype(h.x_BTD.dtype), labels_BT)
     logits_BT = jnp.einsum("...d,...d->...", h.x_BTD, rows_BTD, preferred_element_type=jnp.float32)
     cap = h.model.config.logit_softcap
@@ -63,10 +63,10 @@ def label_logits(h: Hidden, labels_BT: Int[Array, "*M B T"]) -> Float[Array, "*M
 
 
 def make_prefix_token(c: PrefixTokenConfig, options: LossOptions) -> Objective:
-    """The next token's loss + weight x the prefix's, where there is one.
+    """Make the objective: next-token loss + weight x loss of the prefix, if the token has one.
 
-    `loss` logs the mean of the next token's loss in which a token with a prefix counts 1 + weight
-    times; `prefix_gap`, how many nats the prefix's loss lies above the next token's.
+    `loss` logs the weighted mean of the next-token loss: a token with a prefix counts 1 + weight
+    times. `prefix_gap` logs the mean excess of the prefix's loss over the next token's, in nats.
     """
     prefix_V = prefix_tokens(options.pieces or (b"",))
     fall = max(c.decay_end - c.decay_start, 1e-6)

@@ -1,9 +1,9 @@
 """Sampled softmax: training compares a target with a sample of the vocabulary, not with all of it.
 
-Jean et al. 2014 (arXiv:1412.2007): Z is estimated from tokens that are drawn from Q and shared by a
-microbatch; a drawn token's logit is lowered by log(negatives x Q), so that the estimate of Z is
-unbiased. The head multiplies the columns of the drawn tokens alone, and a target's own. Evaluation
-is of the full softmax.
+Jean et al. 2014 (arXiv:1412.2007): Z is estimated from negative tokens drawn from Q, one sample per
+microbatch. log(negatives x Q) is subtracted from a negative's logit, so that the estimate of Z is
+unbiased. Only the head's columns of the negatives and of the targets are used. Evaluation uses the
+full softmax.
 """
 
 import math
@@ -44,7 +44,7 @@ class SampledSoftmaxConfig(Settings):
 def draw_negatives(
     c: SampledSoftmaxConfig, key: Array, vocab_size: int
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """Token ids, and the logarithm of how often each is expected in the sample."""
+    """Draw token ids; also return the log of each one's expected count in the sample."""
     u_S = jax.random.uniform(key, (c.negatives,))
     if c.proposal == "uniform":
         ids_S = jnp.minimum((u_S * vocab_size).astype(jnp.int32), vocab_size - 1)
@@ -56,9 +56,10 @@ def draw_negatives(
 
 
 def make_sampled_softmax(c: SampledSoftmaxConfig, options: LossOptions) -> Objective:
-    """The next token's loss with an estimate of Z; `loss` and `bpb` of a step are that estimate's.
+    """Make the objective: next-token loss with an estimated Z. A step's `loss` and `bpb` use the
+    estimate, too.
 
-    Without a key the whole softmax, as in evaluation.
+    Without a PRNG key the full softmax is used, as in evaluation.
     """
 
     def loss(

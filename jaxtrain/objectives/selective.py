@@ -1,9 +1,9 @@
-"""Selective language modeling (RHO-1, Lin et al. 2024, arXiv:2404.07965): learn some tokens alone.
+"""Selective language modeling (RHO-1, Lin et al. 2024, arXiv:2404.07965): train on selected tokens.
 
-Of each row the `keep` share of tokens with the largest excess loss counts: the loss under the model
-minus that under a frozen reference. Without a reference it is the largest loss, as selective
-backpropagation ranks examples (Jiang et al. 2019, arXiv:1910.00762; there drawn at random, here
-the top). A row is ranked by itself, so that microbatches and devices change nothing.
+In each row, the share `keep` of tokens with the largest excess loss counts: the model's loss minus
+that of a frozen reference. Without a reference, the loss itself ranks the tokens, as selective
+backpropagation ranks examples (Jiang et al. 2019, arXiv:1910.00762; it samples, this takes the
+top). Each row is ranked by itself, so that microbatches and devices do not change the result.
 """
 
 from typing import Literal, Protocol, runtime_checkable
@@ -47,7 +47,7 @@ class ReferredBatch(DeviceBatch, Protocol):
 
 
 def kept_labels(weights_BT: Array, keep: float) -> Array:
-    """How many labels of each row are learned, [*B]: keep of them, rounded up."""
+    """Count the labels of each row that are learned, [*B]: `keep` of them, rounded up."""
     labels_B = jnp.sum(weights_BT > 0, axis=-1)
     return jnp.ceil(keep * labels_B - 1e-4).astype(jnp.int32)
 
@@ -62,7 +62,8 @@ def selected(
 
 
 def make_selective(c: SelectiveConfig, options: LossOptions) -> Objective:
-    """The selected labels' loss; `loss` and `bpb` log that of all labels, as of other runs."""
+    """Make the objective: the loss of the selected labels. `loss` and `bpb` log all labels, so that
+    they compare with other runs."""
 
     def loss(
         graphdef: nnx.GraphDef,

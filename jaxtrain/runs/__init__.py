@@ -1,4 +1,4 @@
 """A run directory: checkpoints, metrics, lock, environment, report, the saved model.
 
-Nothing here trains; `train/` writes a run directory and others read it.
+No training code: `train/` writes a run directory, and other packages read it.
 """

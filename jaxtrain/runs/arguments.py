@@ -1,4 +1,4 @@
-"""The command lines of `report`, `compare`, `ui`, `merge`, `import` and `export`, without JAX."""
+"""Argument parsers of `report`, `compare`, `ui`, `merge`, `import` and `export`, without JAX."""
 
 from pathlib import Path
 
@@ -11,14 +11,14 @@ OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_k")  # as in `interop.gguf_file`; 
 
 
 def report_parser() -> Parser:
-    """Of `jaxtrain report`: one HTML page about a run."""
+    """Parser of `jaxtrain report`: one HTML page about a run."""
     parser = Parser("jaxtrain report", description="One HTML page about a run, RUN/report.html.")
     parser.add_argument("run", type=local, help="a run directory, such as runs/NAME, also at a URL")
     return parser
 
 
 def compare_parser() -> Parser:
-    """Of `jaxtrain compare`: a table and a plot of several runs."""
+    """Parser of `jaxtrain compare`: a table and a plot of several runs."""
     parser = Parser(
         "jaxtrain compare",
         description="Compare runs: loss at equal steps, tokens per second, seconds to equal loss, "
@@ -35,7 +35,7 @@ def compare_parser() -> Parser:
 
 
 def ui_parser() -> Parser:
-    """Of `jaxtrain ui`: a page about a folder of runs."""
+    """Parser of `jaxtrain ui`: a page about a folder of runs."""
     parser = Parser(
         "jaxtrain ui",
         description="A page about a folder of runs, live: curves, samples, data, events, dry runs. "
@@ -56,7 +56,7 @@ def ui_parser() -> Parser:
 
 
 def merge_parser() -> Parser:
-    """Of `jaxtrain merge`: several models become one."""
+    """Parser of `jaxtrain merge`: several models become one."""
     parser = Parser(
         "jaxtrain merge",
         description="Merge models of one structure into one, without training.",
@@ -86,7 +86,7 @@ def merge_parser() -> Parser:
 
 
 def import_parser() -> Parser:
-    """Of `jaxtrain import`: a checkpoint becomes a run directory."""
+    """Parser of `jaxtrain import`: a checkpoint becomes a run directory."""
     parser = Parser("jaxtrain import", description="A Hugging Face checkpoint becomes a run.")
     parser.add_argument(
         "source", help="folder of a checkpoint, or OWNER/NAME[@REVISION] of huggingface.co"
@@ -96,7 +96,7 @@ def import_parser() -> Parser:
 
 
 def export_parser() -> Parser:
-    """Of `jaxtrain export`: a run's model becomes a checkpoint, or a file for llama.cpp."""
+    """Parser of `jaxtrain export`: a run's model becomes a checkpoint, or a file for llama.cpp."""
     parser = Parser(
         "jaxtrain export", description="A run becomes a Hugging Face checkpoint or a GGUF file."
     )

@@ -25,26 +25,26 @@ from jaxtrain.storage import checksums as sums
 from jaxtrain.storage.disk import disk_full
 from jaxtrain.weights.params import Params, ShapeTree
 
-# Of an array that several devices hold whole, each sends the host a part of at least this size, by
-# a program of its own. Orbax's default, parts of any size, has a first save wait for hundreds.
+# Each replica of an array sends a slice of at least this size to the host, by its own compiled
+# program. With orbax's default, slices of any size, the first save waits for hundreds of programs.
 PART_BYTES = 2**26
-PATIENCE = 3.0  # seconds that threads which write have to end when one of them has failed
+PATIENCE = 3.0  # seconds for the writer threads to end after one of them has failed
 
 
 def send_in_large_parts() -> None:
-    """Arrays are sent to the host in parts of `PART_BYTES` and more, in this process."""
+    """Make orbax send arrays to the host in slices of at least `PART_BYTES`, in this process."""
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=PART_BYTES)
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # that it takes the place of orbax's own
+    logging.disable(logging.WARNING)  # orbax warns that its own handler is replaced
     ocp.type_handlers.register_type_handler(jax.Array, arrays, override=True)
     logging.disable(before)
 
 
 class Summed:
-    """A commit of one item, and then the checksums of what this process has written of it.
+    """Future that commits one item, then writes the checksums of this process's files of it.
 
-    Orbax waits for it in its background thread, and for that of all processes before the first
-    of them finalizes the item and the checkpoint gets its name.
+    Orbax's background thread waits for it in every process. Only then does the first process
+    finalize the item and rename the checkpoint to its final name.
     """
 
     def __init__(self, folder: Path, commits: Sequence[Any]):
@@ -64,7 +64,7 @@ class Summed:
 
 
 def list_sums(folder: Path) -> None:
-    """The checksums of an item: those that the processes have left, and of what is not in them."""
+    """Write an item's checksums: the lists of the other processes, and all remaining files."""
     known = {}
     for path in [folder / f"{i}.{sums.LIST}" for i in range(1, jax.process_count())]:
         if path.is_file():
@@ -75,7 +75,7 @@ def list_sums(folder: Path) -> None:
 
 
 class TreeHandler(ocp.StandardCheckpointHandler):
-    """Trees of arrays, with checksums."""
+    """Handler of array trees, with checksums."""
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[Any]:
         commits = await super().async_save(directory, *args, **kwargs)
@@ -87,7 +87,7 @@ class TreeHandler(ocp.StandardCheckpointHandler):
 
 
 class JsonHandler(ocp.JsonCheckpointHandler):
-    """A JSON value, with checksums."""
+    """Handler of a JSON value, with checksums."""
 
     def finalize(self, directory: epath.Path) -> None:
         super().finalize(directory)
@@ -95,13 +95,13 @@ class JsonHandler(ocp.JsonCheckpointHandler):
 
 
 class CopyHandler(ocp.CheckpointHandler):
-    """Optimizer states in files, with checksums: copied while the run waits."""
+    """Handler of optimizer states in files, with checksums. The copy blocks training."""
 
     def save(self, directory: epath.Path, args: "CopyFiles") -> None:
         args.files.save(Path(directory))
 
     def restore(self, directory: epath.Path, args: Any = None) -> None:
-        """`Checkpointer.restore` reads them, some rows at a time."""
+        """Not used: `Checkpointer.restore` reads the files in chunks of rows."""
         raise NotImplementedError
 
     def finalize(self, directory: epath.Path) -> None:
@@ -111,13 +111,13 @@ class CopyHandler(ocp.CheckpointHandler):
 @ocp.args.register_with_handler(CopyHandler, for_save=True)
 @dataclass
 class CopyFiles(ocp.args.CheckpointArgs):
-    """What `CopyHandler` saves."""
+    """Arguments of `CopyHandler`."""
 
     files: StateFiles
 
 
 def handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
-    """Who writes and reads the items of a checkpoint."""
+    """Handlers that write and read the items of a checkpoint."""
     found = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for item in ("params", "rest"):
         trees = TreeHandler()
@@ -131,7 +131,8 @@ def handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
 
 
 class Failures(logging.Filter):
-    """Keeps the errors that orbax's threads log, with a traceback each, before they are raised."""
+    """Log filter that keeps the first error of orbax's threads, and suppresses the logged
+    tracebacks: the error is raised later."""
 
     found: Exception | None = None
 
@@ -146,11 +147,12 @@ class Failures(logging.Filter):
 class Checkpointer:
     """The checkpoints of one run directory: `checkpoints/STEP/{params,rest,position,states}`.
 
-    Each of the four has the checksums of its files in `sums.json`, compared when it is read.
+    Each of the four items has its files' checksums in `sums.json`, which are checked on restore.
 
-    `params` and `rest` (optimizer, counters, loss scale, keys) are trees of arrays; `position` is a
-    small JSON value, the data stream's. `states` are copies of `files`, where a run keeps the
-    optimizer's states in files; `rest` has None in their place. They are open as long as this is.
+    `params` and `rest` (optimizer, counters, loss scale, keys) are trees of arrays. `position` is a
+    small JSON value: the position in the data stream. If a run keeps optimizer states in `files`,
+    `states` contains copies of them, and `rest` has None in their place. `files` are open as long
+    as the Checkpointer is.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, files: StateFiles | None = None):
@@ -177,9 +179,9 @@ class Checkpointer:
         return sorted(self.manager.all_steps())
 
     def save(self, step: int, params: Params, rest: PyTree, position: dict[str, Any]) -> None:
-        """Copy to the host and write in the background; a checkpoint is whole or not there.
+        """Copy to the host, then write atomically in the background.
 
-        UserError where the disk has no room for it, or had none for the one before.
+        Raises UserError if the disk has no room for it, or had none for the previous checkpoint.
         """
         if step in self.steps():
             return
@@ -198,7 +200,7 @@ class Checkpointer:
             self._given_up(error)
 
     def check(self) -> None:
-        """UserError if what is written in the background has failed; waits for nothing."""
+        """Raise UserError if a background write has failed. Does not wait otherwise."""
         if self.failures.found is not None:
             self.wait()
 
@@ -208,12 +210,12 @@ class Checkpointer:
             self._given_up(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed, free)
 
     def _given_up(self, error: Exception, *sizes: int) -> NoReturn:
-        """Raise what is wrong with a save; where the disk is full, leave nothing half-written."""
+        """Raise the error of a failed save. If the disk is full, first delete incomplete files."""
         said = disk_full(error) or disk_full(self.failures.found)
         if said is None:
             raise error
         self.broken = True
-        until = time.monotonic() + PATIENCE  # that writers may take to see it
+        until = time.monotonic() + PATIENCE  # other writer threads may create files until then
         while remains := list(self.directory.glob("*orbax-checkpoint-tmp*")):
             for folder in remains:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -224,7 +226,7 @@ class Checkpointer:
         raise UserError(no_room(self.directory.parent, said + more)) from error
 
     def delete_after(self, step: int) -> None:
-        """Without the checkpoints of later steps, which the run has taken back."""
+        """Delete the checkpoints of later steps, which the run has rolled back."""
         self.wait()
         for later in [s for s in self.steps() if s > step]:
             self.manager.delete(later)
@@ -232,14 +234,14 @@ class Checkpointer:
     def restore(
         self, step: int, params: ShapeTree, rest: PyTree
     ) -> tuple[Params, PyTree, dict[str, Any]]:
-        """Parameters, rest and position; the arguments give shapes, dtypes and placement.
+        """Restore (params, rest, position). The arguments give shapes, dtypes and shardings.
 
-        Optimizer states are taken from files and put into files, whichever of the two there is.
+        Optimizer states may be in files or in arrays, both in the checkpoint and in this run.
         """
         folder = self.directory / str(step) / "states"
         copied = self._copied(step, folder)
         mine = self.files.arrays if self.files else {}
-        # What the checkpoint has in `rest`: None for what it has in files.
+        # The structure of the checkpoint's `rest`: None for states that it has in files.
         like = named_map(lambda key, x: None if key in copied else mine.get(key, x), rest)
         items = self._read(
             step,
@@ -265,7 +267,7 @@ class Checkpointer:
         return items["params"], named_map(place, items["rest"], rest), items["position"]
 
     def _copied(self, step: int, folder: Path) -> dict[str, np.ndarray]:
-        """The states that a checkpoint has in files, compared with their checksums."""
+        """Optimizer states that a checkpoint has in files, after a check of their checksums."""
         try:
             self._check(step, ["states"] * folder.is_dir())
             return copied_states(folder)
@@ -273,12 +275,12 @@ class Checkpointer:
             raise UserError(self._damage(step, error)) from error
 
     def shapes(self, step: int) -> PyTree:
-        """`rest` as nested dicts of what has a `.shape`: that of each array in the checkpoint."""
+        """`rest` of a checkpoint as nested dicts of array metadata, each with a `.shape`."""
         path = epath.Path(self.directory) / str(step) / "rest"
         return ocp.StandardCheckpointHandler().metadata(path)
 
     def restore_params(self, step: int, params: ShapeTree) -> Params:
-        """The parameters alone."""
+        """Restore only the parameters."""
         return self._read(step, params=ocp.args.StandardRestore(params))["params"]
 
     def _read(self, step: int, **items: Any) -> Any:
@@ -289,9 +291,9 @@ class Checkpointer:
             raise UserError(self._damage(step, error)) from error
 
     def _check(self, step: int, items: Iterable[str]) -> None:
-        """Raise UserError if a file of these items is not as it was written.
+        """Raise UserError if a file of these items does not match its checksum.
 
-        Of several processes each looks at some of the files, and a fault of one ends all.
+        Each process checks a share of the files. An error in one process ends all.
         """
         share = slice(jax.process_index(), None, jax.process_count())
         for folder in [self.directory / str(step) / item for item in items]:
@@ -313,10 +315,10 @@ class Checkpointer:
         return f"checkpoint {self.directory / str(step)} cannot be read ({first}); {offer}"
 
     def wait(self) -> None:
-        """Until everything saved so far is on disk; UserError if that had no room for it."""
+        """Wait until all saves are on disk. Raises UserError if the disk was full."""
         if self.broken:
             return
-        begun: float | None = None  # when it was seen to have failed
+        begun: float | None = None  # when a failure was first seen
         while self.manager.is_saving_in_progress():
             if self.failures.found is not None:
                 begun = begun or time.monotonic()
@@ -352,7 +354,7 @@ class Checkpointer:
 
 
 def named_map(change: Callable[..., Any], rest: PyTree, *others: PyTree) -> PyTree:
-    """`rest` with change(path in the optimizer's state, leaf, ...) for the leaves of that."""
+    """Map change(path, leaf, ...) over the leaves of `rest`'s optimizer state; None is a leaf."""
     one = lambda path, *xs: change(jax.tree_util.keystr(path), *xs)
     states = [tree["optimizer"] for tree in (rest, *others)] if "optimizer" in rest else []
     if not states:
@@ -362,20 +364,20 @@ def named_map(change: Callable[..., Any], rest: PyTree, *others: PyTree) -> PyTr
 
 
 def saved_steps(run_dir: Path) -> list[int]:
-    """The steps of a run's whole checkpoints, the newest last."""
+    """Steps of a run's complete checkpoints, in ascending order."""
     folders = (run_dir / "checkpoints").glob("*")
     return sorted(int(folder.name) for folder in folders if folder.name.isdigit())
 
 
 def decisions(run_dir: Path, step: int) -> tuple[Decision, ...]:
-    """What events had decided by a checkpoint, which holds it beside the place in the data."""
+    """Decisions that events had made by a checkpoint, which stores them in `position`."""
     file = run_dir / "checkpoints" / str(step) / "position" / "metadata"
     position = read_object(file) if file.is_file() else {}
     return tuple(Decision(step, model) for step, model in position.get("decided", ()))
 
 
 def no_room(run_dir: Path, said: str) -> str:
-    """A line on a disk that is full, with the newest whole checkpoint."""
+    """Message about a full disk that names the newest complete checkpoint."""
     steps = saved_steps(run_dir)
     saved = f"the newest whole one is {steps[-1]}" if steps else "there is none yet"
     return f"{run_dir}: {said}; of checkpoints, {saved}. Free space, and the same command goes on"

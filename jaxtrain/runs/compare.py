@@ -1,7 +1,7 @@
-"""`jaxtrain compare RUN RUN ...`: runs side by side, from what their directories hold.
+"""`jaxtrain compare RUN RUN ...`: compare runs, from the files in their directories.
 
-Losses are compared at equal steps and by the seconds of training to an equal loss, by straight
-lines between the points of each curve.
+Losses are compared at equal steps, and by the training seconds to an equal loss. Each curve is
+interpolated linearly between its points.
 """
 
 import json
@@ -23,19 +23,19 @@ from jaxtrain.runs.job import leaves
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.strict_yaml import read_yaml
 
-# What curves are made of: the first that every run has. (kind of row, name, title)
+# Measures (kind of row, name, title). Curves show the first one that every run has.
 MEASURES = (
     ("validation", "bpb", "validation bits per byte"),
     ("validation", "loss", "validation loss, nats per token"),
     ("train", "loss", "training loss, nats per token"),
 )
-SAME_RUN = ("run.", "data.cache_dir")  # settings that say where, not what
+SAME_RUN = ("run.", "data.cache_dir")  # prefixes of settings that are not compared
 PLAIN = (str, int, float, bool, type(None))
 SMOOTHED = 20  # training losses that are averaged into one point
 
 
 class Run(NamedTuple):
-    """What a run directory holds; `config` and `env` are plain trees."""
+    """Contents of a run directory; `config` and `env` are plain trees."""
 
     name: str
     config: dict[str, Any]
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 def read_run(run_dir: Path) -> Run:
-    """The run of a directory."""
+    """Read a run directory. Raises UserError if a file is missing."""
     for name in ("config.yaml", "env.json", "metrics.jsonl"):
         if not (run_dir / name).is_file():
             raise UserError(f"{run_dir} is not a run directory: it has no {name}")
@@ -54,7 +54,7 @@ def read_run(run_dir: Path) -> Run:
 
 
 class Curve(NamedTuple):
-    """A measure of one run."""
+    """One run's curve of a measure."""
 
     steps: list[int]
     seconds: list[float]  # of training, without validations, up to each step
@@ -65,7 +65,7 @@ class Curve(NamedTuple):
         return None if step < self.steps[0] else float(np.interp(step, self.steps, self.losses))
 
     def reaches(self, target: float) -> tuple[float, float] | None:
-        """(step, seconds) where the curve first comes to `target` or below; None if never."""
+        """(step, seconds) at which the curve first reaches `target` or below; None if never."""
         last = next((i for i, loss in enumerate(self.losses) if loss <= target), None)
         if last is None:
             return None
@@ -77,13 +77,13 @@ class Curve(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """One run beside the others."""
+    """Figures of one run in a comparison."""
 
     name: str
     device: str
     steps: int
     tokens_per_s: float | None  # median over the rows of the log
-    goodput: float | None  # productive share of the wall-clock; None where it is not logged
+    goodput: float | None  # productive share of the wall-clock time; None if not logged
     lowest: float  # of the measure
     at_step: float | None  # the measure at the last step that all runs have
     seconds: float | None  # of training to the target
@@ -94,27 +94,27 @@ class Comparison(NamedTuple):
     """Several runs, compared by one measure."""
 
     measure: str
-    step: int  # the last that all runs have
-    target: float  # the lowest value that all runs came to
+    step: int  # the last step that all runs have
+    target: float  # the lowest value that all runs have reached
     runs: list[Compared]
     curves: dict[str, Curve]
     differences: dict[str, list[Any]]  # setting -> its value in each run
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
-    """Several runs, with names that differ. UserError for fewer than two."""
+    """Read several runs, with unique names. Raises UserError for fewer than two."""
     if len(run_dirs) < 2:
         raise UserError("compare: name two runs or more, as in `compare runs/a runs/b`")
     runs = [read_run(run_dir) for run_dir in run_dirs]
-    if len({run.name for run in runs}) < len(runs):  # of different folders
+    if len({run.name for run in runs}) < len(runs):  # same name in different folders
         runs = [run._replace(name=str(path)) for run, path in zip(runs, run_dirs)]
     return runs
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
-    """Compare runs of different names, the first is the baseline.
+    """Compare runs with unique names; the first is the baseline.
 
-    Raises UserError for runs that have no measure in common.
+    Raises UserError if the runs have no measure in common.
     """
     names = [run.name for run in runs]
     for kind, name, measure in MEASURES:  # noqa: B007
@@ -140,7 +140,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
 
 
 def curve_of(run: Run, kind: str, name: str) -> Curve:
-    """The finite values of a measure; of training losses, means of a few."""
+    """The finite values of a measure. Training losses are averaged in groups of up to SMOOTHED."""
     train = [row for row in run.rows if row["kind"] == "train"]
     size = run.config["train"]["batch_size"] * run.config["train"]["sequence_length"]
     known, seconds = training_seconds(train, size)
@@ -155,11 +155,11 @@ def curve_of(run: Run, kind: str, name: str) -> Curve:
 def training_seconds(
     rows: Sequence[MetricsRow], tokens_per_step: int
 ) -> tuple[list[int], list[float]]:
-    """Steps, and the seconds of training up to each.
+    """Steps, and the training seconds up to each.
 
-    A row's `time` holds validations; its `tokens_per_s` leaves them out, and is over all steps
-    since the row before: their time is tokens / tokens_per_s. The first step of a run has no rate
-    of its own, and counts as the median one.
+    A row's `time` includes validations. Its `tokens_per_s` excludes them, and is the mean over the
+    steps since the previous row: their time is tokens / tokens_per_s. A run's first step has no
+    rate; it is given the median rate.
     """
     usual = rate_of(rows)
     steps, seconds, before = [0], [0.0], 0
@@ -177,13 +177,13 @@ def tokens_of(row: MetricsRow, tokens_per_step: int) -> int:
 
 
 def rate_of(rows: Sequence[MetricsRow]) -> float | None:
-    """The median of the tokens per second that rows report."""
+    """Median tokens per second over the rows."""
     rates = [row["tokens_per_s"] for row in rows if row.get("tokens_per_s")]
     return median(rates) if rates else None
 
 
 def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The settings, and facts of the environment, that are not the same in all runs."""
+    """Settings and environment facts that differ between the runs."""
     facts = [
         leaves(run.config)
         | {f"env.{key}": run.env.get(key) for key in ("device_kind", "device_count", "commit")}
@@ -196,7 +196,7 @@ def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def comparison_tree(c: Comparison) -> dict[str, Any]:
-    """The figures and the differences, for a page; its curves are made of the rows."""
+    """The figures and differences for a web page, which draws curves from the rows itself."""
     return {
         "measure": c.measure, "step": c.step, "target": c.target,
         "names": [run.name for run in c.runs], "runs": [run._asdict() for run in c.runs],
@@ -205,7 +205,7 @@ def comparison_tree(c: Comparison) -> dict[str, Any]:
 
 
 def plain_values(differences: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Values as JSON has them; any other (a date, an infinity) as text."""
+    """JSON values unchanged; other values (a date, an infinity) as strings."""
     finite = lambda value: not isinstance(value, float) or math.isfinite(value)
     plain = lambda value: isinstance(value, PLAIN) and finite(value)
     return {
@@ -218,7 +218,7 @@ def plain_values(differences: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def tables_of(c: Comparison) -> list[Table]:
-    """The figures, and the settings that differ, for a console."""
+    """Console tables: the figures, and the settings that differ."""
     figures = Table(box=None, header_style="bold", title=c.measure, title_justify="left")
     figures.add_column("run", overflow="fold")
     logged = any(run.goodput is not None for run in c.runs)
@@ -243,8 +243,8 @@ def tables_of(c: Comparison) -> list[Table]:
 
 
 def draw(c: Comparison, path: Path) -> Path:
-    """Write a PNG of the curves, by step and by seconds of training; returns `path`."""
-    from matplotlib.figure import Figure  # two seconds to import, and only for pictures
+    """Write a PNG of the curves by step and by training seconds. Returns `path`."""
+    from matplotlib.figure import Figure  # slow import (2 s), only needed here
 
     figure = Figure(figsize=(10, 4), layout="constrained", dpi=150)
     by_step, by_time = figure.subplots(1, 2, sharey=True)
@@ -268,7 +268,7 @@ def draw(c: Comparison, path: Path) -> Path:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables; 2 and one line on stderr for a UserError."""
+    """Print the comparison. Returns 0, or 2 after a one-line UserError."""
     a = compare_parser().parse_args(argv)
     runs = read_runs(a.runs)
     found = compare(runs)
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if a.plot:
         console.print(draw(found, a.plot), highlight=False)
     if a.html:
-        from jaxtrain.runs.page.one_file import write_page  # which reads this module
+        from jaxtrain.runs.page.one_file import write_page  # it imports this module
 
         console.print(write_page(found, runs, a.html), highlight=False)
     return 0

@@ -1,4 +1,4 @@
-"""Where a run lives, and what it keeps and reports."""
+"""Configuration of a run's directory, checkpoints and metrics."""
 
 from pathlib import Path, PurePath
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ from jaxtrain.storage.location import RUNS, cached, is_url, location_fault, path
 
 
 class Notice(Settings):
-    """How a spot machine learns that it is taken back."""
+    """Source of a spot instance's preemption notice."""
 
     every: float = Field(5.0, gt=0, description="seconds between two questions")
 
@@ -37,7 +37,7 @@ class AzureNotice(Notice):
 
 
 class FileNotice(Notice):
-    """A file that a script of the scheduler makes."""
+    """A file that a script of the scheduler creates."""
 
     name: Literal["file"] = "file"
     path: str = Field(min_length=1, description="the notice is there when this file is")
@@ -49,7 +49,7 @@ PreemptionConfig = Annotated[
 
 
 class RunConfig(Settings):
-    """Where the run lives."""
+    """Directory, seed and preemption notice of a run."""
 
     name: str = Field("run", min_length=1, description="folder of this run inside `directory`")
     directory: str = Field(
@@ -92,12 +92,12 @@ class RunConfig(Settings):
 
     @property
     def url(self) -> str | None:
-        """Of this run, where its directory is at a URL."""
+        """The URL of this run; None if its directory is a path."""
         return f"{self.directory.rstrip('/')}/{self.name}" if is_url(self.directory) else None
 
 
 class MirrorConfig(Settings):
-    """A second place for checkpoints."""
+    """Copies of checkpoints at a second location."""
 
     url: str | None = Field(
         None,
@@ -122,7 +122,7 @@ class MirrorConfig(Settings):
 
 
 class CheckpointConfig(Settings):
-    """When the state is saved, and what is kept."""
+    """When the training state is saved, and which checkpoints are kept."""
 
     every: int | None = Field(
         500, ge=1, description="steps between checkpoints; null: only the end"
@@ -144,7 +144,7 @@ class CheckpointConfig(Settings):
 
 
 class MetricsConfig(Settings):
-    """Where the numbers go, and how often."""
+    """Where metrics are logged, and how often."""
 
     every: int = Field(10, ge=1, description="Steps between the logged and printed training rows.")
     tensorboard: bool = Field(True, description="Also write TensorBoard event files.")

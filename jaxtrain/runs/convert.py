@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints become run directories (`jaxtrain import`), runs become checkpoints
+"""Convert Hugging Face checkpoints to run directories (`jaxtrain import`), and runs to checkpoints
 (`jaxtrain export`)."""
 
 from pathlib import Path
@@ -42,7 +42,7 @@ from jaxtrain.storage.location import output_at
 def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
     """Write `run_dir/model/` from a checkpoint, one tensor in memory at a time.
 
-    The weights keep their dtype. Raises UserError for what is not supported, by its name.
+    The weights keep their dtype. Raises UserError that names an unsupported feature.
     """
     model_dir = run_dir / "model"
     if model_dir.exists():
@@ -79,7 +79,7 @@ def export_run(
 ) -> str:
     """Write a run's model as a checkpoint; returns its family.
 
-    An imported model keeps its family, vocabulary and dtype, and what came along with it.
+    An imported model keeps its family, vocabulary, dtype and auxiliary files.
     """
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a checkpoint already; name another folder")
@@ -92,14 +92,14 @@ def export_run(
             f"{model_dir / FOLDER / 'config.json'}: dtype {kind} is none to write; say --dtype, "
             f"one of {', '.join(sorted(NUMPY))}"
         )
-    # What may refuse comes before a file is written.
+    # All checks come before any file is written.
     check_tensors(row, config, specs, params)
     talk = training_template(saved.config.data)
     chat = make_chat(*talk, saved.tokenizer) if talk else None
     tokenizer_files(saved.tokenizer, model_dir, out)
     if talk and chat:
         template, special = talk
-        # With the names of the tokenizer where the base has none, as `make_chat` renders.
+        # Special tokens default to the tokenizer's names, as in `make_chat`.
         chat_files(template, make_reader(saved.tokenizer).special | special, chat.end, out)
     export_weights(
         out, row, config | kept, specs, params, NUMPY[kind],
@@ -109,7 +109,7 @@ def export_run(
 
 
 def base_model_metadata(run: Path, c: Resolved) -> dict[str, str]:
-    """The repository and commit that a run's model began from, if it was one."""
+    """The repository and commit of the base model, or {} if it is not from a repository."""
     file = folder_of(run) / WEIGHTS
     if c.train.init_from or not file.is_file():
         return origin(c.train.init_from)
@@ -121,7 +121,7 @@ NUMPY: dict[str, np.dtype] = {dtype.name: dtype for dtype in DTYPES.values()}
 
 @command
 def import_main(argv: list[str] | None = None) -> int:
-    """`jaxtrain import`: 0, or 2 after one line about what the user can fix."""
+    """`jaxtrain import`. Returns 0, or 2 after a one-line UserError."""
     a = import_parser().parse_args(argv)
     c = import_checkpoint(a.source, a.run)
     print(f"imported {a.run}: depth {c.model.depth}, width {c.model.width}")
@@ -131,7 +131,7 @@ def import_main(argv: list[str] | None = None) -> int:
 
 @command
 def export_main(argv: list[str] | None = None) -> int:
-    """`jaxtrain export`: 0, or 2 after one line about what the user can fix."""
+    """`jaxtrain export`. Returns 0, or 2 after a one-line UserError."""
     a = export_parser().parse_args(argv)
     if not a.push_to_hub and (a.public or a.license):
         raise UserError(f"{'--public' if a.public else '--license'} is for --push-to-hub")

@@ -1,4 +1,4 @@
-"""What a run runs on and with: devices and their peaks, memory, versions, commit."""
+"""Environment of a run: devices and their peak FLOP/s, memory, versions, commit."""
 
 import importlib.metadata
 import os
@@ -16,13 +16,13 @@ import psutil
 
 
 def memory_bytes() -> int:
-    """Peak bytes of the fullest local device; where unknown (CPU), the process's resident bytes."""
+    """Peak memory of the fullest local device; if unknown (CPU), the process's resident memory."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     return max(s.get("peak_bytes_in_use", 0) for s in stats) or psutil.Process().memory_info().rss
 
 
-# Dense bf16 FLOP/s of one JAX device (fp16 where there is no bf16 unit), from data sheets and
-# jax/_src/tpu_info.py. The first pattern found in the device kind as a whole word counts.
+# Dense bf16 FLOP/s of one JAX device (fp16 if it has no bf16 unit), from data sheets and
+# jax/_src/tpu_info.py. The first pattern that matches a whole word of the device kind counts.
 # fmt: off
 PEAK_FLOPS = {
     "gb300|gb200": 2500e12, "b300|b200": 2250e12,
@@ -42,10 +42,10 @@ PEAK_FLOPS = {
 def peak_flops(device_kind: str) -> float | None:
     """Peak dense bf16 FLOP/s of a `jax.Device.device_kind`; None when unknown (MFU is omitted).
 
-    The bf16 peak is nanochat's convention for MFU, whatever the precision trained in.
+    nanochat's convention for the MFU is the bf16 peak, whatever the training precision.
     """
     kind = device_kind.lower()
-    if re.search(r"\b(laptop|mig)\b", kind):  # a part of the card, or a slower one of the same name
+    if re.search(r"\b(laptop|mig)\b", kind):  # a slice of a card, or a slower one of the same name
         return None
     for pattern, peak in PEAK_FLOPS.items():
         if re.search(rf"\b({pattern})\b", kind):
@@ -57,9 +57,9 @@ PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkp
 
 
 def environment() -> dict[str, Any]:
-    """What a run ran on and with, for env.json: versions, devices, host, commit, command.
+    """The contents of env.json: versions, devices, host, commit, command.
 
-    The commit is that of the checkout, or the variable JAXTRAIN_COMMIT where the code is a copy.
+    The commit is $JAXTRAIN_COMMIT (for code copied without git), or else the checkout's.
     """
     device = jax.devices()[0]
     return {
@@ -80,16 +80,16 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a result may depend on."""
+    """Versions of the packages that results may depend on."""
     found = {}
-    for name in PACKAGES:  # one by one: to look at all that is installed takes long
+    for name in PACKAGES:  # one by one: listing all installed packages is slow
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
 
 
 def commit() -> str | None:
-    """Of the code that runs."""
+    """The commit of the running code; None if unknown."""
     return os.environ.get("JAXTRAIN_COMMIT") or _git_commit()
 
 
@@ -97,7 +97,7 @@ def _git_commit() -> str | None:
     """The commit of the checkout this file is tracked in, with `-dirty` if it has changes."""
     here = Path(__file__)
     git = ["git", "-C", str(here.parent)]
-    # The first command fails where this file is installed inside another project's checkout.
+    # The first command fails if this file is installed inside another project's checkout.
     tracked = [*git, "ls-files", "--error-unmatch", here.name]
     describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
@@ -116,10 +116,10 @@ def describe(
     devices: int | None = None,
     env: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A measurement without its figures (`metrics` or `rows`, `floor`), as JSON.
+    """Record of a measurement, without its figures (`metrics` or `rows`, `floor`), as JSON.
 
-    devices: used; default all.
-    env: of the process that made the figures, where it is not this one.
+    devices: number of devices used; default all.
+    env: environment of the process that measured, if it is not this one.
     """
     here = env or environment()
     device = here["device_kind"]

@@ -1,4 +1,4 @@
-"""Writes a run as one GGUF file, for llama.cpp and the programs that use it."""
+"""Export a run as one GGUF file, for llama.cpp and programs that use it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def export_gguf(run: Path, out: Path, outtype: str = "f16", family: str | None = None) -> "Written":
     """Write a run's model as the file `out`. outtype: f32, f16, bf16, q8_0 or q4_k.
 
-    Raises UserError for a file that is there already, for a model or a tokenizer that llama.cpp
-    computes otherwise, and where the package gguf is not installed. Nothing is written then.
+    Raises UserError if the file exists, if llama.cpp would compute the model or tokenizer
+    differently, or if the package gguf is not installed. Nothing is written then.
     """
     try:
         from jaxtrain.interop.gguf_file import FamilyModel, write_gguf
@@ -51,7 +51,7 @@ def export_gguf(run: Path, out: Path, outtype: str = "f16", family: str | None =
 
 
 def export_summary(out: Path, written: "Written") -> str:
-    """Lines for the terminal: size, bits a parameter, and the error of each type that rounds."""
+    """Lines for the terminal: size, bits per parameter, and the rounding error of each type."""
     bits = 8 * written.bytes / written.weights
     lines = [
         f"exported {out} as {written.architecture}: {written.bytes:,} bytes, {bits:.2f} bits a "

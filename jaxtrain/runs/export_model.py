@@ -1,4 +1,4 @@
-"""A saved model in the structure of a Hugging Face family, ready to be exported."""
+"""Convert a saved model to the structure of a Hugging Face family, for export."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +35,7 @@ class ExportModel(NamedTuple):
 def prepare_export(run: Path, family: str | None) -> ExportModel:
     """A run's model in a family's structure (default: the import's, or the first that fits).
 
-    Raises UserError for a model that no checkpoint has a place for.
+    Raises UserError for a model that no Hugging Face family can represent.
     """
     saved = apply_weight_form(load_saved(run))
     saved = without_mtp(saved, "checkpoints of the families that can be written have no place")
@@ -44,7 +44,7 @@ def prepare_export(run: Path, family: str | None) -> ExportModel:
     rows = source_config.get("vocab_size", saved.tokenizer.vocab_size)
     wanted = family or (family_of(source_config).model_type if source_config else None)
     model, params, specs = saved.config.model, saved.params, saved.specs
-    if model.share_layers:  # of no family: each layer is written with its copy
+    if model.share_layers:  # no family shares layers: each copy is written out
         params, copies = {**params}, model.layers_per_set
         repeat = lambda w: np.repeat(np.asarray(w), copies, axis=0)
         params["blocks"] = jax.tree.map(repeat, params["blocks"])
@@ -55,7 +55,7 @@ def prepare_export(run: Path, family: str | None) -> ExportModel:
 
 
 def token_ids(saved: Saved, source_config: Json) -> Json:
-    """The special tokens as config.json has them."""
+    """Special token ids for config.json."""
     ids = {"bos_token_id": saved.tokenizer.bos_id, "eos_token_id": saved.tokenizer.bos_id}
     return {k: source_config.get(k, ids[k]) for k in ids} | {
         "pad_token_id": source_config.get("pad_token_id")
@@ -63,7 +63,7 @@ def token_ids(saved: Saved, source_config: Json) -> Json:
 
 
 def check_exportable(c: Resolved, run: Path) -> None:
-    """UserError for a model with parts that no checkpoint has a place for."""
+    """Raise UserError for a model with parts that no Hugging Face checkpoint can hold."""
     for name in ("prompt", "prefix"):
         if tokens := getattr(c.model, name):
             folders = (run / "adapter", run / "model" / "adapter")

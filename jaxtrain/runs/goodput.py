@@ -1,15 +1,15 @@
-"""Goodput: the share of a run's wall-clock that went into training steps whose result was kept.
+"""Goodput: the share of a run's wall-clock time spent on training steps whose result was kept.
 
-The word is that of Google's ML Goodput measurement. A run is all sessions of its directory: those
-that ended, were resumed, or were killed. What the rows of metrics.jsonl say of it, in seconds:
+The term is from Google's ML Goodput measurement. A run consists of all sessions of its directory,
+whether they ended, were resumed, or were killed. Fields of metrics.jsonl, in seconds:
 
-steps_s: of the steps since the row before, without pauses; data_wait is the share of it that waited
-for batches. start_s, validation_s, samples_s, checkpoint_s, events_s: pauses since the row before;
-start_s also holds the first step of a session, which is not timed alone. lost_s, lost_steps: of the
-rows that a resume or a rollback has dropped, what is computed again; kept_s: of the same rows, what
-a checkpoint had kept. untimed_s: wall-clock that `time` does not hold, because it goes on from the
-last row that stayed. idle_s: from the last row of the session before to the start of this one.
-unix_time: of the row.
+steps_s: steps since the previous row, without pauses. data_wait: the share of steps_s spent waiting
+for batches. start_s, validation_s, samples_s, checkpoint_s, events_s: pauses since the previous
+row; start_s includes a session's first step, which is not timed separately. lost_s, lost_steps:
+steps in rows dropped by a resume or rollback that are computed again. kept_s: steps in the same
+rows that a checkpoint had saved. untimed_s: wall-clock time that is missing in `time`, which
+continues from the last row kept. idle_s: from the previous session's last row to this session's
+start. unix_time: when the row was written.
 """
 
 import time
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from jaxtrain.runs.history import MetricsRow
 
-PAUSES = {  # field of a row -> what it is called
+PAUSES = {  # field of a row -> label
     "start_s": "start and compilation",
     "validation_s": "validation",
     "samples_s": "samples",
@@ -29,22 +29,22 @@ PRODUCTIVE, DATA, LOST, REST = "productive steps", "waiting for data", "lost ste
 
 
 class Goodput(NamedTuple):
-    """Where the wall-clock of all sessions of a run went."""
+    """Breakdown of the wall-clock time of a run's sessions."""
 
     seconds: float  # without the time between sessions
-    parts: dict[str, float]  # seconds, which sum up to `seconds`
-    lost_steps: int  # computed again
+    parts: dict[str, float]  # label -> seconds; their sum is `seconds`
+    lost_steps: int  # steps that were computed again
     idle: float  # seconds between sessions
     sessions: int
 
     @property
     def share(self) -> float:
-        """Of the wall-clock, what was productive."""
+        """The productive share of the wall-clock time."""
         return self.parts[PRODUCTIVE] / self.seconds if self.seconds else 0.0
 
 
 def goodput(rows: Sequence[MetricsRow]) -> Goodput | None:
-    """From the rows of a run; None for a run of a version that did not log it."""
+    """Compute the goodput of a run from its rows; None if an old version did not log it."""
     if not any("untimed_s" in row for row in rows):
         return None
     total = lambda name: sum((row.get(name) or 0.0 for row in rows), 0.0)
@@ -58,7 +58,7 @@ def goodput(rows: Sequence[MetricsRow]) -> Goodput | None:
 
 
 def start_fields(rows: Sequence[MetricsRow], step: int, startup: float) -> MetricsRow:
-    """What the first row of a session says: of the rows there were, `step` is where it goes on.
+    """Goodput fields of a session's first row. rows: all earlier rows; step: resumed from.
 
     startup: seconds from the session's start to this row.
     """
@@ -74,16 +74,17 @@ def start_fields(rows: Sequence[MetricsRow], step: int, startup: float) -> Metri
 def rollback_fields(
     rows: Sequence[MetricsRow], step: int, newest: int, seconds: float
 ) -> MetricsRow:
-    """What the row of a rollback to `step` says. newest: step that was taken; seconds: `time`."""
+    """Goodput fields of the row of a rollback to `step`. newest: the last step taken; seconds: the
+    current `time`."""
     found = dropped([*rows, {"step": newest, "kind": "train", "time": seconds}], step)
     found["unix_time"] = time.time()
     return {name: round(value, 3) for name, value in found.items()}
 
 
 def dropped(rows: Sequence[MetricsRow], step: int) -> MetricsRow:
-    """What the rows after `step` (all for 0) have cost, which are about to be dropped.
+    """Cost of the rows after `step` (all for 0), which are about to be dropped.
 
-    Steps up to `step` that no row has kept count as kept, by their share of the steps.
+    Their time is split by steps: steps up to `step`, after the last remaining row, count as kept.
     """
     kept = [row for row in rows if 0 < step >= row["step"]]
     gone = [row for row in rows if not 0 < step >= row["step"]]

@@ -1,4 +1,4 @@
-"""The rows that a run has left in its metrics.jsonl: read, cut back, and looked at for losses."""
+"""Rows of a run's metrics.jsonl: read them, truncate them on resume, detect missing ones."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ MetricsRow = dict[str, Any]
 
 
 def read_rows(path: Path) -> list[MetricsRow]:
-    """The rows of a metrics.jsonl; a torn last line (the writer was killed) is left out.
+    """The rows of a metrics.jsonl. An incomplete last line (the writer was killed) is skipped.
 
     Raises UserError for a line before the last that is not a JSON object.
     """
@@ -36,7 +36,8 @@ def read_rows(path: Path) -> list[MetricsRow]:
 
 
 def is_row(row: object) -> bool:
-    """Whether values are what a row has: of training and validation numbers, lists and null."""
+    """Whether an object is a metrics row. Training and validation rows may only hold numbers,
+    lists and null."""
     number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
     if not isinstance(row, dict) or not all(number(row.get(key)) for key in ("step", "time")):
         return False
@@ -49,9 +50,9 @@ def is_row(row: object) -> bool:
 
 
 def missing_rows(rows: Sequence[MetricsRow], step: int, every: int) -> str | None:
-    """What to say of a history up to `step` that has lost its beginning or its end; else None.
+    """A message if the first or last rows up to `step` are missing, else None.
 
-    every: steps between rows, where the rows do not say it themselves.
+    every: steps between rows, if the rows do not tell.
     """
     steps = [row["step"] for row in rows if row["kind"] == "train"]
     said = [row["every"] for row in rows if isinstance(row.get("every"), int)]
@@ -66,9 +67,9 @@ def missing_rows(rows: Sequence[MetricsRow], step: int, every: int) -> str | Non
 
 
 def rewound(path: Path, step: int) -> tuple[list[MetricsRow], list[MetricsRow]]:
-    """Keep the rows up to `step` (none for 0); returns those kept, and all that there were."""
+    """Delete the rows after `step` (all for 0). Returns the remaining rows, and all rows before."""
     before: list[MetricsRow] = []
-    with suppress(UserError) if step == 0 else nullcontext():  # none of them is needed
+    with suppress(UserError) if step == 0 else nullcontext():  # no row is needed
         before = read_rows(path) if path.exists() else []
     rows = [row for row in before if step and row["step"] <= step]
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""What the processes of one job must have in common: code, versions, configuration."""
+"""Facts that must be equal in all processes of a job: code, versions, configuration."""
 
 import hashlib
 import os
@@ -13,12 +13,12 @@ from jaxtrain.runs.environment import commit, versions
 
 
 def facts(config: Sections) -> dict[str, Any]:
-    """What the processes of a job must have in common, before anything is computed."""
+    """Facts that all processes of a job compare before anything is computed."""
     roots = Path(__file__).parents[1], Path(jaxtrain_kernels.__path__[0])
     files = [path for root in roots for path in sorted(root.rglob("*.py"))]
     code = hashlib.sha256(b"".join(p.read_bytes() for p in files))
     tree = config.model_dump(mode="json")
-    for name in ("cache_dir", "local_cache"):  # may be a disk of the host
+    for name in ("cache_dir", "local_cache"):  # may differ: local disks of each host
         tree["data"].pop(name)
     return {
         "the commit": str(commit()),
@@ -31,7 +31,7 @@ def facts(config: Sections) -> dict[str, Any]:
 
 
 def leaves(tree: object, path: str = "") -> dict[str, Any]:
-    """The values of a nested tree by their dotted paths."""
+    """The values of a nested tree, keyed by dotted path."""
     if not isinstance(tree, dict) or not tree:
         return {path: tree}
     nested = (leaves(value, f"{path}.{k}" if path else str(k)) for k, value in tree.items())

@@ -1,13 +1,14 @@
-"""One run directory, one job: a lock that names its holder and outlives no dead one.
+"""Lock of a run directory: one job at a time. The lock names its holder and expires with it.
 
-The lock is a file `lock.N` in the run directory, made by `link`, which is atomic on local disks and
-on NFS alike (where O_EXCL and flock have not always been); where there are no links, by O_EXCL. The
-file with the largest N holds. Its holder touches it every few seconds. A lock whose holder is dead
-is not removed, which two could do at once, each the other's, but followed: whoever makes `lock.N+1`
-has it, and only one can. On the holder's own machine a lock is stale as soon as its process is
-gone; elsewhere when it has not been touched for so many seconds, by the clock of the file server,
-which is asked by a file made there. A start waits until it knows: a job that its scheduler puts on
-another machine goes on by itself, and `kill -9` leaves nothing that a person has to remove.
+The lock is a file `lock.N` in the run directory. It is created by `link`, which is atomic on local
+disks and on NFS (O_EXCL and flock have not always been there); without hard links, by O_EXCL. The
+file with the largest N is the lock, and its holder touches it every few seconds. A stale lock is
+not removed, because two processes could then each remove the other's new lock. Instead, whoever
+creates `lock.N+1` has the lock, and only one process can. On the holder's machine, a lock is stale
+as soon as the process is gone. On another machine, it is stale if it was not touched for `timeout`
+seconds by the file server's clock, which is read from a file made there. A start waits until this
+is decided: a job that is rescheduled to another machine resumes by itself, and `kill -9` leaves no
+file to remove by hand.
 """
 
 import errno
@@ -29,20 +30,20 @@ import psutil
 from jaxtrain.cluster.coordinator import Coordinator, end_process
 from jaxtrain.settings import UserError
 
-BEATS = 20  # touches within the time after which a silent holder counts as gone
-LOOK = 0.5  # seconds between two looks at a lock of another machine
+BEATS = 20  # touches within `timeout`
+LOOK = 0.5  # seconds between two checks of another machine's lock
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Holder(NamedTuple):
-    """Who has the lock, and how it is told that it is alive."""
+    """The process that holds a lock, and the facts that show whether it is alive."""
 
     host: str
     pid: int
     started: str  # UTC, to the second
-    machine: str  # its boot and its space of pids: the same pid means the same process there only
-    created: float  # when its process began, in seconds: pids are given again
-    timeout: float  # seconds of silence after which it counts as gone
+    machine: str  # boot id and PID namespace: a pid identifies a process only within these
+    created: float  # start time of the process in seconds: pids are reused
+    timeout: float  # seconds without a touch after which it counts as gone
     token: str
 
 
@@ -55,7 +56,7 @@ def myself(timeout: float) -> Holder:
 
 
 def machine() -> str:
-    """Of one running system, with its namespace of pids (containers have their own)."""
+    """Identity of the booted system and PID namespace (a container has its own)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -64,7 +65,7 @@ def machine() -> str:
 
 
 def known_gone(holder: Holder) -> bool | None:
-    """Whether the process of a lock is gone; None on another machine, where only time tells."""
+    """Whether a lock's process is gone; None on another machine, where only a timeout decides."""
     if holder.machine != machine():
         return None
     try:
@@ -76,13 +77,13 @@ def known_gone(holder: Holder) -> bool | None:
 
 
 def locks_in(run_dir: Path) -> list[int]:
-    """The numbers of the lock files, rising."""
+    """The numbers of the lock files, in ascending order."""
     names = [p.name.partition(".")[2] for p in run_dir.glob("lock.*")]
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def read_holder(path: Path) -> Holder | None:
-    """None for a file that was not written to its end, or is gone."""
+    """The holder that a lock file names; None if the file is incomplete or gone."""
     with suppress(OSError, ValueError, TypeError):
         return Holder(**json.loads(path.read_text()))
     return None
@@ -99,9 +100,9 @@ class InUseError(UserError):
 class RunLock:
     """The lock of a run directory, held from `take` to `release`.
 
-    timeout: seconds without a touch after which others may take this process for gone.
-    end(message, code): what to do when another has the lock all the same (this process was stopped
-    for so long): nothing may be written any more.
+    timeout: seconds without a touch after which others may treat this process as gone.
+    end(message, code): called if another process has taken the lock anyway, because this one was
+    suspended for longer. Nothing may be written from then on.
     """
 
     def __init__(self, run_dir: Path, timeout: float, end: Callable[[str, int], Any] = end_process):
@@ -111,7 +112,7 @@ class RunLock:
         self.over = threading.Event()
 
     def take(self) -> None:
-        """UserError with the holder's name if there is one."""
+        """Take the lock. Raises UserError that names the holder if there is one."""
         draft = self.run_dir / f"lock-{self.me.host}-{self.me.pid}-{self.me.token}"
         try:
             draft.write_text(json.dumps(self.me._asdict()))
@@ -122,7 +123,7 @@ class RunLock:
                     continue
                 if locks_in(self.run_dir)[-1:] == [number]:
                     break
-                mine.unlink(missing_ok=True)  # what was read of the directory was old
+                mine.unlink(missing_ok=True)  # the directory listing was stale
         finally:
             draft.unlink(missing_ok=True)
         self.path = mine
@@ -132,8 +133,8 @@ class RunLock:
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def _free(self, draft: Path) -> int:
-        """The number after the last lock's, when nobody holds that one any more."""
-        seen: dict[Path, int] = {}  # the locks waited for, and when each was last touched
+        """Wait until the last lock is stale or released. Returns the next number."""
+        seen: dict[Path, int] = {}  # lock waited for -> its last touch
         while numbers := locks_in(self.run_dir):
             path = self.run_dir / f"lock.{numbers[-1]}"
             try:
@@ -142,7 +143,7 @@ class RunLock:
             except FileNotFoundError:  # released just now
                 continue
             gone = known_gone(holder) if holder else None
-            os.utime(draft)  # by the file server's clock
+            os.utime(draft)  # sets the file server's time
             silence = (draft.stat().st_mtime_ns - touched) / 1e9
             if gone is None and silence > (holder or self.me).timeout:
                 gone = True
@@ -176,7 +177,7 @@ class RunLock:
             except FileNotFoundError:
                 numbers = []
             except OSError:
-                continue  # the file server is away; it may come back
+                continue  # the file server is unreachable; it may come back
             mine = int(self.path.suffix[1:])
             if self.over.is_set() or (numbers and numbers[-1] == mine):
                 continue
@@ -192,12 +193,12 @@ class RunLock:
 
 
 def made(path: Path, draft: Path) -> bool:
-    """Whether `path` was made, with the draft's content, by this call and by no other."""
+    """Create `path` with the draft's content. Returns whether this call created it."""
     try:
         os.link(draft, path)
         return True
     except FileExistsError:
-        # Of a call that was sent again because the answer was lost, the first has made it.
+        # On NFS, a lost answer makes the client resend the call: then the first call created it.
         return draft.stat().st_nlink == 2 and path.exists() and path.samefile(draft)
     except OSError as error:
         if error.errno not in NO_LINKS:
@@ -212,8 +213,8 @@ def made(path: Path, draft: Path) -> bool:
 
 @contextmanager
 def held(run_dir: Path, coordinator: Coordinator, timeout: float) -> Iterator[None]:
-    """The run directory, held by process 0 for the job; folders made for it go if nothing is in
-    them in the end. UserError if another job holds it."""
+    """Hold the run directory's lock in process 0, for the whole job. Folders created for it are
+    removed if they are empty in the end. Raises UserError if another job holds the lock."""
     if coordinator.index:
         yield
         return

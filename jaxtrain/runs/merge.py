@@ -1,10 +1,10 @@
-"""`jaxtrain merge`: several models of one structure become one, without training.
+"""`jaxtrain merge`: merge several models of one structure into one, without training.
 
-mean    of their weights (model soups, Wortsman et al. 2022, arXiv:2203.05482; of
-        the last checkpoints of a run, stochastic weight averaging, arXiv:1803.05407)
-slerp   of two: along the arc between each pair of arrays (Shoemake 1985)
-ties    what they changed of a common base: the largest changes of each, the sign that
-        weighs more, the mean of those that have it (Yadav et al. 2023, arXiv:2306.01708)
+mean    average of the weights (model soups, Wortsman et al. 2022, arXiv:2203.05482; of a
+        run's last checkpoints: stochastic weight averaging, arXiv:1803.05407)
+slerp   spherical interpolation between each pair of arrays of two models (Shoemake 1985)
+ties    TIES: keep the largest changes of each model from a common base, elect the sign with
+        the larger total, average the changes of that sign (Yadav et al. 2023, arXiv:2306.01708)
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,8 @@ def mean(weights: Sequence[float]) -> Merge:
 
 
 def slerp(t: float) -> Merge:
-    """t: 0 is the first model, 1 the second. Arrays that point the same way are interpolated."""
+    """Spherical interpolation. t: 0 is the first model, 1 the second. (Anti)parallel arrays are
+    interpolated linearly."""
 
     def merge(arrays: Sequence[np.ndarray]) -> np.ndarray:
         a, b = arrays
@@ -43,7 +44,7 @@ def slerp(t: float) -> Merge:
 
 
 def ties(weights: Sequence[float], density: float, scale: float) -> Merge:
-    """The first array is the base's. density: share of each model's changes that is kept."""
+    """TIES merge. The first array is the base's. density: share of each model's changes to keep."""
 
     def kept(change: np.ndarray) -> np.ndarray:
         count = round(density * change.size)
@@ -65,9 +66,9 @@ def ties(weights: Sequence[float], density: float, scale: float) -> Merge:
 
 
 def merged(models: Sequence[Saved], names: Sequence[str], merge: Merge) -> Params:
-    """The parameters of all models made one, each array in its own dtype.
+    """Merge the parameters of all models; each array keeps its dtype.
 
-    Raises UserError, with the first that differs, for models of other shapes or tokenizers.
+    Raises UserError, with the first difference, if model structures or tokenizers differ.
     """
     first = models[0]
     for name, model in zip(names[1:], models[1:]):
@@ -90,7 +91,7 @@ def merged(models: Sequence[Saved], names: Sequence[str], merge: Merge) -> Param
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    """Merge models. Returns 0, or 2 after a one-line UserError."""
     a = merge_parser().parse_args(argv)
     named = [split_step(text) for text in a.models]
     weights = a.weights or [1.0] * len(named)
@@ -124,6 +125,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def split_step(text: str) -> tuple[Path, int | None]:
-    """RUN or RUN@STEP: the run's end, or its checkpoint of that step."""
+    """Parse RUN (the final model) or RUN@STEP (the checkpoint of that step)."""
     path, mark, step = text.rpartition("@")
     return (local(path), int(step)) if mark and step.isdigit() else (local(text), None)

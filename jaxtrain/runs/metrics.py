@@ -1,7 +1,7 @@
-"""What a run tells the world: metrics.jsonl, TensorBoard, W&B and the progress line.
+"""Metrics of a run: metrics.jsonl, TensorBoard, W&B and the progress line.
 
-Device scalars are pushed every step and fetched when they are ready, so that logging never makes
-the host wait for the device (except to stop it from running away).
+Device scalars are pushed every step and fetched once they are ready. Logging therefore never blocks
+the host on the device, except to limit the steps in flight.
 """
 
 import importlib
@@ -33,22 +33,22 @@ from jaxtrain.storage.strict_yaml import read_yaml
 
 Number = float | int
 MAX_IN_FLIGHT = 8  # steps the host may run ahead before `push` waits for the oldest
-# A row holds the last value of what begins so, and the mean of all others.
+# Names with these prefixes are logged with their last value, all others with their mean.
 STATES = ("lr", "loss_scale", "tokens", "data_", "sparsity", "mask_")
 
 
 class MetricsWriter:
-    """Owns the metrics of one run directory; a context manager that records how the run ended.
+    """Writer of a run directory's metrics; a context manager that records how the run ended.
 
     Opening at `start_step` > 0 resumes: rows of later steps are dropped (0 starts afresh), and
-    `time` goes on from the last row kept. A process with `primary=False` writes and prints nothing,
-    but its `push` holds the host back in the same way.
+    `time` continues from the last row kept. With `primary=False` a process writes and prints
+    nothing, but its `push` limits the steps in flight in the same way.
 
-    total_steps, tokens_per_step: of the whole run, over all devices. tokens_of: of the first so
-    many steps, where steps differ in size. flops_per_token: of the model, forward and backward,
-    for the MFU over `devices` (default: all). parameters: for the report.
-    more: facts of the run, for its first row. began: `time.perf_counter()` at the session's start;
-    default now.
+    total_steps, tokens_per_step: of the whole run, over all devices. tokens_of(steps): tokens of
+    the first `steps` steps, if steps differ in size. flops_per_token: of the model, forward and
+    backward, for the MFU over `devices` (default: all). parameters: their number, for the report.
+    more: facts about the run, for its first row. began: `time.perf_counter()` at the session's
+    start; default now.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class MetricsWriter:
         self._sums: dict[str, float] = {}
         self._count = 0  # steps summed since the last row
         self._step = start_step
-        # Time at which the newest finished step ended; None before the first.
+        # When the newest finished step ended; None before the first.
         self._stamp: float | None = None
         # (time, step) at the end of the first step, which compiles.
         self._begin = (0.0, start_step)
-        self._timed, self._seconds = 0, 0.0  # steps and seconds since the last row, pauses left out
-        self._pauses: dict[str, float] = {}  # seconds since the last row, as `goodput` has them
-        self._values = ["compiling"]  # of the live line, from the last row
+        self._timed, self._seconds = 0, 0.0  # steps and seconds since the last row, without pauses
+        self._pauses: dict[str, float] = {}  # seconds since the last row, by field of `goodput`
+        self._values = ["compiling"]  # values of the last row, for the live line
         self._file = self._tensorboard = self._wandb = self._live = None
         self._zero = self._opened = time.perf_counter()
         if not primary:
@@ -110,7 +110,8 @@ class MetricsWriter:
             self.write(start_step, "event", {"missing": self._missing})
 
     def _open(self, step: int, tensorboard: bool) -> list[MetricsRow]:
-        """Open the files behind the rows up to `step`; returns all rows that there were."""
+        """Truncate the log to the rows up to `step`, and open the files to append. Returns all rows
+        before the truncation."""
         path = self._run_dir / "metrics.jsonl"
         rows, before = rewound(path, step)
         self._kept_time: Number = rows[-1]["time"] if rows else 0.0
@@ -125,9 +126,9 @@ class MetricsWriter:
         return before
 
     def rewind(self, step: int) -> MetricsRow:
-        """The run has gone back to `step`: forget the rows of later steps, as a resume does.
+        """Roll back to `step`: drop the rows of later steps, as a resume does.
 
-        Returns what the row of the rollback says of them.
+        Returns the goodput fields for the row of the rollback.
         """
         newest = max([self._step, *(taken for taken, _ in self._pending)])
         self._pending.clear()
@@ -153,7 +154,7 @@ class MetricsWriter:
         if error is None:
             self.flush()
             return self.close("finished" if self._step >= self._total else "stopped")
-        with suppress(Exception):  # the steps in flight may carry the error that brought us here
+        with suppress(Exception):  # the steps in flight may raise the error that ended the run
             self.flush()
         self._pending.clear()
         if isinstance(error, KeyboardInterrupt):
@@ -161,12 +162,12 @@ class MetricsWriter:
         self.close(f"failed: {type(error).__name__}: {error}".splitlines()[0])
 
     def push(self, step: int, values: Mapping[str, Any]) -> list[MetricsRow]:
-        """Take the scalars of the next step: numbers, or jax arrays that no later step donates.
+        """Add the scalars of the next step: numbers, or jax arrays that no later step donates.
 
         Returns the rows that became complete: one every `every` steps, and at the first and last
-        step. A row holds means over the steps since the row before (the last value for names in
-        STATES) and adds tokens, tokens_per_s, mfu (a fraction) and memory_bytes. `wait_s`, seconds
-        waited for batches, becomes data_wait, a share of the time.
+        step. A row has means over the steps since the previous row (the last value for names in
+        STATES), and adds tokens, tokens_per_s, mfu (a fraction) and memory_bytes. `wait_s` (seconds
+        spent waiting for batches) becomes data_wait, a share of the time.
         """
         for value in values.values():
             if isinstance(value, jax.Array):
@@ -180,7 +181,7 @@ class MetricsWriter:
         return rows
 
     def flush(self) -> list[MetricsRow]:
-        """Wait for all steps pushed so far; returns the rows that became complete."""
+        """Wait for all pushed steps. Returns the rows that became complete."""
         rows = []
         while self._pending:
             rows += self._fetch()
@@ -188,13 +189,13 @@ class MetricsWriter:
 
     @contextmanager
     def pause(self, kind: str = "events_s") -> Iterator[None]:
-        """Leave what runs inside (validation, sampling, checkpoints) out of tokens/s and MFU.
+        """Exclude the context (validation, sampling, checkpoints) from tokens/s and MFU.
 
-        kind: the field of a row, one of `goodput.PAUSES`, that its seconds are added to.
+        kind: the row's field, one of `goodput.PAUSES`, to which its seconds are added.
         """
         self.flush()
         yield
-        if self._stamp is not None:  # else it is part of the start
+        if self._stamp is not None:  # before the first step, a pause counts as start_s
             now = time.perf_counter()
             self._pauses[kind] = self._pauses.get(kind, 0.0) + now - self._stamp
             self._stamp = now
@@ -202,7 +203,7 @@ class MetricsWriter:
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> MetricsRow:
         """Write and print one row of kind `validation`, `sample` or `event` now.
 
-        Values are scalars (jax arrays or numbers) or strings. Steps in flight are waited for, so
+        Values are scalars (jax arrays or numbers) or strings. Waits for the steps in flight, so
         that rows stay in order.
         """
         self.flush()
@@ -232,7 +233,7 @@ class MetricsWriter:
         return {"step": step, "kind": kind, "time": round(time.perf_counter() - self._zero, 3)}
 
     def _fetch(self) -> list[MetricsRow]:
-        """Convert the oldest step in flight (waits until it is done); its row, if one is due."""
+        """Wait for the oldest step in flight and add its values. Returns its row, if one is due."""
         step, values = self._pending.popleft()
         numbers = dict(_scalars(values))
         now = time.perf_counter()
@@ -273,7 +274,7 @@ class MetricsWriter:
         return row
 
     def _spent(self, waited: float | None) -> MetricsRow:
-        """Where the seconds since the last row went. waited: for batches, in all steps."""
+        """Time fields of a row: seconds since the last row. waited: seconds waited for batches."""
         found: MetricsRow = {name: round(seconds, 6) for name, seconds in self._pauses.items()}
         if self._timed:
             found["steps_s"] = round(self._seconds, 6)
@@ -283,14 +284,14 @@ class MetricsWriter:
         return found
 
     def _eta(self) -> Number | None:
-        """Seconds to the end at the pace so far, pauses and all; None before the second step."""
+        """Seconds to the end at the average pace, including pauses; None before the second step."""
         began, first = self._begin
         done = self._step - first
         left = self._total - self._step
         return ((self._stamp or began) - began) * left / done if done > 0 else None
 
     def _live_line(self) -> Text:
-        """What stays under the rows of a terminal; it never takes more than one line."""
+        """The progress line below the rows in a terminal; at most one line."""
         begin = [f"step {self._step}/{self._total}", *_format_eta(self._eta())]
         bar = _bar(self._step / self._total, ascii_only=self._console.options.ascii_only)
         line = _fit([*begin, bar, *self._values], self._console.width, " ")
@@ -321,7 +322,7 @@ class MetricsWriter:
 
 
 def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Names and numbers; a vector's elements are NAME_0, NAME_1, ..."""
+    """Yield (name, float). A vector's elements are named NAME_0, NAME_1, ..."""
     for name, value in values.items():
         if np.ndim(value):
             yield from ((f"{name}_{i}", float(x)) for i, x in enumerate(np.asarray(value)))
@@ -334,7 +335,7 @@ def _is_ready(values: Mapping[str, Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A string, int or None as it is; any other scalar as a float."""
+    """A string, int or None unchanged; any other scalar as a float."""
     return value if isinstance(value, str | int | None) else float(value)
 
 
@@ -348,7 +349,7 @@ def _start_wandb(run_dir: Path) -> Any:
         ) from None
     saved = run_dir / "config.yaml"
     config = read_yaml(saved) if saved.exists() else None
-    # The same directory on the same host is the same W&B run, so that a resumed run continues it.
+    # One W&B run per directory and host, so that a resumed run continues it.
     name = run_dir.resolve().name
     identity = f"{zlib.crc32(f'{platform.node()}:{run_dir.resolve()}'.encode()):08x}"
     return wandb.init(
@@ -363,7 +364,7 @@ def _bar(share: float, ascii_only: bool, width: int = 12) -> str:
 
 
 def _fit(parts: Sequence[str], width: int | None, gap: str, whole: int = 1) -> str:
-    """The parts in one line, as many from the left as the width holds, and at least so many."""
+    """Join the leftmost parts that fit into `width` columns, but at least `whole` of them."""
     kept = list(parts)
     while width is not None and len(kept) > whole and len(gap.join(kept).rstrip()) > width:
         kept.pop()
@@ -415,12 +416,12 @@ def format_row(
 ) -> str:
     """One line for a terminal or a log file: step, time left, any strings, the values of `FORMATS`.
 
-    width: columns of the terminal, for which values are left out from the right; texts never are.
+    width: terminal columns; values that do not fit are dropped from the right, strings never are.
     """
     head = [f"step {row['step']:>5}/{total_steps}"]
     if row["kind"] != "train":
         head.append(row["kind"])
     head += [v for name, v in row.items() if isinstance(v, str) and name != "kind"]
-    # The time left has one width, so that what follows stands in columns.
+    # The time left has a fixed width, so that the following values align.
     values = [*(f"{part:<10}" for part in _format_eta(eta)), *_format_values(row)]
     return _fit([*head, *values], width, "  ", whole=len(head))

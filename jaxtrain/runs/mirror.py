@@ -1,8 +1,9 @@
-"""Copies of a run's checkpoints in a second place: an object store, or any folder.
+"""Copies of a run's checkpoints at a second location: an object store, or any folder.
 
-Below URL/NAME a copy of step N is the folder N, `checkpoint/` (the files of the checkpoint) and
-`run/` (what else a resume needs), and the commit N.json, the checksums of all its files. The commit
-is written last and removed first: a copy without it is not there.
+Below URL/NAME, a copy of step N is a folder N and a commit file N.json. The folder contains
+`checkpoint/` (the checkpoint's files) and `run/` (other files that a resume needs). The commit file
+lists the checksums of all files. It is written last and removed first: a copy without it does not
+count.
 """
 
 import json
@@ -21,11 +22,11 @@ from jaxtrain.settings import UserError
 from jaxtrain.storage import checksums as sums
 from jaxtrain.storage.objects import Damaged, RemoteFolder, reason_of
 
-# Beside a checkpoint and metrics.jsonl, what a resume needs of a run directory.
+# Files of a run directory that a resume needs, besides a checkpoint and metrics.jsonl.
 COMPANIONS = ("config.yaml", "env.json", "data.json", "reference.npz", "tokenizer")
-POLL = 1.0  # seconds between two looks at the run directory
-STAGE = ".mirror"  # in the run directory: what goes out, what comes in
-DAMAGED = "damaged"  # in the run directory: checkpoints that are not as they were written
+POLL = 1.0  # seconds between two checks of the run directory
+STAGE = ".mirror"  # staging folder in the run directory, for uploads and downloads
+DAMAGED = "damaged"  # folder in the run directory for damaged checkpoints
 
 
 class Store:
@@ -36,7 +37,7 @@ class Store:
         self.url = self.folder.url
 
     def steps(self) -> list[int]:
-        """Of all whole copies, the newest last."""
+        """Steps of all complete copies, in ascending order."""
         return committed_steps(self.folder.names())
 
     def commit(self, step: int) -> dict[str, sums.Entry]:
@@ -48,7 +49,7 @@ class Store:
             raise Damaged(f"{self.url}/{step}.json is damaged") from error
 
     def write(self, step: int, files: Mapping[str, Path]) -> None:
-        """Copy files, then what makes the copy whole."""
+        """Upload files, then the commit file."""
         self.folder.remove(f"{step}.json")
         entries = {name: sums.entry(path) for name, path in files.items()}
         self.folder.put({f"{step}/{name}": path for name, path in files.items()})
@@ -56,9 +57,9 @@ class Store:
         self.folder.write(f"{step}.json", text.encode())
 
     def read(self, step: int, folder: Path, only: str = "") -> None:
-        """Copy the files whose names begin with `only` into a folder.
+        """Download the files whose names begin with `only` into a folder.
 
-        Damaged if one is not as it was written.
+        Raises Damaged if a file does not match its checksum.
         """
         found = {name: entry for name, entry in self.commit(step).items() if name.startswith(only)}
         if not found:
@@ -73,7 +74,8 @@ class Store:
         self.folder.remove(str(step))
 
     def clean(self, keep: int, keep_every: int | None) -> None:
-        """Remove what is not kept, and what no commit made whole; no folder of anybody else."""
+        """Remove copies beyond `keep` and `keep_every`, and incomplete copies. Folders that are
+        not copies stay."""
         names = self.folder.names()
         whole = committed_steps(names)
         forever = [step for step in whole if keep_every and step % keep_every == 0]
@@ -94,10 +96,10 @@ def committed_steps(names: list[str]) -> list[int]:
 
 
 class Mirror:
-    """Copies the newest checkpoint of a run directory in a thread, as long as it is open.
+    """Thread that uploads a run directory's newest checkpoint while the context is open.
 
-    Its end copies the newest one of all, and waits for that. What fails is said in one line and
-    tried again with the next checkpoint.
+    The end of the context uploads the last checkpoint and waits for it. A failure is reported in
+    one line, and retried with the next checkpoint.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Mirror:
         self.every = config.mirror.every if config.mirror else 1
         self.keep = config.keep, config.keep_every
         self.copied: dict[int, int | None] | None = None  # step -> stamp of the local checkpoint
-        self.failed: int | None = None  # step that was given up
+        self.failed: int | None = None  # step whose upload has failed
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
@@ -117,7 +119,7 @@ class Mirror:
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None):
         self.closing.set()
-        if kind is None or issubclass(kind, Exception):  # else somebody is in a hurry
+        if kind is None or issubclass(kind, Exception):  # else KeyboardInterrupt: do not wait
             self.thread.join()
 
     def _run(self) -> None:
@@ -127,7 +129,7 @@ class Mirror:
             self.look(closing)
 
     def look(self, last: bool = False) -> None:
-        """Make the copies what they should be. last: whatever `every` says, and what failed."""
+        """Bring the copies up to date. last: ignore `every`, and retry a failed upload."""
         local = stamps(self.run_dir)
         if not local or (max(local) == self.failed and not last):
             return
@@ -148,7 +150,7 @@ class Mirror:
             self.failed = None
         except Exception as error:
             if stamps(self.run_dir).get(newest) != local[newest]:
-                return  # removed meanwhile: there is a newer one, or the run went back
+                return  # removed meanwhile: there is a newer one, or the run was rolled back
             self.failed = newest
             self.say(
                 f"mirror   {self.store.url}: checkpoint {newest} was not copied "
@@ -156,7 +158,7 @@ class Mirror:
             )
 
     def _copy(self, step: int) -> None:
-        """Links keep the files while they are copied, whatever the run removes meanwhile."""
+        """Upload a checkpoint. Hard links keep its files if the run removes them meanwhile."""
         stage = self.run_dir / STAGE
         shutil.rmtree(stage, ignore_errors=True)
         try:
@@ -172,7 +174,7 @@ class Mirror:
 
 
 def sources(run_dir: Path, step: int) -> dict[str, Path]:
-    """The files of a copy, by their names there."""
+    """Local files of a copy, keyed by their name in it."""
     found = sums.files_below(run_dir / "checkpoints" / str(step))
     files = {f"checkpoint/{name}": path for name, path in found.items()}
     for path in (run_dir / name for name in COMPANIONS):
@@ -182,7 +184,7 @@ def sources(run_dir: Path, step: int) -> dict[str, Path]:
 
 
 def stamps(run_dir: Path) -> dict[int, int]:
-    """Step -> when it was made, for each whole local checkpoint."""
+    """Step -> modification time (ns), for each complete local checkpoint."""
     found = {}
     for step in saved_steps(run_dir):
         file = run_dir / "checkpoints" / str(step) / "position" / sums.LIST
@@ -192,7 +194,7 @@ def stamps(run_dir: Path) -> dict[int, int]:
 
 
 def taken_back(copied: Mapping[int, int | None], local: Mapping[int, int]) -> list[int]:
-    """Copies of checkpoints that the run has gone back from, or made anew."""
+    """Copied steps that the run has since rolled back or written again."""
     newest = max(local)
     anew = lambda step, stamp: step in local and local[step] != stamp
     return [step for step, stamp in copied.items() if step > newest or anew(step, stamp)]
@@ -204,18 +206,18 @@ def taken_back(copied: Mapping[int, int | None], local: Mapping[int, int]) -> li
 def take_newest(
     run_dir: Path, store: Store, check: Callable[[Path], None], say: Callable[[str], None]
 ) -> None:
-    """Take the newest whole copy that is newer than every local checkpoint, if there is one.
+    """Download the newest complete copy, if it is newer than every local checkpoint.
 
-    Local checkpoints that are damaged are moved to DAMAGED first. check: raises UserError for the
-    config.yaml of another run, whichever is newer. say: gets a line for each damaged
-    copy, which is passed over. UserError where the copies cannot be read.
+    Damaged local checkpoints are first moved to DAMAGED. check: raises UserError for the
+    config.yaml of another run; it is called even if no copy is newer. say: gets a line for each
+    damaged copy, which is skipped. Raises UserError if the copies cannot be read.
     """
     stage = run_dir / STAGE
     shutil.rmtree(stage, ignore_errors=True)
     try:
         steps = store.steps()
-        with suppress(Damaged):  # said below
-            for step in steps[-1:]:  # whoever wrote last owns the place
+        with suppress(Damaged):  # reported below
+            for step in steps[-1:]:  # the last writer owns the location
                 store.read(step, stage, only="run/config.yaml")
                 check(stage / "run" / "config.yaml")
         shutil.rmtree(stage, ignore_errors=True)
@@ -244,7 +246,7 @@ def take_newest(
 
 
 def _set_damaged_aside(run_dir: Path, say: Callable[[str], None]) -> None:
-    """Until the newest local checkpoint is as it was written."""
+    """Move damaged local checkpoints to DAMAGED, newest first, until one is intact."""
     for step in reversed(saved_steps(run_dir)):
         folder, aside = run_dir / "checkpoints" / str(step), run_dir / DAMAGED / str(step)
         try:
@@ -259,7 +261,8 @@ def _set_damaged_aside(run_dir: Path, say: Callable[[str], None]) -> None:
 
 
 def _move_in(run_dir: Path, stage: Path, step: int) -> None:
-    """What makes the run directory one that is resumed comes last."""
+    """Move a downloaded copy into the run directory. The checkpoint comes last: it is what makes
+    a later start resume."""
     for path in (stage / "run").iterdir():
         target = run_dir / path.name
         if target.is_dir():

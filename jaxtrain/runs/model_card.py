@@ -1,4 +1,4 @@
-"""The model card of an exported run: README.md with the metadata that the hub reads."""
+"""Model card of an exported run: README.md, with metadata for the Hugging Face Hub."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,16 +20,16 @@ SHOWN = (
 
 
 def run_of(path: Path) -> Path:
-    """The run directory of a run or of its model folder."""
+    """The run directory, given it or its `model/` folder."""
     return path.resolve().parent if path.resolve().name == "model" else path
 
 
 def write_card(
     run: Path, out: Path, name: str, licence: str | None, base: Mapping[str, str]
 ) -> Path:
-    """Write `out/README.md` about a run; returns its path. A run may have lost any of its files.
+    """Write `out/README.md` about a run; returns its path. Any of the run's files may be missing.
 
-    base: of `base_model_metadata`.
+    base: the result of `base_model_metadata`.
     """
     run_dir = run_of(run)
     path = out / "README.md"
@@ -41,7 +41,7 @@ def write_card(
     rows = read_rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").is_file() else []
     env, config = found_object(run_dir / "env.json"), run_dir / "config.yaml"
     parts = [
-        # JSON is YAML, and no text of a run can end the block.
+        # JSON is valid YAML, and no string in it can end the front matter.
         f"---\n{json.dumps(metadata, indent=2)}\n---\n\n# {name.rpartition('/')[2]}",
         origin_text(licence, base),
         card_section("Training", training_facts(rows, env)),
@@ -58,7 +58,7 @@ def write_card(
 
 
 def found_object(path: Path) -> dict[str, Any]:
-    """{} for a file that is missing or damaged."""
+    """The object in a JSON file; {} if it is missing or damaged."""
     try:
         return read_object(path)
     except UserError:
@@ -78,7 +78,7 @@ def origin_text(licence: str | None, base: Mapping[str, str]) -> str:
 
 
 def training_facts(rows: Sequence[MetricsRow], env: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Steps, tokens, time and machine."""
+    """Parameters, steps, tokens, device and version."""
     start: MetricsRow = next((r for r in reversed(rows) if r.get("event") == "start"), {})
     last: MetricsRow = next((r for r in reversed(rows) if r["kind"] == "train"), {})
     found = [
@@ -103,7 +103,7 @@ def data_facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def evaluation_facts(rows: Sequence[MetricsRow], tasks: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The last figures of training and validation, and of tasks."""
+    """The last training and validation figures, and the CORE score."""
     found = []
     for kind in ("train", "validation"):
         last: MetricsRow = next((r for r in reversed(rows) if r["kind"] == kind), {})
@@ -122,7 +122,7 @@ def settings_facts(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def card_section(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """A heading and a table; empty without rows."""
+    """A Markdown heading and table; empty without rows."""
     if not rows:
         return ""
     lines = [f"| {table_cell(label)} | {table_cell(value)} |" for label, value in rows]
@@ -130,13 +130,13 @@ def card_section(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def table_cell(text: str) -> str:
-    """A text as Markdown shows it, in one line of a table."""
+    """A string escaped for one cell of a Markdown table."""
     plain = " ".join(visible(text).split())
     return "".join(f"\\{letter}" if letter in "\\|<>[]`*_#" else letter for letter in plain)
 
 
 def indented(text: str) -> str:
-    """As a block of code, which no backticks can end."""
+    """A string as an indented code block, which backticks in it cannot end."""
     return "\n".join(f"    {line}" for line in visible(text).splitlines())
 
 

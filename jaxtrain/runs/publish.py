@@ -1,7 +1,7 @@
-"""A run whose `run.directory` is a URL: what it has beside its checkpoints goes there as it grows.
+"""Publishing of a run whose `run.directory` is a URL: its files are uploaded while it trains.
 
-The run works in a local folder. The files go first and files.json, their checksums, last, so that a
-reader who goes by it sees nothing half. Checkpoints are `mirror.py`'s.
+The run works in a local folder. Files are uploaded first and files.json, their checksums, last, so
+that a reader of the list never sees incomplete files. `mirror.py` uploads the checkpoints.
 """
 
 import json
@@ -18,7 +18,7 @@ from jaxtrain.storage import checksums as sums
 from jaxtrain.storage.fetch import LIST, published, source_of
 from jaxtrain.storage.objects import Damaged, RemoteFolder, reason_of
 
-EVERY = 30.0  # seconds between two looks at the run directory
+EVERY = 30.0  # seconds between two checks of the run directory
 LOG = "metrics.jsonl"  # written while it is read
 NAMES = (
     "config.yaml", "env.json", "data.json", "reference.npz", LOG, "tokenizer", "samples", "model",
@@ -28,16 +28,18 @@ CHECKPOINTS = "checkpoints"  # folder at the URL
 
 
 class Publisher:
-    """Copies a run directory without its checkpoints in a thread, as long as it is open.
+    """Thread that uploads a run directory, without checkpoints, while the context is open.
 
-    Its end copies the rest. UserError if that fails: the same command tries it again.
+    The end of the context uploads the rest. Raises UserError if that fails; the same command then
+    retries it.
     """
 
     def __init__(self, run_dir: Path, url: str, say: Callable[[str], None]):
         self.run_dir, self.say, self.remote = run_dir, say, RemoteFolder(url)
-        self.there: dict[str, sums.Entry] | None = None  # what the list at the URL says
-        self.known: dict[str, tuple[tuple[int, int], sums.Entry]] = {}  # by (time, size)
-        self.fault: str | None = None  # of the last look
+        self.there: dict[str, sums.Entry] | None = None  # files listed at the URL
+        # Name -> ((mtime, size), entry), so that unchanged files are not read again.
+        self.known: dict[str, tuple[tuple[int, int], sums.Entry]] = {}
+        self.fault: str | None = None  # error of the last upload
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._run, name="publish", daemon=True)
 
@@ -48,7 +50,7 @@ class Publisher:
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None):
         self.closing.set()
         if kind is not None and not issubclass(kind, Exception):
-            return  # somebody is in a hurry
+            return  # do not wait after a KeyboardInterrupt
         self.thread.join()
         if kind is None and self.fault:
             raise UserError(
@@ -63,12 +65,12 @@ class Publisher:
             self.look()
 
     def look(self) -> None:
-        """Copy what is new or has changed."""
+        """Upload new and changed files."""
         before, self.fault = self.fault, None
         try:
             self._publish()
         except FileNotFoundError as error:
-            if not error.filename:  # else replaced or removed by the run meanwhile
+            if not error.filename:  # with a filename, the run has replaced or removed a local file
                 self.fault = reason_of(error)
         except Exception as error:
             self.fault = reason_of(error)
@@ -94,12 +96,12 @@ class Publisher:
         self.there = entries
 
     def _files(self) -> dict[str, Path]:
-        """What there is to publish, by its name at the URL."""
+        """Local files to publish, keyed by their name at the URL."""
         found: dict[str, Path] = {}
         for path in (self.run_dir / name for name in (*NAMES, *UNLISTED)):
             below = sums.files_below(path) if path.is_dir() else {"": path} if path.exists() else {}
             found |= {f"{path.name}/{name}".rstrip("/"): file for name, file in below.items()}
-        if LOG in found:  # whole rows
+        if LOG in found:  # a copy that ends with a complete row
             copy = self.run_dir / f".{LOG}"
             copy.write_bytes(found[LOG].read_bytes().rpartition(b"\n")[0] + b"\n")
             found[LOG] = copy
@@ -117,7 +119,7 @@ class Publisher:
 
 
 def take_samples(run_dir: Path, url: str) -> None:
-    """The samples that a run has published and that are not here, for its report."""
+    """Download a run's published samples that are missing locally, for its report."""
     remote, newest = RemoteFolder(url), max(saved_steps(run_dir), default=-1)
     try:
         names = {
@@ -132,8 +134,8 @@ def take_samples(run_dir: Path, url: str) -> None:
 
 
 def take_checkpoint(folder: Path, step: int | None) -> None:
-    """Into the local copy of a run at a URL, its checkpoint of a step, or the newest; nothing for
-    any other folder."""
+    """Download a checkpoint (of `step`, or the newest) into the local copy of a run at a URL. No-op
+    for any other folder."""
     remote = source_of(folder)
     if remote is None:
         return

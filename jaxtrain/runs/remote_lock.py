@@ -1,10 +1,10 @@
-"""One run at a URL, one job: the lock of a run's checkpoints in an object store.
+"""Lock of a run's checkpoints in an object store: one job at a time.
 
-As on a disk (`lock.py`), the lock is a file `lock.N`, the largest N holds, and whoever makes N+1
-has followed a holder that is gone; a conditional put lets one alone make it. The holder writes its
-file anew every few seconds. It is gone when its file has stayed the same for so many seconds of the
-clock of whoever waits: no two clocks are compared. The newest file is never removed, so that no
-number comes again: its last holder writes that it has let go.
+As on a disk (`lock.py`), the lock is the file `lock.N` with the largest N, and whoever creates N+1
+takes over from a holder that is gone; a conditional put lets only one succeed. The holder rewrites
+its file every few seconds. It counts as gone if the file has not changed for `timeout` seconds on
+the waiting process's clock, so that no two clocks are compared. The newest file is never removed,
+so that no number is reused: its last holder marks it as released.
 """
 
 import json
@@ -20,14 +20,15 @@ from jaxtrain.runs.mirror import Store
 from jaxtrain.settings import UserError
 from jaxtrain.storage.objects import RemoteFolder, reason_of
 
-LOOK = 1.0  # seconds between two looks at another's lock
+LOOK = 1.0  # seconds between two checks of another process's lock
 
 
 class RemoteLock:
     """The lock of a folder at a URL, held from `take` to `release`.
 
-    timeout: seconds of silence after which others may take this process for gone. end(message,
-    code): what to do when another has the lock all the same: nothing may be written any more.
+    timeout: seconds without a change after which others may treat this process as gone.
+    end(message, code): called if another process has taken the lock anyway. Nothing may be written
+    from then on.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class RemoteLock:
         self.thread = threading.Thread(target=self._run, name="remote lock", daemon=True)
 
     def take(self) -> None:
-        """UserError with the holder's name if there is one, or for a store that says no."""
+        """Take the lock. Raises UserError that names a holder, or if the store denies access."""
         try:
             while not self.number:
                 number = self._free()
@@ -51,7 +52,7 @@ class RemoteLock:
                     continue
                 if locks(self.folder)[-1:] == [number]:
                     self.number = number
-                else:  # what was listed before was old
+                else:  # the listing was stale
                     self.folder.remove(f"lock.{number}")
             if self.folder.create(f"lock.{number}", self._text(1)):
                 self.say(
@@ -71,7 +72,8 @@ class RemoteLock:
         self.thread.start()
 
     def release(self) -> None:
-        """Let go, unless another has it already. What fails here costs the next one a wait."""
+        """Release the lock, unless another process has it. After a failure here, the next holder
+        has to wait for the timeout."""
         self.over.set()
         if self.thread.ident is None:
             return
@@ -83,12 +85,12 @@ class RemoteLock:
             self.say(f"lock     {self.folder.url} was not released ({reason_of(error)})")
 
     def _free(self) -> int:
-        """The number after the last lock's, when nobody holds that one any more."""
-        seen: dict[int, tuple[bytes, float]] = {}  # lock -> what it said first, and when we saw it
+        """Wait until the last lock is stale or released. Returns the next number."""
+        seen: dict[int, tuple[bytes, float]] = {}  # lock -> its first content, and when it was read
         while numbers := locks(self.folder):
             newest = numbers[-1]
             text = self.folder.read(f"lock.{newest}")
-            if text is None:  # the list was old
+            if text is None:  # the listing was stale
                 continue
             holder, released = read_lock(text)
             gone = known_gone(holder) if holder else None
@@ -124,7 +126,7 @@ class RemoteLock:
                     continue
                 who = read_lock(self.folder.read(f"lock.{numbers[-1]}") or b"")[0]
             except Exception:
-                continue  # the store is away; it may come back
+                continue  # the store is unreachable; it may come back
             by = f"process {who.pid} on {who.host}" if who else "another process"
             self.end(f"{self.folder.url} was taken from this process: {by} has it", 2)
             return
@@ -135,13 +137,13 @@ class RemoteLock:
 
 
 def locks(folder: RemoteFolder) -> list[int]:
-    """The numbers of the lock files, rising."""
+    """The numbers of the lock files, in ascending order."""
     names = [name.removeprefix("lock.") for name in folder.names() if name.startswith("lock.")]
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def read_lock(text: bytes) -> tuple[Holder | None, bool]:
-    """The holder, None for a file that is damaged; and whether it has let go."""
+    """(holder, released) of a lock file. The holder is None if the file is damaged."""
     try:
         said = json.loads(text)
         released = bool(said.pop("released"))
@@ -158,7 +160,8 @@ def held_remotely(
     timeout: float,
     say: Callable[[str], Any],
 ) -> Iterator[None]:
-    """The copies of a run's checkpoints, if there are any, held by process 0 for the job."""
+    """Hold the lock of a run's remote checkpoints in process 0, for the whole job. No-op without a
+    store."""
     if store is None or coordinator.index:
         yield
         return

@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a run, finished or not: `jaxtrain report RUN`."""
+"""`jaxtrain report RUN`: a self-contained HTML page about a run, finished or not."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -95,7 +95,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _part(file: str, make: Callable[[], str]) -> str:
-    """A part of the page; a warning in its place, where the file that it shows is damaged."""
+    """A section of the page, or a warning if the file that it shows is damaged."""
     try:
         return make()
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
@@ -103,7 +103,7 @@ def _part(file: str, make: Callable[[], str]) -> str:
 
 
 def _values(rows: Sequence[MetricsRow], kind: str, name: str) -> list[MetricsRow]:
-    """The rows of one kind where `name` is a finite number."""
+    """The rows of one kind in which `name` is a finite number."""
     return [row for row in rows if row["kind"] == kind and row.get(name) is not None]
 
 
@@ -204,8 +204,8 @@ def _charts(rows: Sequence[MetricsRow]) -> str:
 
 
 def _trained(parts: dict[str, list[int]]) -> tuple[str, dict[str, Number]]:
-    """Title and bars of what a tuning trains, in percent of the parameters of each matrix, and
-    of all for what belongs to none."""
+    """Title and bars of a finetune's trainable parameters: percent of each matrix, or of the whole
+    model for parameters that belong to no matrix."""
     ours, all_ = (sum(part[i] for part in parts.values()) for i in (0, 1))
     shares = {name: 100 * a / (b or all_) for name, (a, b) in parts.items() if a}
     ratio = f"{ours / max(all_, 1):.2%} of the model's {format_count(all_)}"
@@ -241,7 +241,7 @@ def _environment(values: MetricsRow) -> str:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line: prints the report's path; 2 and one line on stderr for a UserError."""
+    """Write the report and print its path. Returns 0, or 2 after a one-line UserError."""
     run = report_parser().parse_args(argv).run
     page = write_report(run)
     send_results(run, page)

@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxtrain.runs.metrics import Number
 
-WIDTH, HEIGHT = 480, 250  # of a chart, in SVG units
-LEFT, RIGHT, TOP, BOTTOM = 48, 462, 26, 226  # edges of its frame
-MAX_POINTS = 250  # drawn per line
-MAX_HOVERS = 100  # vertical strips of a chart that show values under the pointer
+WIDTH, HEIGHT = 480, 250  # size of a chart, in SVG units
+LEFT, RIGHT, TOP, BOTTOM = 48, 462, 26, 226  # edges of a chart's frame
+MAX_POINTS = 250  # points drawn per line
+MAX_HOVERS = 100  # vertical strips of a chart that show values on hover
 MAX_BARS = 64
 
 
@@ -47,7 +47,7 @@ def line_chart(
     from_zero: bool = False,
     smooth: bool = True,
 ) -> str:
-    """A chart of the lines, whose values show on hover; empty without lines."""
+    """A line chart that shows values on hover; empty without lines."""
     if not lines:
         return ""
     frame = Frame(max(line.x[-1] for line in lines) or 1, *y_range(lines, from_zero))
@@ -87,7 +87,7 @@ def bars(title: str, values: Mapping[str, Number]) -> str:
 
 
 def html_table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
-    """A table whose first column names the rows; every cell is escaped."""
+    """A table whose first column contains row headers; every cell is escaped."""
     lines = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>"] if head else []
     for first, *rest in rows:
         cells = "".join(f"<td>{escape(str(cell))}</td>" for cell in rest)
@@ -96,7 +96,7 @@ def html_table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> st
 
 
 def format_count(count: Number) -> str:
-    """123_456_789 -> '123M'; three digits are kept."""
+    """123_456_789 -> '123M': three significant digits."""
     for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if count >= 0.9995 * unit:
             scaled = count / unit
@@ -105,7 +105,7 @@ def format_count(count: Number) -> str:
 
 
 def thinned(xs: Sequence[Number], ys: Sequence[Number]) -> list[tuple[Number, Number]]:
-    """The lowest and the highest point of each of at most MAX_POINTS / 2 buckets."""
+    """Downsample: the lowest and highest point of each of at most MAX_POINTS / 2 buckets."""
     size = math.ceil(len(ys) / (MAX_POINTS // 2))
     buckets = [range(i, min(i + size, len(ys))) for i in range(0, len(ys), size)]
     picked = {pick(bucket, key=ys.__getitem__) for bucket in buckets for pick in (min, max)}
@@ -113,14 +113,14 @@ def thinned(xs: Sequence[Number], ys: Sequence[Number]) -> list[tuple[Number, Nu
 
 
 def smoothed(ys: Sequence[Number]) -> Sequence[Number]:
-    """Centred, weighted moving mean over a twentieth of the points."""
+    """Centred, Hann-weighted moving average over a twentieth of the points."""
     window = np.hanning(max(3, len(ys) // 20) + 2)[1:-1]
     total = np.convolve(ys, window, "same")
     return (total / np.convolve(np.ones(len(ys)), window, "same")).tolist()
 
 
 def y_range(lines: Sequence[Series], from_zero: bool) -> tuple[Number, Number]:
-    """Low and high end of the y axis; a few extremes (the first steps, a spike) may leave it."""
+    """(low, high) of the y axis. A few extremes (the first steps, a spike) may lie above it."""
     values = np.concatenate([np.asarray(line.y, float) for line in lines])
     low, high = np.quantile(values, [0.0, 0.97 if len(values) > 40 else 1.0]).tolist()
     if from_zero:
@@ -130,7 +130,7 @@ def y_range(lines: Sequence[Series], from_zero: bool) -> tuple[Number, Number]:
 
 
 def ticks(low: Number, high: Number, count: int = 5) -> list[Number]:
-    """At most about `count` round numbers (1, 2 or 5 times a power of ten) from low to high."""
+    """About `count` round values (1, 2 or 5 times a power of ten) from low to high."""
     rough = (high - low) / count or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
@@ -147,7 +147,7 @@ def _path(frame: Frame, line: Series, css: str) -> str:
 
 
 def _hovers(frame: Frame, x_name: str, lines: Sequence[Series]) -> list[str]:
-    """At most MAX_HOVERS strips side by side; each shows the values at its right end."""
+    """At most MAX_HOVERS adjacent strips; each shows the values at its right end on hover."""
     longest = max((line.x for line in lines), key=len)
     count = min(MAX_HOVERS, len(longest))
     width, strips = (RIGHT - LEFT) / count, []

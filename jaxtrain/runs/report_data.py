@@ -1,4 +1,4 @@
-"""The parts of a run's report about its data, its events and its in-context tasks."""
+"""Sections of a run's report: data, goodput, events and in-context tasks."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def _read(path: Path) -> dict[str, Any]:
 def data_section(run_dir: Path, rows: Sequence[MetricsRow]) -> str:
     """Sources, crop rate and document lengths, from `data.json` and the training rows.
 
-    Empty for a run without a data.json, or with one that a crash has torn.
+    Empty if data.json is missing or incomplete.
     """
     sources = _read(run_dir / "data.json")
     if not sources:
@@ -74,7 +74,7 @@ def _sources(sources: dict[str, Any], last: MetricsRow) -> str:
 
 
 def _epoch(last: MetricsRow, tail: str) -> list[str]:
-    """How many epochs of a source there were, and what packing did in the last whole one."""
+    """Cells: epochs of a source; crop, padding and left-out documents of the last whole epoch."""
     cells = [f"{last.get(f'data_epochs{tail}', 0.0):.3g}"]
     if f"data_epoch_crop{tail}" not in last:
         return cells + ["-"] * (len(EPOCH) - 1)
@@ -84,7 +84,7 @@ def _epoch(last: MetricsRow, tail: str) -> list[str]:
 
 
 def _filters(name: str, report: dict[str, Any]) -> str:
-    """What the filters of a source removed of its documents, each of what those before it left."""
+    """Table of the documents that each filter of a source removed, in the order of filtering."""
 
     def cells(what: str, documents: int, size: int, why: str = "") -> list[str]:
         share = documents / report["read"]["documents"]
@@ -100,7 +100,7 @@ def _filters(name: str, report: dict[str, Any]) -> str:
 
 
 def _lengths(name: str, counts: dict[str, int]) -> str:
-    """Documents by length; a bar counts those of at most its label and more than half of it."""
+    """Histogram of document lengths. A bar labelled N counts lengths above N/2 and up to N."""
     there = [int(end) for end, count in counts.items() if count]
     ends = [int(end) for end in counts if there and there[0] <= int(end) <= there[-1]]
     shown = {f"{end:,}": counts[str(end)] for end in ends}
@@ -108,7 +108,7 @@ def _lengths(name: str, counts: dict[str, int]) -> str:
 
 
 def goodput_section(rows: Sequence[MetricsRow]) -> str:
-    """Where the wall-clock of all sessions went; nothing for a run that has not logged it."""
+    """Breakdown of the wall-clock time of all sessions; empty if the run has not logged it."""
     found = goodput(rows)
     if found is None:
         return ""
@@ -130,7 +130,7 @@ def goodput_section(rows: Sequence[MetricsRow]) -> str:
 
 
 def events_section(rows: Sequence[MetricsRow]) -> str:
-    """A table of what events have said, the last MAX_EVENTS; nothing if they have said nothing."""
+    """Table of the last MAX_EVENTS event messages; empty if there are none."""
     said = [
         [f"{row['step']:,}", name.replace("_", " "), value]
         for row in rows
@@ -144,7 +144,7 @@ def events_section(rows: Sequence[MetricsRow]) -> str:
 
 
 def tasks_section(run_dir: Path) -> str:
-    """A table of the in-context tasks in `run_dir/tasks.json`; nothing if there are none."""
+    """Table of the in-context tasks in `run_dir/tasks.json`; empty if there are none."""
     result = _read(run_dir / "tasks.json")
     if not result.get("tasks"):
         return ""

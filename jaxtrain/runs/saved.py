@@ -1,4 +1,4 @@
-"""A trained model on disk: `model/` holds safetensors, the resolved config and the tokenizer."""
+"""Trained models on disk: `model/` contains safetensors, the resolved config and the tokenizer."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ from jaxtrain.weights.stored import (
 log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
-QUANTIZED = "quantized"  # key of the file's metadata: JSON, the form of each quantized matrix
+QUANTIZED = "quantized"  # key in the file's metadata: JSON, the form of each quantized matrix
 
 
 class Saved(NamedTuple):
@@ -71,8 +71,8 @@ def save_result(
     frozen: Params | None,
     tokenizer: Tokenizer,
 ) -> None:
-    """Write what a run leaves to others: the whole model, a tuned part as an adapter as well, and
-    what lay beside the checkpoint that it started from."""
+    """Write a run's result: the merged model, an adapter if PEFT trained one, and the auxiliary
+    files of the base checkpoint."""
     save_model(directory, config, partition.merge(trained, frozen), tokenizer)
     if config.finetune.name in PEFT and partition.exports_adapter:
         save_adapter(directory / "adapter", config, partition.export(trained, frozen))
@@ -81,7 +81,7 @@ def save_result(
 
 
 def save_model(directory: Path, config: Resolved, params: Params, tokenizer: Tokenizer) -> None:
-    """Write all that a friend needs; the weights last and atomically. By process 0, of several."""
+    """Write a self-contained model folder; the weights last, atomically. Only process 0 writes."""
     form = config.model.weight_form
     if form and form.saved == "master":
         specs = split(Transformer(config.model, tokenizer.vocab_size))[1]
@@ -106,7 +106,7 @@ def save_model(directory: Path, config: Resolved, params: Params, tokenizer: Tok
 
 
 def save_adapter(directory: Path, config: Resolved, params: Params) -> None:
-    """Write what LoRA, or a prompt or prefix, trained as an adapter of peft's."""
+    """Write a trained LoRA, prompt or prefix as a peft adapter."""
     said = origin(config.train.init_from)
     base = said.get("base_model", config.train.init_from), said.get("base_model_revision")
     if config.finetune.name in ("prompt", "prefix"):
@@ -119,7 +119,8 @@ def save_adapter(directory: Path, config: Resolved, params: Params) -> None:
 
 
 def load_saved(path: Path, step: int | None = None) -> Saved:
-    """A run directory or a `model/` folder; `step` takes that checkpoint instead of the end."""
+    """Load the model of a run directory or a `model/` folder: the final one, the newest checkpoint
+    if the run has not ended, or the checkpoint of `step`."""
     folder = folder_of(path)
     config = load_resolved(folder / "config.yaml")
     tokenizer_dir = folder if (folder / WEIGHTS).is_file() else path / "tokenizer"
@@ -127,7 +128,7 @@ def load_saved(path: Path, step: int | None = None) -> Saved:
     finished = step is None and (folder / WEIGHTS).is_file()
     if not finished:
         take_checkpoint(path, step)
-        run = path / "config.yaml"  # `model/` has the last phase's
+        run = path / "config.yaml"  # `model/config.yaml` is the last phase's
         config = load_resolved(run) if run.is_file() else config
         at = max(saved_steps(path), default=0) if step is None else step
         config = config_at(config, at, decisions(path, at))
@@ -141,9 +142,10 @@ def load_saved(path: Path, step: int | None = None) -> Saved:
 
 
 def apply_weight_form(saved: Saved) -> Saved:
-    """The model with the arrays that its layers multiply in the place of the trained ones.
+    """Replace trained weights by the encoded weights that the layers multiply.
 
-    The form goes with them, unless it rounds activations as well: no array can hold that.
+    `weight_form` is then removed from the config, unless it also rounds activations, which stored
+    weights cannot express.
     """
     form = saved.config.model.weight_form
     if form is None or form.saved is None:
@@ -161,7 +163,7 @@ def apply_weight_form(saved: Saved) -> Saved:
 
 
 def without_mtp(saved: Saved, why: str) -> Saved:
-    """The model without its modules of multi-token prediction, which the log names with `why`."""
+    """Drop the multi-token-prediction modules, and log a warning with the reason `why`."""
     if saved.config.model.mtp is None:
         return saved
     log.warning("model.mtp: the modules of multi-token prediction are left out: %s", why)
@@ -173,12 +175,12 @@ def without_mtp(saved: Saved, why: str) -> Saved:
 
 
 def is_quantized(saved: Saved) -> bool:
-    """Whether `jaxtrain quantize` wrote the model."""
+    """Whether the model was written by `jaxtrain quantize`."""
     return any(is_weight(x) for x in flatten(saved.params).values())
 
 
 def place_params(saved: Saved, mesh: Mesh) -> Params:
-    """The parameters on a mesh, each device its parts; of a quantized matrix, packed."""
+    """Shard the parameters over a mesh; quantized matrices stay packed."""
 
     def place(
         spec: ParamSpec, x: jax.Array | np.ndarray | QuantizedWeight
@@ -192,7 +194,7 @@ def place_params(saved: Saved, mesh: Mesh) -> Params:
 
 
 def folder_of(path: Path) -> Path:
-    """Where the configuration of a model is: `model/`, of a run that has ended."""
+    """The folder with a model's config.yaml: `model/` of a finished run, else `path` itself."""
     fetch_model(path)
     folder = path / "model" if (path / "model" / "config.yaml").is_file() else path
     if not (folder / "config.yaml").is_file():
@@ -201,8 +203,8 @@ def folder_of(path: Path) -> Path:
 
 
 def template_for(saved: Saved) -> tuple[str, dict[str, str]]:
-    """The chat template of a model and the tokens that it names: what it was trained on, or what
-    its checkpoint brought along. Raises UserError if there is neither."""
+    """A model's chat template and the special tokens it uses: the one it was trained on, or the
+    one of its imported checkpoint. Raises UserError if there is neither."""
     trained = training_template(saved.config.data)
     template = chat_template(saved.tokenizer_dir)
     if trained is None and template is None:
@@ -214,7 +216,7 @@ def template_for(saved: Saved) -> tuple[str, dict[str, str]]:
 
 
 def load_resolved(path: Path) -> Resolved:
-    """The resolved configuration that a run was made from. Raises UserError that names the file."""
+    """A run's resolved configuration. Raises UserError that names the file if it is damaged."""
     tree = read_saved(path)
     try:
         return validate(Resolved, tree)
@@ -223,9 +225,9 @@ def load_resolved(path: Path) -> Resolved:
 
 
 def read_weights(path: Path, specs: Specs, tokenizer: Tokenizer) -> Params:
-    """Parameters from a safetensors file, each checked against its declaration and checksum.
+    """Read parameters from a safetensors file; each is checked against its spec and checksum.
 
-    Raises UserError naming the tensor that is missing, of another shape, damaged or not finite.
+    Raises UserError naming a tensor that is missing, damaged, not finite, or of another shape.
     """
     flat = read_header(path)
     if metadata_of(path).get("tokenizer") != tokenizer.fingerprint:
@@ -251,7 +253,7 @@ def read_weights(path: Path, specs: Specs, tokenizer: Tokenizer) -> Params:
 def read_quantized(
     path: Path, name: str, spec: ParamSpec, form: StoredForm, flat: dict[str, Stored]
 ) -> QuantizedWeight:
-    """A matrix in the form in which the file stores it. UserError as `read_weights`."""
+    """Read a quantized matrix in its stored form. Raises UserError as `read_weights` does."""
     parts = [part for part in flat if part.startswith(f"{name}/")]
     try:
         weight = rebuild(name, form, {part: read(part, flat[part], packed=True) for part in parts})
@@ -265,7 +267,7 @@ def read_quantized(
 def load_checkpoint_params(
     run_dir: Path, config: Resolved, specs: Specs, step: int | None
 ) -> Params:
-    """The model of a run's checkpoint, joined with what the run did not train."""
+    """Parameters of a run's checkpoint, merged with the frozen base parameters."""
     partition = make_partition(config.finetune, specs, compute_dtype(config.train.precision))
     trained = read_checkpoint(run_dir, partition.trainable, step)
     if partition.init is None:
@@ -278,7 +280,7 @@ def load_checkpoint_params(
 
 
 def check_finite(params: Params, path: Path) -> None:
-    """Raise UserError naming the first parameter that holds NaN or infinity."""
+    """Raise UserError naming the first parameter that contains NaN or infinity."""
     fine = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(params)
     for key_path, x in jax.tree_util.tree_flatten_with_path(jax.device_get(fine))[0]:
         if not x:

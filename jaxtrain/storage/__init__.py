@@ -1,4 +1,4 @@
-"""Files on disk: whole-file replacement, a full disk, checksums, strict YAML.
+"""Files on disk and at URLs: atomic replacement, full disks, checksums, strict YAML.
 
-Nothing here knows what a file means.
+This package does not interpret the contents of files.
 """

@@ -1,4 +1,4 @@
-"""A disk that is full: files are replaced whole, and the fault is named, whoever raises it."""
+"""Atomic file replacement, and clear errors for a full disk, whichever library raises them."""
 
 import errno
 import json
@@ -11,7 +11,7 @@ from jaxtrain.settings import UserError
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write atomically: a reader sees the old file or the new one; a full disk leaves the old."""
+    """Write atomically: a reader sees the old or the new file. A full disk leaves the old one."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -22,7 +22,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON value as `write_whole` does."""
+    """Write a JSON value atomically."""
     write_whole(path, json.dumps(value, indent=2) + "\n")
 
 
@@ -30,9 +30,9 @@ FULL = {os.strerror(code): code for code in (errno.ENOSPC, errno.EDQUOT)}
 
 
 def disk_full(error: BaseException | None) -> str | None:
-    """What the system says where an error, or the one behind it, is that a disk holds no more.
+    """The system's message if an error, or its cause, is a full disk or an exceeded quota.
 
-    Libraries in C++ (array_record, tensorstore) raise others than OSError, with the system's words.
+    C++ libraries (array_record, tensorstore) raise other types than OSError, with that message.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL.values():
@@ -46,7 +46,7 @@ def disk_full(error: BaseException | None) -> str | None:
 
 @contextmanager
 def full_disk_explained(explain: Callable[[str], str]) -> Iterator[None]:
-    """A full disk as UserError(explain(what the system says)) and not as a traceback."""
+    """Raise UserError(explain(system message)) for a full disk, instead of a traceback."""
     try:
         yield
     except UserError:  # explained already

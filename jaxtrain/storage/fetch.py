@@ -1,7 +1,7 @@
-"""What is at a URL as a local folder, and a local folder as what is at a URL.
+"""Download a folder at a URL into a local copy, and upload a local folder to a URL.
 
-A run lists what it has published, with checksums, in files.json, which it writes after the files: a
-reader takes what is listed. Other folders have no list; of them all files are taken as they are.
+A run lists its published files, with checksums, in files.json. It writes the list after the files,
+and a reader downloads what is listed. Other folders have no list: all their files are downloaded.
 """
 
 import fcntl
@@ -21,16 +21,16 @@ from jaxtrain.storage.location import COPIES, cached, check_location
 from jaxtrain.storage.objects import Damaged, RemoteFolder, reason_of
 
 LIST = "files.json"  # at the URL of a run
-SOURCE = "source.json"  # in a local copy: of what, and what files without a list were like
-RESULTS = re.compile(r"(tasks|needle|harness).*\.json")  # that others put beside a run
-LAST = ("config.json", "config.yaml")  # what makes a folder a model is uploaded last
+SOURCE = "source.json"  # in a local copy: its URL, and its files' checksums, or sizes and versions
+RESULTS = re.compile(r"(tasks|needle|harness).*\.json")  # evaluations that others add to a run
+LAST = ("config.json", "config.yaml")  # uploaded last: a folder with these counts as a model
 TRIES = 3
-COMPLETE: set[Path] = set()  # local copies, since `local_copy` has looked
-WAIT = 1.0  # seconds, for a run that writes just now
+COMPLETE: set[Path] = set()  # local copies that have the model, since the last `local_copy`
+WAIT = 1.0  # seconds, for a run that is being written
 
 
 def local_copy(url: str) -> Path:
-    """The local copy of a folder at a URL, without the model of a run: `fetch_model` takes it."""
+    """Update the local copy of a folder at a URL. A run's model is left to `fetch_model`."""
     check_location("the URL", url)
     url = url.rstrip("/")
     folder = cached(COPIES, url) / url.rpartition("/")[2]
@@ -48,20 +48,20 @@ def local_copy(url: str) -> Path:
 
 
 def fetch_model(folder: Path) -> None:
-    """Of a local copy, the model too, once in a process; nothing for any other folder."""
+    """Download the model into a local copy, once per process. No-op for any other folder."""
     if folder not in COMPLETE and (folder / SOURCE).is_file():
         update(folder, lambda name: True)
         COMPLETE.add(folder)
 
 
 def source_of(folder: Path) -> RemoteFolder | None:
-    """What a folder is the local copy of."""
+    """The remote folder of a local copy; None if the folder is no local copy."""
     file = folder / SOURCE
     return RemoteFolder(read_object(file)["url"]) if file.is_file() else None
 
 
 def update(folder: Path, wanted: Callable[[str], bool]) -> None:
-    """Make a local copy what is at its URL now. UserError where that cannot be read."""
+    """Bring a local copy up to date with its URL. Raises UserError if that cannot be read."""
     remote = source_of(folder)
     assert remote is not None
     stage = folder / ".part"
@@ -75,7 +75,7 @@ def update(folder: Path, wanted: Callable[[str], bool]) -> None:
                     else:
                         take_listed(remote, listed, folder, stage, wanted)
                     return
-                except Damaged:  # or written just now
+                except Damaged:  # or being written
                     if attempt + 1 == TRIES:
                         raise
                     time.sleep(WAIT)
@@ -90,7 +90,7 @@ def update(folder: Path, wanted: Callable[[str], bool]) -> None:
 
 
 def published(remote: RemoteFolder) -> dict[str, sums.Entry] | None:
-    """What a run has listed; None where there is no list."""
+    """The files that a run lists as published; None without a list."""
     text = remote.read(LIST)
     if text is None:
         return None
@@ -108,7 +108,7 @@ def take_listed(
     stage: Path,
     wanted: Callable[[str], bool],
 ) -> None:
-    """Files whose checksums are others here; what is not listed any more goes."""
+    """Download listed files whose checksums differ; delete files that are no longer listed."""
 
     def differs(name: str, entry: sums.Entry) -> bool:
         return not (folder / name).is_file() or sums.entry(folder / name) != entry
@@ -128,7 +128,7 @@ def take_listed(
 def take_unlisted(
     remote: RemoteFolder, folder: Path, stage: Path, wanted: Callable[[str], bool]
 ) -> None:
-    """Files whose size or version is another than that of the copy."""
+    """Download files whose size or version differs from the copy's."""
     try:
         found = remote.files()
     except FileNotFoundError:
@@ -160,7 +160,7 @@ def move_in(stage: Path, folder: Path, names: list[str]) -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """One process of this machine at a time."""
+    """Hold a file lock: one process of this machine at a time."""
     with (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -168,7 +168,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def sent_there(url: str) -> Iterator[Path]:
-    """A temporary path, a folder or a file, which is copied to a URL when the work on it ends."""
+    """Yield a temporary path for a file or folder, which is uploaded to a URL at the end."""
     check_location("the URL", url)
     remote = RemoteFolder(url.rstrip("/").rpartition("/")[0])
     name = url.rstrip("/").rpartition("/")[2]
@@ -180,7 +180,7 @@ def sent_there(url: str) -> Iterator[Path]:
 
 
 def send_results(folder: Path, *paths: Path) -> None:
-    """Files that were written into the local copy of a run, also to where the run is."""
+    """Upload files written into the local copy of a run to the run's URL."""
     remote = source_of(folder)
     inside = [path for path in paths if path.is_file() and path.parent == folder]
     if remote is not None and inside:
@@ -188,7 +188,7 @@ def send_results(folder: Path, *paths: Path) -> None:
 
 
 def send_files(remote: RemoteFolder, files: dict[str, Path]) -> None:
-    """Copy files; those last that make a reader take the folder for whole."""
+    """Upload files; those last by which a reader recognizes a complete folder."""
     last = {name: path for name, path in files.items() if path.name in LAST}
     try:
         remote.put({name: path for name, path in files.items() if name not in last})

@@ -1,5 +1,5 @@
-"""Where something is: a path, or a URL of an object store. What is at a URL is worked on in a
-local folder below $JAXTRAIN_CACHE; only names are made here, and nothing is opened."""
+"""Locations: a path, or a URL of an object store. Files at a URL are worked on in a local folder
+below $JAXTRAIN_CACHE. This module only computes names; it opens nothing."""
 
 import hashlib
 import os
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from jaxtrain.settings import UserError
 
-COPIES, RUNS = "copies", "runs"  # folders of the cache: of what is read, and of what trains
+COPIES, RUNS = "copies", "runs"  # cache folders: downloaded copies, and runs that train
 LOCAL = ("file://", "local://")
 
 
@@ -19,14 +19,14 @@ def is_url(location: str) -> bool:
 
 
 def path_of(location: str) -> str:
-    """A path, also of a URL of this machine's own files."""
+    """The path of a location: a path, or a file:// or local:// URL."""
     for scheme in LOCAL:
         location = location.removeprefix(scheme)
     return location
 
 
 def location_fault(location: str) -> str | None:
-    """Why nothing can be written at a location; None for a path and a plain URL."""
+    """The reason why a location cannot be written; None for a path or a plain URL."""
     if not is_url(location):
         return None
     parts = urlsplit(location)
@@ -41,7 +41,8 @@ def location_fault(location: str) -> str | None:
 
 
 def check_location(what: str, location: str) -> None:
-    """UserError for a URL that cannot be written or that holds a secret, without the secret."""
+    """Raise UserError for a URL that cannot be written or contains a secret (masked in the
+    message)."""
     if why := location_fault(location):
         scheme, _, rest = location.partition("://")
         shown = f"{scheme}://...@{rest.rpartition('@')[2].partition('?')[0]}"
@@ -55,7 +56,7 @@ def cached(kind: str, url: str) -> Path:
 
 
 def local(location: str) -> Path:
-    """The type of an argument that is read: a path, or the local copy of what is at a URL."""
+    """Argument type of an input: a path, or the local copy of a folder at a URL."""
     if not is_url(location):
         return Path(path_of(location))
     from jaxtrain.storage.fetch import local_copy
@@ -65,7 +66,7 @@ def local(location: str) -> Path:
 
 @contextmanager
 def output_at(location: str) -> Iterator[Path]:
-    """A path to write to. At a URL, a temporary one that is copied there in the end."""
+    """Yield a path to write to. For a URL, a temporary path, uploaded at the end."""
     if not is_url(location):
         yield Path(path_of(location))
         return

@@ -1,6 +1,6 @@
 """A folder at a URL: an object store, or any other file system of fsspec.
 
-An error that may pass is tried again, ever later. What is said of an error holds no secret.
+Transient errors are retried with exponential backoff. Error messages contain no secrets.
 """
 
 import random
@@ -19,23 +19,23 @@ from jaxtrain.settings import UserError
 from jaxtrain.storage import checksums as sums
 from jaxtrain.storage.disk import disk_full, write_whole
 
-TRIES = 6  # of what a run saves: what fails, its next look tries again
-DATA_TRIES = 8  # of data, which training waits for: a minute
+TRIES = 6  # for a run's own files: if all fail, the next upload tries again
+DATA_TRIES = 8  # for data that training waits for: about a minute
 FIRST_WAIT = 0.5  # seconds; doubled for every further try
-READS = 3  # of a file that is not as it was written: a transfer may damage it, too
-THREADS = 8  # transfers at once
-# Another try would not help; all else is taken for a failure that passes.
+READS = 3  # downloads of a file whose checksum differs: the transfer may have damaged it
+THREADS = 8  # concurrent transfers
+# Errors that a retry would not help. All others are treated as transient.
 FINAL = (NotADirectoryError, IsADirectoryError, ImportError, TypeError, AttributeError)
 FINAL += (NotImplementedError, UserError)
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
-SKEWED = "RequestTimeTooSkewed"  # what S3 answers where clocks differ by a quarter of an hour
-CHAIN = re.compile(r"::(/|[^:/]+://)")  # of file systems, as zip://*.jsonl::s3://bucket/a.zip
+SKEWED = "RequestTimeTooSkewed"  # S3's error code if the clocks differ by more than 15 minutes
+CHAIN = re.compile(r"::(/|[^:/]+://)")  # chained file systems, as zip://*.jsonl::s3://bucket/a.zip
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 PACKAGES |= {"az": "adlfs", "abfs": "adlfs", "ssh": "paramiko", "sftp": "paramiko"}
 
 
 class Damaged(Exception):
-    """A file that is not as it was written."""
+    """A file differs from what was written."""
 
 
 def is_local(url: str) -> bool:
@@ -43,11 +43,11 @@ def is_local(url: str) -> bool:
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's file system that a URL belongs to, and its path there."""
+    """Return fsspec's file system of a URL, and the URL's path in it."""
     try:
         if CHAIN.search(url):
             return fsspec.url_to_fs(url)
-        # fsspec takes any :: for a chain, and no name has a NUL.
+        # fsspec takes any :: for a chain. A NUL stands in for it, as no file name contains one.
         filesystem, path = fsspec.url_to_fs(url.replace("::", "\0"))
         return filesystem, path.replace("\0", "::")
     except ImportError as error:
@@ -59,19 +59,19 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 
 def said_by(error: BaseException) -> str:
-    """One short line, without what a URL in it may hold: a password, or a signed query."""
+    """An error's message as one short line, without passwords or signed queries of URLs in it."""
     first = (str(error).strip().splitlines() or [""])[0]
     plain = re.sub(r"//[^/\s@]*@", "//", first)
     return re.sub(r"(https?://[^\s?\"']*)\?[^\s\"']*", r"\1", plain)[:200]
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error is and says, as `said_by`."""
+    """An error's type and its message, as in `said_by`."""
     return ": ".join(filter(None, (type(error).__name__, said_by(error))))
 
 
 def refuses(error: BaseException) -> bool:
-    """Whether it is about credentials."""
+    """Whether an error is about credentials."""
     return isinstance(error, PermissionError) or type(error).__name__ in NO_CREDENTIALS
 
 
@@ -80,7 +80,7 @@ def tried[T](
     tries: int = TRIES,
     say: Callable[[int, float, Exception], None] = lambda *_: None,
 ) -> T:
-    """The value of `action`, which is tried again after an error that may pass.
+    """Return the value of `action`, which is retried after transient errors.
 
     say: called with the number of the next try, the seconds until then, and the error.
     """
@@ -104,9 +104,9 @@ def retried[T](
     what: str = "failed",
     access: Literal["read", "write"] = "read",
 ) -> T:
-    """`tried` for data. Each wait is a line on stderr; `what` says in it what has happened to the
-    file. Raises UserError for one that is not there or that `access` is refused to, and after the
-    last try."""
+    """Retry an action on data, as `tried`, and print a line to stderr before each wait. The line
+    contains `what`: what happened to the file. Raises UserError if the file does not exist, if
+    `access` is denied, and after the last try."""
 
     def say(number: int, wait: float, error: Exception) -> None:
         again = f"attempt {number} of {DATA_TRIES} in {wait:.1f} s"
@@ -131,8 +131,8 @@ def retried[T](
 
 
 class RemoteFolder:
-    """Files below a URL, by their names there. explained: errors and waits are those of `retried`,
-    and otherwise those of `tried`."""
+    """Files below a URL, by their relative names. explained: retry with `retried` (UserError, and
+    a line for each wait) instead of `tried`."""
 
     def __init__(self, url: str, explained: bool = False):
         self.url, self.explained = url.rstrip("/"), explained
@@ -143,7 +143,7 @@ class RemoteFolder:
         return RemoteFolder(f"{self.url}/{name}", self.explained)
 
     def names(self) -> list[str]:
-        """Of the files and folders directly in it; none where there is no such folder."""
+        """Names of the direct children; empty if there is no such folder."""
 
         def ask() -> list[str]:
             self.filesystem.invalidate_cache()
@@ -154,7 +154,7 @@ class RemoteFolder:
         return [path.rstrip("/").rpartition("/")[2] for path in self._tried("", ask)]
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """fsspec's facts of every file below it."""
+        """fsspec's info of every file below the folder, by relative name."""
 
         def ask() -> dict[str, dict[str, Any]]:
             self.filesystem.invalidate_cache()
@@ -171,7 +171,7 @@ class RemoteFolder:
         return self._tried(name, ask)
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None if it is not there."""
+        """Size of a file in bytes; None if it does not exist."""
 
         def ask() -> int | None:
             with suppress(FileNotFoundError):
@@ -181,7 +181,7 @@ class RemoteFolder:
         return self._tried(name, ask)
 
     def read(self, name: str) -> bytes | None:
-        """A small file; None if it is not there."""
+        """Contents of a small file; None if it does not exist."""
 
         def ask() -> bytes | None:
             with suppress(FileNotFoundError):
@@ -191,7 +191,7 @@ class RemoteFolder:
         return self._tried(name, ask)
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes start..stop. An error if the file is not there or ends before."""
+        """Bytes start..stop of a file. An error if the file does not exist or is shorter."""
 
         def ask() -> bytes:
             data = self.filesystem.cat_file(self._at(name), start=start, end=stop)
@@ -202,7 +202,7 @@ class RemoteFolder:
         return self._tried(name, ask)
 
     def write(self, name: str, content: bytes) -> None:
-        """A file of these bytes, which appears whole; done when its size is right."""
+        """Write a file atomically, then check its size."""
 
         def put() -> None:
             if self.local:
@@ -215,10 +215,10 @@ class RemoteFolder:
         self._tried(name, put, "write")
 
     def create(self, name: str, content: bytes) -> bool:
-        """Whether this call made the file: of several, on whatever machines, one does.
+        """Create a file exclusively. Returns True for one of several callers, on any machines.
 
-        A conditional put (If-None-Match: * at S3). `content` must be the caller's alone: a put
-        whose answer was lost and that was sent again is told from another's by it.
+        A conditional put (If-None-Match: * at S3). `content` must be unique to the caller: if the
+        answer to a put is lost and the put is sent again, it tells this caller's file from another.
         """
         self._make_parent(name)
 
@@ -241,7 +241,7 @@ class RemoteFolder:
         return self._tried(name, attempt, "write")
 
     def remove(self, name: str) -> None:
-        """A file, or a folder with all that is in it."""
+        """Remove a file, or a folder with its contents."""
 
         def ask() -> None:
             self.filesystem.invalidate_cache()
@@ -251,7 +251,7 @@ class RemoteFolder:
         self._tried(name, ask, "write")
 
     def put(self, files: Mapping[str, Path]) -> None:
-        """Copy files there, some at a time."""
+        """Upload files, several at a time."""
 
         def put(name: str, path: Path) -> None:
             self._make_parent(name)
@@ -261,11 +261,11 @@ class RemoteFolder:
         in_threads(files.items(), lambda one: self._tried(one[0], lambda: put(*one), "write"))
 
     def get(self, entries: Mapping[str, sums.Entry], folder: Path) -> None:
-        """Copy files into a folder, some at a time. Damaged if one is not as `entries` say."""
+        """Download files, several at a time. Raises Damaged if one does not match its entry."""
         in_threads(entries.items(), lambda one: self._get(*one, folder))
 
     def fetch(self, name: str, to: Path) -> None:
-        """Copy a file as it is."""
+        """Download a file, without checking its checksum."""
         to.parent.mkdir(parents=True, exist_ok=True)
         self._tried(name, lambda: self.filesystem.get_file(self._at(name), str(to)))
 
@@ -302,7 +302,7 @@ class RemoteFolder:
             except FileNotFoundError as error:
                 raise Damaged(f"{self.url}/{name} is missing") from error
             except Exception as error:
-                if "Checksum" not in type(error).__name__:  # that of the store's own
+                if "Checksum" not in type(error).__name__:  # the store's own check has failed
                     raise
                 raise Damaged(f"{self.url}/{name}: {reason_of(error)}") from error
             if sums.entry(folder / path) == entry:
@@ -311,9 +311,9 @@ class RemoteFolder:
 
 
 def in_threads[T](items: Iterable[T], work: Callable[[T], Any]) -> None:
-    """work(item) of all items. The first error ends it: what has not begun does not begin.
+    """Call work(item) for all items, in threads. After the first error no further item begins.
 
-    The threads are daemons: a process that is told to end does not wait for them.
+    The threads are daemons: a process that is terminated does not wait for them.
     """
     every = list(items)
     left, errors = iter(every), list[BaseException]()

@@ -1,4 +1,4 @@
-"""YAML without its surprises: what a reader of the file would not expect is an error."""
+"""Strict YAML: constructs that a reader of the file would misread are errors."""
 
 import re
 from pathlib import Path
@@ -8,17 +8,18 @@ import yaml
 
 from jaxtrain.settings import UserError
 
-MOST_VALUES = 100_000  # of a document with its aliases written out
-MOST_DEPTH = 100  # of lists and sections inside of one another
+MOST_VALUES = 100_000  # values of a document after its aliases are expanded
+MOST_DEPTH = 100  # nesting depth of lists and sections
 MOST_SHOWN = 120  # characters of a value in a message
-END = "...\n"  # YAML's mark of the end of a document
+END = "...\n"  # YAML's end-of-document marker
 TAG = "tag:yaml.org,2002:"
 EMPTY = "has no value: null is none, '' an empty text, and a space goes behind `key:`"
 
 
 class StrictLoader(yaml.SafeLoader):
-    """Errors are keys that are given twice, values that are left out, numbers beyond 64 bits and
-    aliases that grow without end. 010, 1:30 and 2024-01-01 are texts, not 8, 90 and a date."""
+    """SafeLoader that rejects duplicate keys, missing values, integers beyond 64 bits, and aliases
+    that are recursive or expand too far. 010, 1:30 and 2024-01-01 are strings, not 8, 90, a date.
+    """
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
@@ -57,7 +58,7 @@ def _error(what: str, node: yaml.Node) -> yaml.YAMLError:
 
 
 def _size(node: yaml.Node, known: dict[Any, int | None], depth: int) -> int:
-    """How many values a node stands for, its aliases written out."""
+    """Number of values in a node after its aliases are expanded."""
     if node in known:
         if (size := known[node]) is None:
             raise _error("an alias stands for what it is part of", node)
@@ -87,7 +88,7 @@ StrictLoader.add_constructor(f"{TAG}int", StrictLoader.construct_yaml_int)
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML document; UserError, of one line, that begins with `where`."""
+    """The value of a YAML document. Raises a one-line UserError that begins with `where`."""
     try:
         return yaml.load(text, StrictLoader)
     except RecursionError:
@@ -102,7 +103,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """The value of a YAML file. Raises UserError, as `parse_yaml`."""
+    """The value of a YAML file. Raises UserError as `parse_yaml` does."""
     try:
         return parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
@@ -112,7 +113,7 @@ def read_yaml(path: Path) -> Any:
 def read_saved(path: Path) -> dict[str, Any]:
     """The sections of a saved configuration, whose last line is END.
 
-    Raises UserError for a file that is cut or damaged.
+    Raises UserError for a truncated or damaged file.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -130,6 +131,6 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value in a message, its middle left out where it is long."""
+    """A value for a message; the middle of a long one is elided."""
     text = repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:60]} ... {text[-20:]}"

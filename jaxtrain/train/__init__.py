@@ -1,8 +1,8 @@
-"""Training: the loop, the step and its transforms, guards, local SGD, preparing ahead.
+"""Training: the loop, the step and its transforms, guards, local SGD, data preparation.
 
-Losses are in `objectives/`, optimizers in `optim/`, files of a run in `runs/`. The folder has the
-name of the public function, so it can be called as well: `jaxtrain.train(config)` is
-`jaxtrain.train.loop.train(config)`, whether or not something has imported this folder before.
+Losses are in `objectives/`, optimizers in `optim/`, files of a run in `runs/`. This package has the
+name of the public function, so the module is callable: `jaxtrain.train(config)` is
+`jaxtrain.train.loop.train(config)`, whether or not this package was imported before.
 """
 
 import sys

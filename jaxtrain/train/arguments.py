@@ -7,7 +7,7 @@ from jaxtrain.settings import Parser, whole
 
 
 def prepare_parser() -> Parser:
-    """Of `jaxtrain prepare`: text becomes token stores."""
+    """Build the parser of `jaxtrain prepare`, which tokenizes text into token stores."""
     parser = Parser(
         "jaxtrain prepare",
         description="Tokenize the data of a configuration. The same command again goes on.",
@@ -19,7 +19,7 @@ def prepare_parser() -> Parser:
 
 
 def show_data_parser() -> Parser:
-    """Of `jaxtrain show-data`: decoded rows, as they are packed."""
+    """Build the parser of `jaxtrain show-data`, which prints packed rows, decoded."""
     parser = Parser(
         "jaxtrain show-data",
         description="Decoded rows of a run's batches, as they are packed; prepares the data first.",
@@ -34,7 +34,7 @@ def show_data_parser() -> Parser:
 
 
 def filter_parser() -> Parser:
-    """Of `jaxtrain filter`: the text that data.train.filters leave, as files."""
+    """Build the parser of `jaxtrain filter`, which writes the text that data.train.filters keep."""
     parser = Parser(
         "jaxtrain filter",
         description="Write what data.train.filters leave of the text as JSONL, and report what "
@@ -50,7 +50,7 @@ def filter_parser() -> Parser:
 
 
 def search_growth_parser() -> Parser:
-    """Of `jaxtrain search-growth`: `train.phases` by short proxy runs."""
+    """Build the parser of `jaxtrain search-growth`, which finds `train.phases` by proxy runs."""
     parser = Parser(
         "jaxtrain search-growth",
         description="Train short runs of equal cost that begin with fewer layers, and write the "
@@ -74,11 +74,11 @@ def search_growth_parser() -> Parser:
 
 
 def add_config_and_overrides(parser: Parser) -> None:
-    """A configuration, and overrides of its fields."""
+    """Add the arguments for a configuration and overrides of its fields."""
     parser.add_argument("config", help="a YAML file or the bare name of a shipped config")
     add_overrides(parser)
 
 
 def add_overrides(parser: Parser) -> None:
-    """key.path=value, any number of them."""
+    """Add the arguments key.path=value, any number of them."""
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")

@@ -1,12 +1,12 @@
-"""Layers freeze from the bottom up when they have converged, by a measured criterion.
+"""AutoFreeze: converged layers are frozen from the bottom up, by their gradient norms.
 
-AutoFreeze (Liu et al. 2021, arXiv:2102.01386). The norm of each layer's gradient in an interval is
-compared with that of the interval before. A layer has converged when the relative change is below
-a percentile of the changes of all layers that train, and each layer under it has converged. The
-phase then ends, and the next one has so many `model.frozen_layers` (`frozen_layers.py`).
+AutoFreeze (Liu et al. 2021, arXiv:2102.01386) compares each layer's gradient norm in an interval
+with that of the interval before. A layer has converged if the relative change is below a percentile
+of the changes of all trainable layers, and each layer under it has converged. The phase then ends,
+and the next phase has that many `model.frozen_layers` (`frozen_layers.py`).
 
-AutoFreeze takes the norm of the interval's sum of gradients. That needs a copy of the parameters;
-here it is the root of the mean of each step's squared norm, which is one number a layer.
+The paper takes the norm of the interval's summed gradients, which needs a copy of the parameters.
+Here the norm is the root mean square of the steps' gradient norms: one value per layer.
 """
 
 from typing import NamedTuple
@@ -27,15 +27,15 @@ from jaxtrain.weights.params import Params, Specs
 class LayerNorms(NamedTuple):
     """Norms of each layer's gradient, before clipping."""
 
-    sums_L: Array  # squares, of the steps of this interval
-    finite: Array  # steps that are in the sums
+    sums_L: Array  # sum of squared norms over the steps of this interval
+    finite: Array  # steps in the sums: the finite ones
     taken: Array  # steps of this interval
-    last_L: Array  # of the last whole interval, the root of the mean square
-    before_L: Array  # of the interval before that
+    last_L: Array  # root mean square norm of the last whole interval
+    before_L: Array  # root mean square norm of the interval before that
 
 
 class AutoFreezeNorms(StepTransform):
-    """Keeps the norms of two intervals. A step that is not finite counts for the time alone."""
+    """Keeps the gradient norms of two intervals. A non-finite step only counts as a step taken."""
 
     name, has_state = "autofreeze", True
 
@@ -43,7 +43,7 @@ class AutoFreezeNorms(StepTransform):
         self.every, self.depth = c.every, depth
 
     def init(self, params: Params, specs: Specs) -> LayerNorms:
-        # One array each: the step donates them.
+        # A separate array for each field: the step donates them.
         count = lambda: jnp.zeros((), jnp.int32)
         norms = lambda: jnp.zeros(self.depth)
         return LayerNorms(norms(), count(), count(), norms(), norms())
@@ -69,9 +69,9 @@ def autofreeze(c: Resolved, dtype: jnp.dtype) -> AutoFreezeNorms | None:
 
 
 def converged(change_L: Float[np.ndarray, " L"], percentile: float) -> tuple[int, float]:
-    """(how many layers from the bottom up have converged, the change that they are below).
+    """Return (number of converged layers from the bottom up, limit that their changes are below).
 
-    change_L: relative changes of the layers that train, from the bottom up.
+    change_L: relative changes of the trainable layers, from the bottom up.
     """
     limit = float(np.percentile(change_L, percentile))
     above = np.flatnonzero(~(change_L < limit))
@@ -79,7 +79,7 @@ def converged(change_L: Float[np.ndarray, " L"], percentile: float) -> tuple[int
 
 
 class FreezeConverged(Event):
-    """Ends the phase when more layers have converged. It waits for the device once an interval."""
+    """Ends the phase when more layers have converged. The host syncs once per interval for it."""
 
     must_be_sound = True
 

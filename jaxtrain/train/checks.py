@@ -1,4 +1,4 @@
-"""Is a step sound? Found on the device, as part of the step: nothing waits for the answer."""
+"""Checks of a step's values, computed on the device within the step: the host does not wait."""
 
 from typing import NamedTuple
 
@@ -12,16 +12,17 @@ from jaxtrain.weights.params import Params
 
 
 class Checks(NamedTuple):
-    """What a step says of itself, beside its metrics."""
+    """Results of the checks, which a step returns with its metrics."""
 
-    finite: Array  # 1.0 if the loss, all gradients and all updated parameters are
-    gradient_squares: Array  # of each parameter's gradient
-    nonfinite: Array  # values of each updated parameter that are not finite
-    spike: Array | None = None  # 1.0 for a spike; deviations above the mean: loss, gradient norm
+    finite: Array  # 1.0 if the loss, all gradients and all updated parameters are finite
+    gradient_squares: Array  # squared norm of each parameter's gradient
+    nonfinite: Array  # number of non-finite values in each updated parameter
+    # [3]: 1.0 for a spike; standard deviations above the mean of the loss, of the gradient norm
+    spike: Array | None = None
 
 
 class SkipNonfinite(StepTransform):
-    """Leaves out the update of a step whose loss or gradients are nan or inf."""
+    """Skips the update of a step whose loss or gradients are nan or inf."""
 
     name = "skip_nonfinite"
 
@@ -30,14 +31,14 @@ class SkipNonfinite(StepTransform):
 
 
 def nonfinite_values(params: Params) -> Array:
-    """How many values of each parameter are not finite; one pass over them, fused with the update
-    where XLA can."""
+    """Count the non-finite values of each parameter, in one pass that XLA fuses with the update if
+    it can."""
     leaves = jax.tree.leaves(params)
     return jnp.stack([jnp.sum(~jnp.isfinite(p), dtype=jnp.float32) for p in leaves])
 
 
 def with_values(checks: Checks, bad: Array) -> Checks:
-    """The checks of a step after which these parameters' values are not finite."""
+    """Return the checks with these counts of non-finite values in the updated parameters."""
     return checks._replace(finite=checks.finite * (jnp.sum(bad) == 0), nonfinite=bad)
 
 

@@ -1,4 +1,4 @@
-"""Size and length of the training steps, and what guards and synchronises them."""
+"""Configuration of training: batch and run length, guards, phases, local SGD."""
 
 from typing import Annotated, Literal
 
@@ -99,8 +99,8 @@ class PhaseConfig(Settings):
 
 
 class TrainFields[Size: int | None, Ratio: float | None](Settings):
-    """The fields of TrainConfig, where a Size or the Ratio may be open, and of ResolvedTrain, where
-    none is."""
+    """Fields of TrainConfig, whose Size and Ratio fields may be None, and of ResolvedTrain, whose
+    fields are all set."""
 
     sequence_length: int = Field(
         2048,
@@ -190,4 +190,4 @@ class TrainConfig(TrainFields[int | None, float | None]):
 
 
 class ResolvedTrain(TrainFields[int, float]):
-    """Train settings with nothing left open."""
+    """Train settings with all derived fields set."""

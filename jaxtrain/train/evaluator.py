@@ -1,4 +1,4 @@
-"""What is made of the weights beside training them: validation, samples, the saved model."""
+"""Uses of the weights other than training: validation, samples, the saved model."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from jaxtrain.weights.params import Params
 
 
 class Evaluator:
-    """Validates, samples and saves the weights to evaluate: the trained ones, or an average that
-    the optimizer keeps of them."""
+    """Validates, samples and saves the evaluation weights: the trained weights, or the optimizer's
+    average of them."""
 
     def __init__(
         self,
@@ -35,19 +35,20 @@ class Evaluator:
         self._weights = jax.jit(spec.optimizer.eval_params)
         self._validate = recipe.validation(spec)
         self._programs: BackgroundCompiler | None = None
-        self.last: dict[str, float] = {}  # figures of the last validation
+        self.last: dict[str, float] = {}  # metrics of the last validation
 
     def lower_in_background(self, state: State) -> None:
-        """Lower what comes to its turn later, while the step is compiled.
+        """Lower validation and sampling while the step is compiled.
 
-        On one device: a program that is loaded on one of several waits for what runs there, and
-        that for the others, whose next kernels may wait for the loading.
+        Only with one device. With several, loading a program onto one device waits for the program
+        that runs there. That one waits for the other devices, whose next kernels may in turn wait
+        for the load.
         """
         one = self.plan.mesh.size == 1
         self._programs = BackgroundCompiler(self.plan.mesh, dict(self._later(state)) if one else {})
 
     def compile_in_background(self) -> None:
-        """Compile it while steps run."""
+        """Compile the lowered programs while steps run."""
         if self._programs is not None:
             self._programs.compile()
 
@@ -68,15 +69,15 @@ class Evaluator:
             self._programs.wait(name)
 
     def params(self, state: State) -> Params:
-        """The weights to evaluate."""
+        """Return the evaluation weights."""
         return self._weights(state.params, state.optimizer)
 
     def _computed(self, params: Params) -> Params:
-        """The whole model in the dtype of the compute."""
+        """Return the whole model, trainable and frozen, in the compute dtype."""
         return self.spec.join(cast(params, self.spec.specs, self.spec.dtype), self.frozen)
 
     def validate(self, state: State, max_tokens: int | None = None) -> dict[str, float]:
-        """Figures of the held-out split, of all its tokens or so many; {} where there is none."""
+        """Compute metrics of the held-out split, or of its first `max_tokens`; {} without one."""
         if self._validate is None:
             return {}
         self._compiled("validation")
@@ -87,19 +88,19 @@ class Evaluator:
         return self.last
 
     def sample(self, state: State, step: int) -> None:
-        """A file of texts that the model writes."""
+        """Write a file of texts that the model generates."""
         path = self.run_dir / "samples" / f"step_{step:06d}.txt"
         self._compiled("samples")
         whole = self._computed(self.params(state))
         write_samples(path, self._model(whole), self.plan.config, self.data.chat)
 
     def _model(self, whole: Params) -> LanguageModel:
-        """What writes samples."""
+        """Make the model that generates samples."""
         c = self.plan.config.model
         return LanguageModel(c, self.spec.graphdef, whole, self.data.tokenizer)
 
     def save_model(self, state: State) -> Params:
-        """`model/`, for generate, serve, export and a friend; returns the weights saved."""
+        """Save `model/`, for generate, serve, export and sharing; return the saved weights."""
         params, plan = self.params(state), self.plan
         if self.spec.optimizer.export_trained:
             params = self.spec.saved_params(state)

@@ -1,4 +1,4 @@
-"""What happens every N steps of a run, and at its end. `features.make_events` lists them."""
+"""Events: actions every N steps of a run and at its end. `features.make_events` lists them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +16,7 @@ from jaxtrain.train.stop_signal import StopSignal
 
 @runtime_checkable
 class ModelEvaluator(Protocol):
-    """What is made of a state beside training it, as in `Evaluator`."""
+    """Interface of `Evaluator`: validation, samples and the saved model of a state."""
 
     def validate(self, state: State, max_tokens: int | None = None) -> Mapping[str, Any]: ...
     def sample(self, state: State, step: int) -> None: ...
@@ -25,35 +25,35 @@ class ModelEvaluator(Protocol):
 
 @runtime_checkable
 class RowWriter(Protocol):
-    """Where the rows of events go, as in `MetricsWriter`."""
+    """Interface of `MetricsWriter` for the metrics rows of events."""
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> object: ...
 
 
 class PhaseEnd:
-    """The last step of a phase. An event may bring it forward to the step that it runs at.
+    """The last step of a phase. An event may end the phase early, at the step at which it runs.
 
-    Such an event stands before `Checkpoint` and asks for sound steps: the decision is saved with
-    the state that it was made from, and a run that goes on from there follows it.
+    Such an event comes before `Checkpoint` in the list and sets `must_be_sound`. The decision is
+    thus saved with the state that led to it, and a resumed run follows it.
     """
 
     def __init__(self, phase: Phase):
         self.step, self.decided = phase.end, phase.decided
 
     def end(self, step: int, model: Mapping[str, JsonValue]) -> None:
-        """The phase ends with this step; the next one has these fields of the model."""
+        """End the phase with this step; the next phase has these fields of the model."""
         self.step, self.decided = step, (*self.decided, Decision(step, model))
 
     def saved(self) -> dict[str, tuple[Decision, ...]]:
-        """Small JSON for a checkpoint: a decision is [step, {field: value}]."""
+        """Return small JSON for a checkpoint: a decision is [step, {field: value}]."""
         return {"decided": self.decided}
 
 
 class Event:
-    """every: steps between two; None: only at the end. Never at the last step, which has an end."""
+    """every: steps between two runs; None: only `at_end`. At the run's last step only `at_end`."""
 
-    must_be_sound = False  # the steps before it are looked at first
-    pauses = "events_s"  # what its time counts as, one of `runs.goodput.PAUSES`
+    must_be_sound = False  # the guard checks all steps before it first
+    pauses = "events_s"  # goodput category of its time, one of `runs.goodput.PAUSES`
 
     def __init__(self, every: int | None):
         self.every = every
@@ -62,14 +62,14 @@ class Event:
         return self.every is not None and step % self.every == 0 and step < total_steps
 
     def run(self, step: int, state: State) -> None:
-        """Between two steps."""
+        """Run between two steps."""
 
     def at_end(self, step: int, state: State, finished: bool, sound: bool) -> None:
-        """After the last step. finished: of the run, not only of this process's part of it. sound:
-        no step is to be taken back."""
+        """Run after the last step. finished: the whole run is done, not only this session of it.
+        sound: no step is to be rolled back."""
 
 
-# An event that the caller of `train()` adds. It may ask the signal to stop the run after the step.
+# Makes an event for a caller of `train()`. The event may use the signal to stop after the step.
 MakeEvent = Callable[[Resolved, Evaluator, MetricsWriter, StopSignal], Event]
 
 
@@ -92,7 +92,7 @@ class Checkpoint(Event):
 
 
 class Validation(Event):
-    """Figures of the held-out split: of `eval.tokens`, and at the end of all its tokens."""
+    """Writes metrics of the held-out split: of `eval.tokens`, and at the end of all its tokens."""
 
     pauses = "validation_s"
 
@@ -113,7 +113,7 @@ class Validation(Event):
 
 
 class SavedModel(Event):
-    """Writes `model/` at the end, where it is wanted."""
+    """Writes `model/` at the end of the run, if wanted."""
 
     def __init__(self, evaluator: ModelEvaluator, wanted: bool):
         super().__init__(None)
@@ -125,7 +125,7 @@ class SavedModel(Event):
 
 
 class Samples(Event):
-    """Texts that the model writes."""
+    """Writes texts that the model generates."""
 
     pauses = "samples_s"
 

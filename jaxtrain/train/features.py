@@ -1,6 +1,6 @@
-"""Which features of a configuration take part in a run: tables of transforms, wrappers, events.
+"""Features of a run: tables of step transforms, step wrappers and events.
 
-A feature is a row here and a file of its own; the loop and the step know none by name.
+A feature is an entry here and a file of its own. The loop and the step name no feature.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ from jaxtrain.train.plan import Plan
 from jaxtrain.train.step import State, StepSpec
 from jaxtrain.train.transforms import StepTransform
 
-# (configuration, dtype of the compute) -> the feature's part of a step; None where it is off.
+# (configuration, compute dtype) -> the feature's step transform; None if the feature is off.
 TRANSFORMS: Sequence[Callable[[Resolved, jnp.dtype], StepTransform | None]] = (
     float8,
     dynamic_loss_scale,
@@ -44,7 +44,7 @@ TRANSFORMS: Sequence[Callable[[Resolved, jnp.dtype], StepTransform | None]] = (
     skip_nonfinite,
     autofreeze,
 )
-# (step, configuration, mesh, resumed) -> the step with the feature around it, or the step itself.
+# (step, configuration, mesh, resumed) -> the step wrapped by the feature; unchanged if it is off.
 STEP_WRAPPERS: Sequence[Callable[[StepSpec, Resolved, Mesh, bool], StepSpec]] = (
     replicas,
     file_offload,
@@ -52,7 +52,7 @@ STEP_WRAPPERS: Sequence[Callable[[StepSpec, Resolved, Mesh, bool], StepSpec]] = 
 
 
 def make_transforms(c: Resolved, dtype: jnp.dtype) -> tuple[StepTransform, ...]:
-    """The transforms that a configuration asks for, in the table's order."""
+    """Make the transforms that a configuration enables, in the table's order."""
     found = (make(c, dtype) for make in TRANSFORMS)
     return tuple(transform for transform in found if transform is not None)
 
@@ -66,9 +66,9 @@ def make_step_spec(
     bytes_V: Array,
     pieces: tuple[bytes, ...] = (),
 ) -> StepSpec:
-    """The step of a configuration, before `wrap_step`.
+    """Make the step of a configuration, before `wrap_step`.
 
-    bytes_V: bytes of text of each token. dtype: of the compute. pieces: the bytes themselves.
+    bytes_V: number of text bytes of each token. pieces: the bytes themselves. dtype: for compute.
     """
     head = "fp8" if c.model.fp8 == "all" else None
     schedule = c.mesh.pipeline_repeats, c.mesh.pipeline_schedule
@@ -91,7 +91,7 @@ def make_step_spec(
 
 
 def step_of(plan: Plan, tokenizer: Tokenizer) -> StepSpec:
-    """The step of a phase, with all its features."""
+    """Make the step of a phase, with all its features."""
     c, bytes_V = plan.config, jnp.asarray(tokenizer.token_bytes())
     parts = plan.graphdef, plan.partition, plan.optimizer, plan.dtype
     spec = make_step_spec(c, *parts, bytes_V, tokenizer.pieces)
@@ -99,7 +99,7 @@ def step_of(plan: Plan, tokenizer: Tokenizer) -> StepSpec:
 
 
 def wrap_step(spec: StepSpec, c: Resolved, mesh: Mesh, resumed: bool = False) -> StepSpec:
-    """The step with the wrappers that the configuration asks for. UserError for what cannot be."""
+    """Apply the wrappers that the configuration enables. UserError if one cannot apply."""
     for wrap in STEP_WRAPPERS:
         spec = wrap(spec, c, mesh, resumed)
     return spec
@@ -112,7 +112,7 @@ def make_events(
     evaluator: ModelEvaluator,
     metrics: RowWriter,
 ) -> list[Event]:
-    """The events of a phase, in the order in which those of one step happen. end: of the phase."""
+    """Make the events of a phase, in the order in which they run at a step. end: of the phase."""
     c = plan.config
     return [
         *([FreezeConverged(c, c.train.autofreeze, end, metrics)] if c.train.autofreeze else []),

@@ -1,4 +1,4 @@
-"""The batches of a run: drawn in order, some left out by the guard, resumable at each step."""
+"""The batches of a run: drawn in order, some skipped by the guard, resumable at each step."""
 
 import functools
 from collections.abc import Iterator
@@ -10,20 +10,20 @@ from jaxtrain.parallel.mesh import process_batch_shard
 from jaxtrain.train.plan import Plan, TrainingData
 from jaxtrain.train.recipes import Recipe
 
-Position = dict[str, Any]  # in the data: small JSON, in each checkpoint
+Position = dict[str, Any]  # position in the data: small JSON, saved in each checkpoint
 
 
 @runtime_checkable
 class BatchFilter(Protocol):
-    """Which batches are used, as in `Guard`."""
+    """Interface of `Guard` that selects the batches to train on."""
 
     def draw[Batch](self, batches: Iterator[Batch]) -> Batch:
-        """The next batch that is used."""
+        """Return the next batch to train on."""
         ...
 
 
 class Feed:
-    """Batches of this process, and the position behind the last one."""
+    """Batches of this process, and the data position after the last one."""
 
     def __init__(
         self,
@@ -45,37 +45,37 @@ class Feed:
         )  # fmt: skip
         self._guard = guard
         self._loader = self._open(state=position)
-        self.position: Position = position or self._loader.get_state()  # a stop before step 1
+        self.position: Position = position or self._loader.get_state()  # for a stop before step 1
         self._next: tuple[data.Batch | data.PairBatch, Position] | None = None
         for name, count in self._loader.conversations.items():
             plan.log(f"data     {name}: {data.counts_phrase(count)}")
             training_data.corpus[name] |= count
 
     def peek(self) -> data.Batch | data.PairBatch:
-        """The next batch, which stays the next."""
+        """Return the next batch without taking it."""
         if self._next is None:
             self._next = self._guard.draw(self._loader), self._loader.get_state()
         return self._next[0]
 
     def take(self) -> data.Batch | data.PairBatch:
-        """The next batch; `position` is behind it."""
+        """Take the next batch; `position` moves past it."""
         batch = self.peek()
         assert self._next is not None
         self.position, self._next = self._next[1], None
         return batch
 
     def rewind(self, position: Position) -> None:
-        """Go on from the position of an earlier step."""
+        """Continue from the position of an earlier step."""
         self._loader.close()
         self.position, self._next = position, None
         self._loader = self._open(state=position)
 
     def statistics(self) -> dict[str, float]:
-        """Of the data so far, and the seconds that the last batch was waited for."""
+        """Return statistics of the data so far, and the seconds of waiting for the last batch."""
         return self._loader.statistics() | {"wait_s": self._loader.wait_s}
 
     def ended(self) -> list[str]:
-        """What to log of each source that has just ended an epoch."""
+        """Return log lines about the sources that have just ended an epoch."""
         return self._loader.ended()
 
     def close(self) -> None:

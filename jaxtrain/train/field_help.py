@@ -1,5 +1,5 @@
-"""The fields of the configuration, read from `configs/schema.json`: help and completion need no
-model, no JAX and no import of the sections."""
+"""Fields of the configuration, read from `configs/schema.json`, so that help and completion import
+neither JAX nor a model nor the sections."""
 
 import difflib
 import json
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxtrain.settings import UserError
 
 PACKAGE = Path(__file__).parents[1]
-FOLDERS = (PACKAGE / "configs", PACKAGE.parent / "configs")  # of a wheel, of a checkout
+FOLDERS = (PACKAGE / "configs", PACKAGE.parent / "configs")  # in a wheel, in a checkout
 WIDTH = 80
 Schema = dict[str, Any]
 
@@ -20,19 +20,19 @@ class FieldHelp(NamedTuple):
     """One field of one variant of its section."""
 
     path: str  # dotted
-    variant: str  # the `name` of its section that has this field, or "" where all have it
+    variant: str  # the section's `name` that has this field; "" if all have it
     type: str
-    default: str  # as JSON; "" where it follows from other fields
+    default: str  # as JSON; "" if it is derived from other fields
     description: str
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Bare name of each shipped configuration -> its YAML file."""
+    """Return bare name -> YAML file of each shipped configuration."""
     return {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.yaml"))}
 
 
 def read_schema() -> Schema:
-    """The JSON schema that is shipped. Raises UserError where it is missing."""
+    """Read the shipped JSON schema. Raises UserError if it is missing."""
     for folder in FOLDERS:
         if (folder / "schema.json").is_file():
             return json.loads((folder / "schema.json").read_text())
@@ -40,7 +40,7 @@ def read_schema() -> Schema:
 
 
 def all_fields(schema: Schema) -> Iterator[FieldHelp]:
-    """Every field of the configuration, section by section."""
+    """Yield every field of the configuration, section by section."""
     for name, node in schema["properties"].items():
         yield from fields_of(schema["$defs"], node, name, "", frozenset())
 
@@ -48,9 +48,9 @@ def all_fields(schema: Schema) -> Iterator[FieldHelp]:
 def fields_of(
     defs: Schema, node: Schema, path: str, variant: str, outer: frozenset[str], needed: bool = False
 ) -> Iterator[FieldHelp]:
-    """The field `path`, or where it is a section the fields in it.
+    """Yield the field `path`, or its fields if it is a section.
 
-    outer: sections around it, whose fields are not listed again (a mixture holds sources).
+    outer: enclosing sections, whose fields are not listed again (a mixture contains sources).
     """
     sections, description = dict(variants_in(node)), node.get("description", "")
     default = "required" if needed else json.dumps(node["default"]) if "default" in node else ""
@@ -72,7 +72,7 @@ def fields_of(
 
 
 def variants_in(node: Schema) -> Iterator[tuple[str, str]]:
-    """(value of `name`, or "" for the only one; definition) of the sections that a field holds."""
+    """Yield (value of `name`, or "" if there is one section; definition) of a field's sections."""
     if "$ref" in node:
         yield "", node["$ref"].rpartition("/")[2]
     if "discriminator" in node:
@@ -85,7 +85,7 @@ def variants_in(node: Schema) -> Iterator[tuple[str, str]]:
 
 
 def type_of(node: Schema) -> str:
-    """What a field takes, in a few words: `integer >= 1 | null`."""
+    """Describe the type of a field in a few words: `integer >= 1 | null`."""
     if "anyOf" in node:
         return " | ".join(map(type_of, node["anyOf"]))
     if "enum" in node or "const" in node:
@@ -104,15 +104,15 @@ def type_of(node: Schema) -> str:
 
 
 def sections_line(schema: Schema) -> str:
-    """The names of the sections, folded for a screen."""
+    """Return the names of the sections, wrapped to WIDTH columns."""
     names = ", ".join(schema["properties"])
     return fill(f"sections: {names}", WIDTH, subsequent_indent="          ")
 
 
 def section_help(section: str) -> str:
-    """The fields whose dotted path begins with `section`: type, default, description, variants.
+    """List the fields under the dotted path `section`: type, default, description, variants.
 
-    Raises UserError for a section or field that does not exist, with the nearest.
+    Raises UserError for a section or field that does not exist, with the nearest name.
     """
     schema = read_schema()
     found = list(all_fields(schema))
@@ -126,7 +126,7 @@ def section_help(section: str) -> str:
             f"did you mean {near[0]}?" if near else f"there are {', '.join(schema['properties'])}"
         )
         raise UserError(f"--help {section}: no such section or field; {hint}")
-    merged: dict[FieldHelp, list[str]] = {}  # a field that variants share is said once
+    merged: dict[FieldHelp, list[str]] = {}  # a field that variants share is listed once
     for field in chosen:
         merged.setdefault(field._replace(variant=""), []).append(field.variant)
     lines = [f"{section}: set a field with KEY=value, as in {chosen[0].path}=..."]

@@ -1,9 +1,8 @@
-"""Optimizer states in files on a local disk, for states too large for the host's memory.
+"""NVMe offload: optimizer states in files on a local disk, if the host's memory is too small.
 
-NVMe offload of optimizer states, as in ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). A
-compiled program makes the gradients. Then the host loops over parts of the parameters: it updates
-one part on the device while threads read the next and write the one before. The device and the host
-hold a few parts at a time.
+As in ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). A compiled program computes the
+gradients. Then the host loops over parts of the parameters: it updates one part on the device while
+threads read the next part and write the previous one. Device and host hold a few parts at a time.
 """
 
 import functools
@@ -47,38 +46,39 @@ from jaxtrain.train.step import (
 )
 from jaxtrain.weights.params import Params
 
-AHEAD = 2  # parts that are read before their turn; as many may wait to be written
-FOLDER = "states"  # of a run directory
+AHEAD = 2  # parts that are prefetched; as many may wait to be written
+FOLDER = "states"  # in a run directory
 Arrays = list[jax.Array]
 
 
 class Chunk(NamedTuple):
-    """Parameters that are updated together, in some parts, and the paths of their states.
+    """Parameters that are updated together, in a number of parts, and the paths of their states.
 
-    `update(hyper, grads, params, resident, offloaded, shared, i, finite)` gives (params, resident,
-    offloaded, shared) after the update of part i. `begin(params, i)` gives the first `offloaded`.
+    `update(hyper, grads, params, resident, offloaded, shared, i, finite)` updates part i and
+    returns (params, resident, offloaded, shared). `begin(params, i)` returns the initial
+    `offloaded` states of part i.
     """
 
     group: str
     names: set[str]
     parts: int
-    offloaded: list[str]  # states in files; part i reads its rows of them
-    resident: list[str]  # states on the device, cut into parts
-    shared: list[str]  # states on the device, whole for each part
+    offloaded: list[str]  # states in files; part i reads its rows
+    resident: list[str]  # states on the device, split into parts
+    shared: list[str]  # states on the device, used whole by each part
     update: Callable[..., tuple[Params, Arrays, Arrays, Arrays]]
     begin: Callable[[Params, Index], Arrays]
 
 
 class Part(NamedTuple):
-    """What one turn of the loop updates."""
+    """The unit of update of one loop iteration."""
 
     chunk: Chunk
     i: int
-    rows: list[tuple[str, Rows | None]]  # of the files
+    rows: list[tuple[str, Rows | None]]  # file and its rows; None: all rows
 
 
 def file_offload(spec: StepSpec, c: Resolved, mesh: Mesh, resumed: bool = False) -> StepSpec:
-    """The step with the states in files, where `optim.offload` asks for it; else the step itself.
+    """Move the step's states into files if `optim.offload` says so; else return the step unchanged.
 
     UserError for several processes: each would need the files of the others.
     """
@@ -127,17 +127,17 @@ class FileUpdates:
         self.rates = jax.jit(spec.optimizer.rates)
         self.after = jax.jit(self._after)
 
-    # ---- what is updated together ----------------------------------------------------------------
+    # ---- chunks of parameters --------------------------------------------------------------------
 
     def kept(self, optimizer: OptState) -> OptState:
-        """A whole state with None for what is in files."""
+        """Return the optimizer state with None in the place of each state that is in a file."""
         return jax.tree_util.tree_map_with_path(
             lambda path, x: None if jax.tree_util.keystr(path) in self.files.arrays else x,
             optimizer,
         )
 
     def _chunks(self, name: str, group: UpdateGroup, shapes: State) -> list[Chunk]:
-        """The chunks of a group; the first has the parameters without a state in a file."""
+        """Return the chunks of a group. Parameters without a state in a file come first, if any."""
         params = {
             path_name(path): x
             for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)
@@ -215,14 +215,14 @@ class FileUpdates:
         return NamedSharding(where.mesh, where.spec)
 
     def _rows(self, chunk: Chunk, i: int) -> list[tuple[str, Rows | None]]:
-        """The files' rows of part i: a part of each array, for arrays are as long as parameters."""
+        """Return the file rows of part i. Each state array is as long as its parameter."""
         if chunk.parts == 1:
             return [(key, None) for key in chunk.offloaded]
         rows = [self.files.arrays[key].shape[0] // chunk.parts for key in chunk.offloaded]
         return [(key, (i * n, (i + 1) * n)) for key, n in zip(chunk.offloaded, rows)]
 
     def part_bytes(self, device: bool = False) -> int:
-        """Bytes of the states of the largest part, over all devices or of one."""
+        """Return the bytes of the largest part's states, over all devices or on one device."""
 
         def size(key: str) -> int:
             x = self.table[key]
@@ -233,12 +233,12 @@ class FileUpdates:
 
     @property
     def device_bytes(self) -> int:
-        """At most on a device at once: a part that is updated, and those that are to be written."""
+        """Peak state bytes on a device: the part in the update, and the parts to be written."""
         return (AHEAD + 1) * self.part_bytes(device=True)
 
     @property
     def host_bytes(self) -> int:
-        """At most in the host's memory at once: parts read ahead, in use, and to be written."""
+        """Peak state bytes in the host's memory: parts prefetched, in use, and to be written."""
         return (2 * AHEAD + 1) * self.part_bytes()
 
     # ---- the run ---------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class FileUpdates:
     def update(
         self, state: State, before: BeforeUpdate, hyperparams: Hyperparams
     ) -> tuple[State, dict[str, Any]]:
-        """The next state, and the step's metrics. The state given is used up."""
+        """Return the next state and the step's metrics. `state` is donated."""
         hyper = self.rates(state.step, hyperparams)
         leaves, treedef = jax.tree_util.tree_flatten_with_path(state.params)
         params = {path_name(path): x for path, x in leaves}
@@ -261,7 +261,7 @@ class FileUpdates:
         new, pending, waited, n = dict(old), deque[tuple[Arrays, Future[None]]](), 0.0, 0
         for k in range(self.ahead):
             self.files.prefetch(k, self.in_files[k].rows)
-        jax.block_until_ready(before.grads)  # what is waited for from now on is the disk
+        jax.block_until_ready(before.grads)  # from here on, waiting time is the disk's
         for chunk, i, rows in self.parts:
             tree = masked(treedef.unflatten(params.values()), chunk.names)
             offloaded: Arrays = []
@@ -294,11 +294,11 @@ class FileUpdates:
         return rest._replace(params=done, optimizer=kept), metrics | traffic
 
     def _drain(self, pending: deque[tuple[Arrays, Future[None]]], most: int) -> float:
-        """Until at most so many parts are to be written; the seconds that the disk took for it."""
+        """Wait until at most `most` parts are unwritten; return the seconds that the disk took."""
         waited = 0.0
         while len(pending) > most:
             arrays, written = pending.popleft()
-            jax.block_until_ready(arrays)  # the device's time
+            jax.block_until_ready(arrays)  # the device's time does not count
             begun = time.perf_counter()
             written.result()
             waited += time.perf_counter() - begun
@@ -317,7 +317,7 @@ class FileUpdates:
 
 
 def prefix_of(group: str) -> str:
-    """The path of a group's state in the optimizer's."""
+    """Return the path of a group's state within the optimizer state."""
     return f".inner_states['{group}'].inner_state"
 
 

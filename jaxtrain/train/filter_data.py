@@ -1,4 +1,4 @@
-"""`jaxtrain filter CONFIG [key=value ...] --out DIR`: the text that the filters leave, as files."""
+"""`jaxtrain filter CONFIG [key=value ...] --out DIR`: write the text that the filters keep."""
 
 import sys
 
@@ -15,7 +15,7 @@ from jaxtrain.train.arguments import filter_parser
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    """Return the exit code: 0, or 2 after one line about an error that the user can fix."""
     a = filter_parser().parse_intermixed_args(argv)
     check_once(a.overrides)
     config = load_config(find_config(a.config), a.overrides)

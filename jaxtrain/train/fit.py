@@ -1,4 +1,4 @@
-"""Training with one's own loss and batches: `fit`. The step is that of `train`."""
+"""`fit`: training with a user's own loss and batches, by the same step as `train`."""
 
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -27,9 +27,9 @@ Loss = Callable[[Transformer, Any], Float[Array, ""]]
 
 
 class OwnBatch(NamedTuple):
-    """A batch of any arrays as a step takes it: one microbatch."""
+    """A batch of arbitrary arrays in the form of a step's input: one microbatch."""
 
-    tokens_BT: Array  # [1], for the number of microbatches
+    tokens_BT: Array  # [1]: its length is the number of microbatches
     arrays: Any  # [1, B, ...]
 
 
@@ -41,12 +41,12 @@ def fit(
     steps: int,
     optimizer: dict[str, Any] | None = None,
 ) -> list[float]:
-    """Train a model in memory; returns the loss of each step, and leaves the weights in the model.
+    """Train a model in memory, in place; return the loss of each step.
 
     loss: (network, batch) -> a scalar mean; `network(tokens_BT).states` is [B, T, D],
-    `network.logits(states)` the logits. batches: trees of numpy arrays [B, ...], of one shape.
+    `network.logits(states)` the logits. batches: trees of numpy arrays [B, ...], all of one shape.
     optimizer: a section such as {"name": "adamw", "learning_rate": 1e-3}; default `optim` of the
-    model's configuration. Raises UserError for a wrong section, and if batches run out.
+    model's configuration. Raises UserError for an invalid section, and if batches run out.
     """
     saved, c = model.saved, model.config
     mesh = make_mesh(c.mesh)
@@ -71,7 +71,7 @@ def fit(
 
 
 def own_objective(loss: Loss) -> Objective:
-    """An objective that is the mean which `loss` gives."""
+    """Make an objective from the scalar that `loss` returns."""
 
     def one(
         graphdef: nnx.GraphDef, params: Params, batch: OwnBatch, shared: None, **_: Array | None
@@ -85,7 +85,7 @@ def own_objective(loss: Loss) -> Objective:
 def optimizer_of(
     c: Resolved, section: dict[str, Any] | None, specs: Specs, steps: int
 ) -> Optimizer:
-    """The optimizer of `section`, else of the configuration; warm-up is cut to `steps`."""
+    """Make the optimizer of `section`, or of the configuration; warm-up is shortened to `steps`."""
     optim = c.optim
     if section is not None:
         try:

@@ -1,6 +1,6 @@
-"""Float8 matrices in a training step: their copies, made once a step, and delayed scaling.
+"""Float8 training: float8 copies of matrices, made once per step, and delayed scaling.
 
-The product itself, and which matrices it is for, is in `weights/float8.py`.
+`weights/float8.py` has the matrix product, and the choice of matrices.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ from jaxtrain.weights.params import Params, Specs
 
 
 class Float8(StepTransform):
-    """history: steps whose largest magnitudes the scales come from; None: each tensor's own.
-    keep_hidden: the backward pass has hidden layers in 16 bits. epilogue: hidden layers are cast by
-    the products that make them."""
+    """history: length of the amax history in steps (delayed scaling); None: current scaling.
+    keep_hidden: the backward pass reads hidden activations in 16 bits. epilogue: the GEMM that
+    computes a hidden activation casts it in its epilogue."""
 
     name = "amax_history"
     rewinds = True

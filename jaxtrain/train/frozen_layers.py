@@ -1,10 +1,10 @@
-"""Layers that have converged stop training, from the bottom up (`model.frozen_layers`).
+"""Frozen layers at the bottom of the stack (`model.frozen_layers`).
 
 AutoFreeze (Liu et al. 2021, arXiv:2102.01386), Egeria (Wang et al. 2023, arXiv:2201.06227). The
 model stops the gradient above the frozen layers (`model/run_layers.py`), so that they have no
-backward pass. Here the optimizer runs for the other parameters alone: of each array that is stacked
-over layers, for the entries of the layers on top. The state keeps its shapes, and with them a
-checkpoint, so that phases may freeze more layers, or fewer.
+backward pass. This file runs the optimizer on the other parameters only: of each array stacked over
+layers, on the entries of the top layers. State and checkpoints keep their shapes, so that later
+phases may freeze more layers, or fewer.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ EMBEDDING = ("embed", "position_embed", "smear_gate", "smear_scale", "bigram")
 
 
 def top_specs(c: ResolvedModel, vocab_size: int) -> Specs:
-    """The declarations of what trains: layers above the frozen ones, and what is not the embedding.
+    """Declare the trainable parameters: all but the frozen layers and the embedding.
 
-    A tied head trains; then the embedding is its transpose.
+    A tied head trains, and with it the embedding, which is its transpose.
     """
     layers = c.depth - c.frozen_layers
     above = c.model_copy(update={"depth": layers, "frozen_layers": 0})
@@ -38,9 +38,9 @@ def top_specs(c: ResolvedModel, vocab_size: int) -> Specs:
 def freeze_layers(
     make: Callable[[Specs], Optimizer], specs: Specs, c: ResolvedModel, vocab_size: int
 ) -> Optimizer:
-    """make(specs); with frozen layers an optimizer that neither reads nor changes their state.
+    """Return make(specs); with frozen layers, the optimizer neither reads nor changes their state.
 
-    UserError for an optimizer that keeps another kind of state for fewer layers.
+    UserError for an optimizer whose state is of another kind for fewer layers.
     """
     whole = make(specs)
     if not c.frozen_layers:
@@ -67,7 +67,7 @@ def freeze_layers(
 
 
 def check_same_kind(state: PyTree, top: PyTree) -> None:
-    """UserError where an array of `top` is not in `state`, or has other dims or another dtype."""
+    """UserError if an array of `top` is not in `state`, or differs in rank or dtype."""
     leaves = by_path(state)
     for path, small in by_path(top).items():
         x = leaves.get(path)
@@ -79,9 +79,9 @@ def check_same_kind(state: PyTree, top: PyTree) -> None:
 
 
 def upper(tree: PyTree, like: PyTree) -> PyTree:
-    """The last entries of each array that `like` has, as many as it has there.
+    """Slice each array that `like` has to the shape in `like`, from the end of each dim.
 
-    The dtype is the tree's own: gradients of a step in bfloat16 are of parameters in float32.
+    The dtype stays that of `tree`: gradients are bfloat16 where parameters are float32.
     """
     leaves = by_path(tree)
     last = [last_entries(leaves[name], small.shape) for name, small in by_path(like).items()]
@@ -89,20 +89,20 @@ def upper(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def last_entries(x: Array, shape: tuple[int, ...]) -> Array:
-    """The corner of an array at the end of each dim."""
+    """Slice an array to `shape`, from the end of each dim."""
     start = [a - b for a, b in zip(x.shape, shape)]
     return jax.lax.slice(x, start, x.shape) if any(start) else x
 
 
 def merge(tree: PyTree, top: PyTree) -> PyTree:
-    """The tree with the last entries of its arrays those of `top`, where that has them."""
+    """Write the arrays of `top` over the last entries of the arrays of `tree`."""
     new = by_path(top)
     merged = [with_last(old, new.get(name)) for name, old in by_path(tree).items()]
     return jax.tree.unflatten(jax.tree.structure(tree), merged)
 
 
 def with_last(old: Array, x: Array | None) -> Array:
-    """An array with `x` at the end of each dim; None changes nothing."""
+    """Write `x` at the end of each dim of an array; None changes nothing."""
     if x is None or x.shape == old.shape:
         return old if x is None else x
     start = [jnp.int32(a - b) for a, b in zip(old.shape, x.shape)]
@@ -110,5 +110,5 @@ def with_last(old: Array, x: Array | None) -> Array:
 
 
 def by_path(tree: PyTree) -> dict[str, Any]:
-    """Leaves by their paths."""
+    """Return the leaves by path."""
     return {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}

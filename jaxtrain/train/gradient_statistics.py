@@ -1,9 +1,9 @@
-"""Statistics that ride on gradients: what the backward pass reports besides derivatives.
+"""Statistics that the backward pass returns in the place of gradients.
 
-The "gradient" of a router's bias is the load, the tokens of each expert (`model/moe.py`). It is
-summed over microbatches and devices like any gradient. Only this file tells loads from gradients.
-The amax values of delayed float8 scaling belong to no parameter: the step differentiates them as an
-input of its own (`StepTransform.statistics`).
+The "gradient" of a router's bias is the expert load: the tokens of each expert (`model/moe.py`). It
+is summed over microbatches and devices like a gradient. Only this file distinguishes the two.
+The amax values of delayed float8 scaling belong to no parameter: the step differentiates them as a
+separate input (`StepTransform.statistics`).
 """
 
 import jax
@@ -14,12 +14,12 @@ from jaxtrain.weights.params import BALANCE_GROUPS, Params, ParamSpec, Specs
 
 
 def is_load(spec: ParamSpec) -> bool:
-    """Whether a parameter's "gradient" is the load of experts."""
+    """Whether a parameter's "gradient" is the expert load."""
     return spec.group in BALANCE_GROUPS
 
 
 def squared_norms(grads: Params, specs: Specs) -> Float[Array, "P"]:
-    """The squared norm of each parameter's gradient; a load counts nothing."""
+    """Return the squared norm of each parameter's gradient; 0 for an expert load."""
     leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(specs))
     return jnp.stack(
         [jnp.sum(jnp.square(g.astype(jnp.float32))) * (not is_load(s)) for g, s in leaves]
@@ -27,7 +27,7 @@ def squared_norms(grads: Params, specs: Specs) -> Float[Array, "P"]:
 
 
 def layer_squares(grads: Params, specs: Specs) -> Float[Array, " L"]:
-    """The squared norm of each layer's gradient: of all parameters that each layer has one of."""
+    """Return the squared norm of each layer's gradient, over parameters that every layer has."""
     leaves = zip(jax.tree.leaves(grads["blocks"]), jax.tree.leaves(specs["blocks"]))
     stacked = [g for g, s in leaves if s.axes[0] == "layers" and not is_load(s)]
     depth = max(len(g) for g in stacked)
@@ -36,9 +36,9 @@ def layer_squares(grads: Params, specs: Specs) -> Float[Array, " L"]:
 
 
 def load_metrics(grads: Params, specs: Specs) -> dict[str, Array]:
-    """Tokens of each expert divided by its layer's mean: mean over layers, minimum, maximum.
+    """Return each expert's tokens relative to its layer's mean: mean over layers, max and min.
 
-    Empty without experts, or where they are frozen.
+    Empty without experts, or if they are frozen.
     """
     leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(specs))
     loads = [load_LE for load_LE, spec in leaves if is_load(spec)]

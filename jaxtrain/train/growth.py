@@ -1,8 +1,8 @@
-"""Turns the state of a phase into that of the next phase, which has more layers.
+"""Model growth: turns the state of a phase into that of the next phase, which has more layers.
 
-Parameters, optimizer states and features' states are stacked over layers. A row of GROWTHS makes
-the new layers from the old ones. The step, the schedule and the data do not change. Sources:
-G_stack (Du et al. 2024, Stacking Your Transformers), gradual stacking (Reddi et al. 2023).
+Parameters, optimizer states and transforms' states are stacked over layers. A function of GROWTHS
+makes the new layers from the old ones. Step, schedule and data do not change. Sources: G_stack (Du
+et al. 2024, Stacking Your Transformers), gradual stacking (Reddi et al. 2023).
 """
 
 from collections.abc import Callable
@@ -21,19 +21,19 @@ from jaxtrain.weights.params import Specs
 
 
 class Layers(NamedTuple):
-    """An array of the state that has a dimension for the layers."""
+    """An array of the state with a layer dimension."""
 
     path: str  # "params/blocks/ffn/up", "optimizer/...", "extras/..."
     x: jax.Array
     dim: int
     depths: tuple[int, int]  # layers of the model before and now
-    size: int  # of the dimension, now
+    size: int  # new size of the dimension
 
     def copied(self, copies: Callable[[int, int], np.ndarray]) -> jax.Array:
-        """The array in which new layer i is a copy of old layer copies(old, new)[i].
+        """Return the array whose new layer i is a copy of old layer copies(old, new)[i].
 
-        One entry along the dimension is one layer, except: 8-bit states have several blocks a
-        layer, and a part that only some layers have (experts) has fewer entries.
+        One entry along the dimension is one layer, with two exceptions: 8-bit states have several
+        blocks per layer, and a parameter that only some layers have (experts) has fewer entries.
         """
         (few, many), had = self.depths, self.x.shape[self.dim]
         each = had // few
@@ -46,28 +46,28 @@ class Layers(NamedTuple):
 
 
 def stack(layers: Layers) -> jax.Array:
-    """A copy of the whole stack on top of it: 0 1 2 0 1 2."""
+    """Put a copy of the whole stack on top: 0 1 2 0 1 2."""
     return layers.copied(lambda old, new: np.arange(new) % old)
 
 
 def interleave(layers: Layers) -> jax.Array:
-    """A copy of each layer behind it: 0 0 1 1 2 2."""
+    """Put a copy of each layer after it: 0 0 1 1 2 2."""
     return layers.copied(lambda old, new: np.arange(new) * old // new)
 
 
 def repeat_top(layers: Layers) -> jax.Array:
-    """The last layers again on top (gradual stacking, Reddi et al. 2023): 0 1 2 1 2."""
+    """Repeat the last layers on top (gradual stacking, Reddi et al. 2023): 0 1 2 1 2."""
 
     def copies(old: int, new: int) -> np.ndarray:
         index = np.arange(new)
-        # Where there are more new layers than old ones, these are repeated as often as needed.
+        # If more layers are added than exist, the old layers repeat as often as needed.
         start = max(2 * old - new, 0)
         return np.where(index < old, index, start + (index - old) % (old - start))
 
     return layers.copied(copies)
 
 
-ADAPTERS = "adapters"  # the growth of a full-rank warm start to ReLoRA
+ADAPTERS = "adapters"  # growth from ReLoRA's full-rank warm start: adapters are added
 # Layers -> the next phase's array, with `size` entries along `dim`.
 GROWTHS: dict[str, Callable[[Layers], jax.Array]] = {
     "stack": stack,
@@ -77,9 +77,9 @@ GROWTHS: dict[str, Callable[[Layers], jax.Array]] = {
 
 
 def check_optimizer_grows(before: Optimizer, now: Optimizer, old: Specs, new: Specs) -> None:
-    """Raises UserError if the states of two phases differ in more than the number of layers.
+    """Raise UserError if the states of two phases differ in more than the number of layers.
 
-    old, new: declarations of the parameters that train.
+    old, new: declarations of the trainable parameters.
     """
     states = [
         jax.eval_shape(lambda o=o, specs=specs: o.init(initialize(specs, 0)))
@@ -96,7 +96,7 @@ def check_optimizer_grows(before: Optimizer, now: Optimizer, old: Specs, new: Sp
 
 
 def layers_dim(old: tuple[int, ...], new: tuple[int, ...]) -> int:
-    """The dimension in which two shapes differ. Raises UserError if they differ in several."""
+    """Return the dimension in which two shapes differ. Raises UserError if several differ."""
     found = [dim for dim, (a, b) in enumerate(zip(old, new)) if a != b]
     if len(found) != 1 or len(old) != len(new):
         raise UserError(
@@ -107,18 +107,18 @@ def layers_dim(old: tuple[int, ...], new: tuple[int, ...]) -> int:
 
 
 class Growth(NamedTuple):
-    """How the checkpoint at a phase's start becomes the phase's first state."""
+    """Conversion of the checkpoint at a phase's start into the phase's first state."""
 
     step: int  # of that checkpoint
-    before: State  # its shapes and places
+    before: State  # shapes and shardings of that checkpoint
     depths: tuple[int, int]  # layers of the model before and now
-    name: str  # of GROWTHS, or ADAPTERS
-    fresh: Callable[[], State] | None = None  # the phase's initial state
+    name: str  # a key of GROWTHS, or ADAPTERS
+    fresh: Callable[[], State] | None = None  # makes the phase's initial state
 
     def __call__(self, state: State, like: State) -> State:
-        """The grown values of `state` in the shapes and shardings of `like`; donates `state`.
+        """Grow `state` to the shapes and shardings of `like`; donates `state`.
 
-        Raises UserError if they differ in another dimension than that of the layers.
+        Raises UserError if an array differs in more than one dimension.
         """
         if self.name == ADAPTERS:
             return self._add_adapters(state, like)
@@ -131,7 +131,7 @@ class Growth(NamedTuple):
         return grown
 
     def _add_adapters(self, state: State, like: State) -> State:
-        """The initial state of the phase, with what the phase before has of it."""
+        """Make the initial state of the phase, with the values that the phase before has for it."""
         fresh = self.fresh
         assert fresh is not None
         by_name = lambda tree: {

@@ -1,9 +1,9 @@
-"""What guards a run: no step that is not sound is built upon, saved, or left unsaid.
+"""Guard of a run against non-finite values and loss spikes: bad steps are reported, never saved.
 
-The step says of itself whether it is sound (`train/loss_spikes.py`). The answer is read when the
-metrics of that step have been fetched anyway, a fixed number of steps later, so that nothing waits
-for the device and all processes read it at the same step. What is then done depends on the steps
-alone: a run that was interrupted goes the same way.
+Each step computes its checks on the device (`train/checks.py`, `train/loss_spikes.py`). The host
+reads them a fixed number of steps later, when the metrics of that step have been fetched anyway.
+Thus nothing waits for the device, and all processes read them at the same step. The reaction
+depends on the steps only, so that an interrupted run behaves the same way once resumed.
 """
 
 from collections import deque
@@ -28,34 +28,34 @@ from jaxtrain.train.step import State, StepSpec
 
 
 class DivergedError(UserError):
-    """The loss, a gradient or an update is not finite, or spikes, and the run cannot go on."""
+    """The loss, a gradient or an update is non-finite, or spikes, and the run cannot continue."""
 
 
 ADVICE = "Lower the learning rate or set optim.clip_norm=1.0"
 
 
 class Taken(NamedTuple):
-    """A step that was taken and not looked at yet."""
+    """A step that was taken, but whose checks are not read yet."""
 
     step: int
-    drawn: int  # the number of its batch, from 1
+    drawn: int  # number of its batch, from 1
     loss: Any
     checks: Checks
-    scale: Any  # float16's of that step, if it has one
+    scale: Any  # loss scale of that step in float16; else None
 
 
 class Return(NamedTuple):
-    """Where to go back to, and why."""
+    """A rollback to a checkpoint, and its reason."""
 
-    step: int  # a checkpoint's
+    step: int  # of the checkpoint
     why: str
 
 
 class Guard:
-    """Looks for non-finite values and loss spikes, and says which batches are left out.
+    """Detects non-finite values and loss spikes, and decides which batches to skip.
 
-    saved: what `position` put into the checkpoint that the run resumes from. growth: of the phase;
-    the guard never goes back to a checkpoint before it.
+    saved: the result of `position` in the checkpoint that the run resumes from. growth: of the
+    phase; the guard never rolls back to a checkpoint before it.
     """
 
     def __init__(
@@ -70,26 +70,26 @@ class Guard:
         paths = jax.tree_util.tree_flatten_with_path(spec.specs)[0]
         self.names = [path_name(path) for path, _ in paths]
         self.pending: deque[Taken] = deque()
-        self.back: int | None = None  # the checkpoint gone back to
-        self.returns = 0  # to that one, one after the other
-        self.left_out: list[tuple[int, int]] = []  # batches, first and last
-        self.marks: dict[int, int] = {}  # by checkpoint, the batches drawn until then
+        self.back: int | None = None  # checkpoint of the last rollback
+        self.returns = 0  # consecutive rollbacks to it
+        self.left_out: list[tuple[int, int]] = []  # ranges of skipped batches: first, last
+        self.marks: dict[int, int] = {}  # checkpoint step -> batches drawn until then
         self._take_up(saved)
 
     def _take_up(self, saved: dict[str, Any] | None) -> None:
         mine = (saved or {}).get("guard", {})
-        self.drawn: int = mine.get("drawn", 0)  # batches, with those left out
-        self.skips: int = mine.get("skips", 0)  # updates left out, one after the other
+        self.drawn: int = mine.get("drawn", 0)  # batches drawn, including skipped ones
+        self.skips: int = mine.get("skips", 0)  # consecutive skipped updates
         self.spikes: dict[str, Any] | None = mine.get("spikes")
         self.left_out = sorted({*self.left_out, *map(tuple, mine.get("left_out", []))})
-        self.used = self.drawn  # the number of the last step's batch
+        self.used = self.drawn  # number of the last step's batch
         if mine:
             self.marks[mine["step"]] = self.drawn
 
     # ---- the data ----------------------------------------------------------------------------
 
     def draw[Batch](self, batches: Iterator[Batch]) -> Batch:
-        """The next batch that is not left out."""
+        """Return the next batch that is not skipped."""
         while True:
             batch = next(batches)
             self.drawn += 1
@@ -97,7 +97,7 @@ class Guard:
                 return batch
 
     def position(self, data: dict[str, Any], step: int, state: State) -> dict[str, Any]:
-        """The place in the data with what to leave out there: small JSON for a checkpoint."""
+        """Return the data position with the guard's state, as small JSON for a checkpoint."""
         self.marks[step] = self.used
         mine = {"step": step, "drawn": self.used, "left_out": self.left_out, "skips": self.skips}
         window = state.extras.get(LossSpikes.name)
@@ -105,7 +105,7 @@ class Guard:
         return {**data, "guard": mine | {"spikes": spikes}}
 
     def with_window(self, state: State) -> State:
-        """The state with the last steps' losses as they were saved."""
+        """Put the saved window of losses and gradient norms into the state."""
         if self.train.loss_spike is None:
             return state
         where = jax.tree.map(lambda x: x.sharding, state.step)
@@ -116,7 +116,7 @@ class Guard:
     # ---- judging -------------------------------------------------------------------------------
 
     def push(self, step: int, values: dict[str, Any]) -> None:
-        """Takes from a step's metrics what is not to be logged."""
+        """Queue a step for checking. Removes the checks from its metrics: they are not logged."""
         checks: Checks = values.pop("checks")
         for value in (checks.finite, checks.spike):
             if isinstance(value, jax.Array):
@@ -126,12 +126,12 @@ class Guard:
         self.pending.append(taken)
 
     def look(self, metrics: MetricsWriter, wait: bool = False) -> Return | None:
-        """Judge the steps that are done by now (wait: all of them); where to go back to, if at all.
+        """Check the steps that are done by now (wait: all of them); return a rollback if needed.
 
-        What was left out is an event in the metrics. Raises UserError where the run cannot go on.
+        Skipped updates become events in the metrics. Raises UserError if the run cannot continue.
         """
         if wait:
-            metrics.flush()  # so that each step is timed when it is done
+            metrics.flush()  # first, so that each step is timed when it is done
         while self.pending and (wait or len(self.pending) > MAX_IN_FLIGHT):
             taken = self.pending.popleft()
             finite = float(taken.checks.finite) == 1
@@ -193,7 +193,7 @@ class Guard:
         return f"{what}; its update is left out"
 
     def _return(self, step: int, what: str, first: int, last: int) -> Return:
-        """To a checkpoint, and without the batches of these numbers from now on."""
+        """Roll back to a checkpoint, and skip the batches of these numbers from now on."""
         self.returns = self.returns + 1 if step == self.back else 1
         self.back, most = step, self.train.max_consecutive_skips
         if self.returns > most:
@@ -208,7 +208,7 @@ class Guard:
         return Return(step, f"{what}; back to checkpoint {step}, and on {without}")
 
     def _newest(self) -> int | None:
-        """The newest checkpoint; each was sound when it was saved."""
+        """Return the newest checkpoint. All steps before a checkpoint had passed the checks."""
         self.checkpoints.wait()
         return self.checkpoints.latest()
 
@@ -217,9 +217,9 @@ class Guard:
     def go_back(
         self, to: Return, state: State, metrics: MetricsWriter, coordinator: Coordinator
     ) -> tuple[State, dict[str, Any]]:
-        """The state and the position of a checkpoint; those after it, and their rows, go.
+        """Restore the state and data position of a checkpoint. Deletes later checkpoints and rows.
 
-        The state given is lost: there is room for one.
+        `state` is deleted first: there is memory for one state only.
         """
         coordinator.begin(to.step)
         coordinator.compare(
@@ -235,7 +235,7 @@ class Guard:
         return self.with_window(state), position
 
 
-# ---- what is said ------------------------------------------------------------------------------
+# ---- messages ----------------------------------------------------------------------------------
 
 
 def last_good(step: int | None) -> str:
@@ -243,7 +243,7 @@ def last_good(step: int | None) -> str:
 
 
 def culprit(names: list[str], taken: Taken) -> tuple[str, str]:
-    """What of a step is not finite (the loss, else gradients, else the update), and where."""
+    """Describe a step's non-finite values (in the loss, else gradients, else update), and where."""
     loss, squares = float(taken.loss), np.asarray(taken.checks.gradient_squares)
     norms, bad = np.sqrt(squares), np.asarray(taken.checks.nonfinite)
     worst = int(np.argmax(np.where(np.isfinite(norms), norms, np.inf)))
@@ -260,9 +260,9 @@ def culprit(names: list[str], taken: Taken) -> tuple[str, str]:
 
 
 def overflowed(names: list[str], taken: Taken, policy: str) -> str | None:
-    """What to say of a float16 step that its loss scale takes care of; None for any other.
+    """Return a message about a float16 overflow that loss scaling handles; None for other steps.
 
-    Raises UserError where no smaller scale would help.
+    Raises UserError if no smaller scale would help.
     """
     over = [
         n for n, x in zip(names, np.asarray(taken.checks.gradient_squares)) if not np.isfinite(x)

@@ -1,9 +1,9 @@
-"""Low-communication training: replicas that train by themselves and meet now and then.
+"""Low-communication training (DiLoCo, gossip): replicas train alone and synchronize at intervals.
 
-Each device group along the mesh axis `data`, the slow one, is a replica with parameters and an
-optimizer state of its own. The step's `State` stays what it is: its `params` are the shared
-weights, its `optimizer` a `LocalState` with the replicas stacked in front, split over `data`.
-A run goes on with any number of them (`resize_replicas`).
+Each device group along the mesh axis `data`, whose links are slow, is a replica with its own
+parameters and optimizer state. In the step's `State`, `params` are the shared weights, and
+`optimizer` is a `LocalState` with a leading replica dim, sharded over `data`. A run can resume with
+any number of replicas (`resize_replicas`).
 """
 
 import functools
@@ -33,21 +33,21 @@ WIRE = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
 
 
 class Replica(NamedTuple):
-    """What each replica has of its own, stacked [R, ...]."""
+    """Parameters and optimizer state of each replica, stacked [R, ...]."""
 
     params: Params
     optimizer: PyTree
 
 
 class LocalState(NamedTuple):
-    """In the place of the optimizer's state."""
+    """Replacement of the optimizer state in `State.optimizer`."""
 
     replicas: Replica
-    momentum: Params | None  # of the outer step; None for gossip
+    momentum: Params | None  # outer momentum; None for gossip
 
 
 def replicas(spec: StepSpec, c: Resolved, mesh: Mesh, resumed: bool = False) -> StepSpec:
-    """The step with what `train.local_sgd` asks for; the step itself where that is nothing."""
+    """Add the replicas of `train.local_sgd` to a step; return it unchanged if that is not set."""
     local = c.train.local_sgd
     if local is None:
         return spec
@@ -64,13 +64,13 @@ def replicas(spec: StepSpec, c: Resolved, mesh: Mesh, resumed: bool = False) -> 
 def replicate_step(
     spec: StepSpec, c: DiLoCo | Gossip, mesh: Mesh, resumed: bool = False
 ) -> StepSpec:
-    """The step with replicas along `data`: its optimizer state and its step are those of c.
+    """Return the step with replicas along `data`, with the optimizer state and step function of c.
 
-    resumed: the last replica of a run may go on alone, on several devices. UserError for what has
-    no replicas.
+    resumed: the last replica of a run may continue alone, on several devices. UserError without
+    replicas.
     """
-    # What excludes local_sgd is in `config.compatible`, but whether one replica may train alone
-    # depends on the run: the last of several may.
+    # `config.compatible` lists the options that exclude local_sgd. Whether one replica may train
+    # alone depends on the run: the last of several may.
     if mesh.shape["data"] == 1 < mesh.size and not resumed:
         raise UserError(
             "train.local_sgd needs at least 2 replicas along mesh.data, which is 1: set "
@@ -90,7 +90,7 @@ def replicate_step(
         return LocalState(own, zeros)
 
     def eval_params(params: Params, state: LocalState) -> Params:
-        """The shared weights; of gossip, or where each replica keeps an average, their mean."""
+        """Return the shared weights; with gossip or averaging optimizers, the replicas' mean."""
         own = state.replicas
         if isinstance(c, Gossip) or inner.averages:
             weights = jax.vmap(inner.eval_params)(own.params, own.optimizer)
@@ -118,7 +118,7 @@ def local_step(
     inner: Optimizer,
     mesh: Mesh,
 ) -> tuple[State, dict[str, Any]]:
-    """One inner step of every replica on its own rows, and what is due of the exchange.
+    """Run one inner step of every replica on its own rows, and the outer step or exchange if due.
 
     Metrics are means over the replicas.
     """
@@ -142,7 +142,7 @@ def local_step(
         else:
             end = hyperparams["schedule"]["total_steps"]
             params, momentum, mine = due(after.step, end, params, momentum, mine)
-        # What the exchange made, too, is looked at; of one bad replica, all learn.
+        # The exchanged values are checked, too, and all replicas see one replica's bad values.
         bad = nonfinite_values(mine) + nonfinite_values(params)
         metrics["checks"] = with_values(metrics["checks"], bad)
         shared_by = {t.name: t.over_replicas for t in spec.transforms}
@@ -161,8 +161,8 @@ def local_step(
 
 
 def over_replicas[Tree](reduce: Callable[[Tree, str], Tree], tree: Tree) -> Tree:
-    """`reduce`, as pmean, of all replicas' trees. One alone has nothing to exchange, and XLA's
-    partitioner takes no exchange along an axis of one device beside others that it splits."""
+    """Apply `reduce`, such as pmean, over the replicas. One replica skips it: XLA's partitioner
+    rejects a collective along an axis of size 1 if it also partitions other axes."""
     return tree if jax.lax.axis_size("data") == 1 else reduce(tree, "data")
 
 
@@ -174,7 +174,7 @@ def every[Tree](
     offset: int = 0,
     end: Array | None = None,
 ) -> Tree:
-    """work(tree) if the step, counted from 1, is due or the end; else the tree."""
+    """Return work(tree) every `steps` steps (counted from 1) and at `end`; else the tree."""
     if steps == 1:
         return work(tree)
     due = (step + offset) % steps == 0
@@ -186,16 +186,16 @@ def every[Tree](
 
 
 def replicas_in(stacked: PyTree) -> int:
-    """How many replicas there are in a tree of what has a shape [R, ...]."""
+    """Return the number of replicas R of a tree of arrays [R, ...]."""
     return jax.tree.leaves(stacked)[0].shape[0]
 
 
 def as_saved(like: LocalState, replicas: int) -> LocalState:
-    """The shapes and places to read a checkpoint of so many replicas into.
+    """Return the shapes and shardings for restoring a checkpoint with this number of replicas.
 
-    like: the shapes and places of the state in the end. Each device reads a part of the replicas'
-    arrays: they are split over `data` along the first dim that it divides, the one of the replicas
-    if it does. Only what it divides no dim of is whole on each.
+    like: shapes and shardings of the final state. Each array is sharded over `data` along the first
+    dim that it divides, so the replica dim if possible. If `data` divides no dim, the array is
+    replicated over `data`.
     """
 
     def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -212,19 +212,19 @@ def as_saved(like: LocalState, replicas: int) -> LocalState:
 
 
 def resize_replicas(saved: LocalState, like: LocalState) -> LocalState:
-    """The state of a run that goes on with another number of replicas; saved is given away.
+    """Resize the state to another number of replicas; `saved` is donated.
 
-    Shared weights and outer momentum are one for all and stay. Each new replica starts from the
-    mean of all the old ones, in parameters and in the inner optimizer's state. So nothing that they
-    learned since they met is lost: shared - mean(mine), the way that DiLoCo's next meeting will
-    take, is what it was (but for rounding) whatever the numbers are, of each fragment by itself;
-    and gossip's are the weights that were validated and kept. To pair old ones with new ones would
-    keep that mean only where one number divides the other, and buys nothing: the rows of a batch
-    are dealt out anew in any case. That replicas may come and go is DiLoCo's own finding (Douillard
-    et al. 2023, arXiv:2311.08105, robustness to an adaptive compute pool: what counts is the total
-    compute), where newcomers start from the shared weights, at a meeting.
+    Shared weights and outer momentum do not depend on the number and stay. Each new replica starts
+    from the mean of all old replicas, in parameters and inner optimizer state. Nothing learned
+    since the last outer step is lost: the pseudo-gradient shared - mean(mine) of DiLoCo's next
+    outer step is unchanged up to rounding, for any two numbers and for each fragment. With gossip,
+    the mean is the weights that were validated and saved. Pairing old with new replicas would keep
+    that mean only if one number divides the other. It gains nothing, since a batch's rows are
+    redistributed anyway. DiLoCo's authors find that replicas may come and go (Douillard et al.
+    2023, arXiv:2311.08105, robustness to an adaptive compute pool: total compute is what counts).
+    Their new replicas start from the shared weights, at an outer step.
 
-    Array by array, as the old and the new ones together would need the memory of both.
+    Arrays are resized one by one, since all at once would need the memory of both old and new.
     """
 
     def change(old: Any, new: Any) -> Any:
@@ -239,12 +239,12 @@ def resize_replicas(saved: LocalState, like: LocalState) -> LocalState:
 
 
 def mean_for_each(old: PyTree, replicas: int) -> PyTree:
-    """[R, ...] -> the mean, once for each new replica."""
+    """Replace arrays [R, ...] by their mean over R, repeated for each new replica."""
     return stacked(merge_states(old), replicas)
 
 
 def stacked[Tree](tree: Tree, replicas: int) -> Tree:
-    """The same for each replica, in front."""
+    """Repeat the tree for each replica, along a new leading dim."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (replicas, *x.shape)), tree)
 
 
@@ -252,8 +252,8 @@ def stacked[Tree](tree: Tree, replicas: int) -> Tree:
 
 
 def ring_mean(params: Params) -> Params:
-    """A third each of mine and of both neighbours' on the ring of `data`; of two replicas, half
-    each of mine and the other's."""
+    """Average the parameters with both neighbours on the ring `data`, a third each; with two
+    replicas, half each."""
     replicas = jax.lax.axis_size("data")
 
     def mean(x: Array) -> Array:
@@ -267,7 +267,7 @@ def ring_mean(params: Params) -> Params:
 
 
 def steps_round(replicas: int) -> list[int]:
-    """How far along a ring of so many replicas the neighbours are that a replica sends to."""
+    """Return the offsets of a replica's neighbours on the ring, to which it sends."""
     return sorted({1 % replicas, -1 % replicas} - {0})
 
 
@@ -283,15 +283,15 @@ def outer_step(
     momentum: Params,
     mine: Params,
 ) -> tuple[Params, ...]:
-    """The outer step of what is due: shared weights, momentum, and my own parameters.
+    """Take the outer step of the fragments that are due; return shared weights, momentum, mine.
 
-    Fragment p meets p H / fragments steps before the others' turn comes round: at any time, only a
-    part of the parameters is on the wire (Douillard et al. 2025, "Streaming DiLoCo"). At the end of
-    the run all meet: what the replicas learned since would be lost.
+    Fragment p takes its outer step p H / fragments steps before fragment 0, so that only a part of
+    the parameters is sent at any time (Douillard et al. 2025, "Streaming DiLoCo"). At the end of
+    the run all fragments take it: otherwise the last inner steps would be lost.
     """
 
     def outer(axes: list[Any], parts: Any) -> Any:
-        """Lists of arrays -> the same after Nesterov on the mean of shared - mine."""
+        """Update lists of arrays by Nesterov momentum on the mean of shared - mine."""
         shared, velocity, own = parts
         f32 = lambda x: x.astype(jnp.float32)
         ways = mean_of([f32(s) - f32(o) for s, o in zip(shared, own)], axes, c.compress)
@@ -310,12 +310,12 @@ def outer_step(
 
 
 def layered(spec: ParamSpec, fragments: int) -> bool:
-    """Whether a parameter is a stack that has a layer for each fragment."""
+    """Whether a parameter is a stack with at least one layer per fragment."""
     return spec.axes[:1] == ("layers",) and spec.shape[0] >= fragments
 
 
 def take(tree: Params, specs: Specs, p: int, fragments: int) -> list[Array]:
-    """Fragment p: of stacks every so many layers one, of the rest every so many arrays one."""
+    """Return fragment p: layers p, p + fragments, ... of stacks; likewise of the other arrays."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(specs))
     found = []
     for i, (x, spec) in enumerate(pairs):
@@ -327,13 +327,13 @@ def take(tree: Params, specs: Specs, p: int, fragments: int) -> list[Array]:
 
 
 def axes_of(specs: Specs, p: int, fragments: int) -> list[tuple[str | None, ...]]:
-    """The logical axes of what `take` takes."""
+    """Return the logical axes of the arrays that `take` returns."""
     leaves = enumerate(jax.tree.leaves(specs))
     return [s.axes for i, s in leaves if layered(s, fragments) or i % fragments == p]
 
 
 def put(tree: Params, specs: Specs, p: int, fragments: int, part: list[Array]) -> Params:
-    """The tree with fragment p in its place."""
+    """Write fragment p back into the tree."""
     leaves, treedef = jax.tree.flatten(tree)
     rest = iter(part)
     for i, spec in enumerate(jax.tree.leaves(specs)):
@@ -346,12 +346,12 @@ def put(tree: Params, specs: Specs, p: int, fragments: int, part: list[Array]) -
 
 
 def mean_of(arrays: list[Array], axes: list[Any], compress: str | None) -> list[Array]:
-    """The mean of each array over the replicas, in float32."""
+    """Return the mean of each array over the replicas, in float32."""
     if compress is None or jax.lax.axis_size("data") == 1:
         return [over_replicas(jax.lax.pmean, x) for x in arrays]
     mesh = jax.sharding.get_abstract_mesh()
     places = [partition_spec(a, x.shape, mesh) for a, x in zip(axes, arrays)]
-    # Of a replica's several devices, each sends its own parts.
+    # Each device of a replica sends its own shards.
     return shard_map(functools.partial(joined_mean, compress), (places,), places)(arrays)
 
 
@@ -365,10 +365,10 @@ def joined_mean(compress: str, arrays: list[Array]) -> list[Array]:
 
 
 def compressed_mean(x_N: Float[Array, "N"], compress: str) -> Float[Array, "N"]:
-    """The mean over the replicas: each averages its share of all and sends it round, in 8 bits.
+    """Average over the replicas with 8-bit traffic: a reduce-scatter by all-to-all, an all-gather.
 
-    Rounded twice, to the nearest, with a scale for each BLOCK: 2 (R-1)/R bytes an element instead
-    of the 8 (R-1)/R of a ring all-reduce in float32.
+    Values are rounded twice, to the nearest, with a scale per BLOCK elements. This sends 2 (R-1)/R
+    bytes per element; a float32 ring all-reduce sends 8 (R-1)/R.
     """
     replicas = jax.lax.axis_size("data")
     padded = jnp.pad(x_N, (0, -len(x_N) % (replicas * BLOCK)))
@@ -380,7 +380,7 @@ def compressed_mean(x_N: Float[Array, "N"], compress: str) -> Float[Array, "N"]:
 
 
 def quantize(x: Float[Array, "*n K"], kind: str) -> tuple[Array, Array]:
-    """8-bit codes and the float32 scale of each row."""
+    """Quantize each row to 8-bit codes and a float32 scale."""
     dtype, top = WIRE[kind]
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / top
     codes = x / jnp.where(scale == 0, 1, scale)
@@ -397,11 +397,11 @@ def dequantize(codes: Array, scale: Array) -> Array:
 def wire_bytes(
     parameters: int, replicas: int, c: DiLoCo | Gossip | None, gradient_bytes: int = 4
 ) -> float:
-    """Bytes that a device sends along `data` in a step, on average; c None: plain data parallel.
+    """Return the mean bytes per step that a device sends along `data`; c None: data parallel.
 
-    parameters: those that the device has. A ring all-reduce sends 2 (R-1)/R times what it sums:
-    gradients in the dtype of the compute each step, or the replicas' way in float32 or 8 bits (and
-    its scales) each H steps.
+    parameters: number on the device. A ring all-reduce sends 2 (R-1)/R times the bytes it sums:
+    gradients in the compute dtype at each step, or the replicas' deltas in float32 or 8 bits (plus
+    scales) every H steps.
     """
     ring = 2 * (replicas - 1) / replicas * parameters
     if c is None:
@@ -412,9 +412,9 @@ def wire_bytes(
 
 
 def comm_stats(c: DiLoCo | Gossip, specs: Specs, mesh: Mesh, dtype: jnp.dtype) -> dict[str, float]:
-    """What a device sends in a step, and would with plain data parallelism, in bytes.
+    """Return the bytes that a device sends per step, and would send with plain data parallelism.
 
-    specs: of the parameters that train. A replica's devices have a part of them each.
+    specs: declarations of the trainable parameters, which are sharded over a replica's devices.
     """
     leaves = zip(jax.tree.leaves(specs), jax.tree.leaves(shardings(specs, mesh)))
     parameters, replicas = sum(prod(p.shard_shape(s.shape)) for s, p in leaves), mesh.shape["data"]
@@ -423,7 +423,7 @@ def comm_stats(c: DiLoCo | Gossip, specs: Specs, mesh: Mesh, dtype: jnp.dtype) -
 
 
 def comm_summary(c: DiLoCo | Gossip, facts: dict[str, float], mesh: Mesh) -> str:
-    """A line for the screen: the replicas, and what they send beside plain data parallel."""
+    """Return a log line: the replicas, and their traffic compared with plain data parallelism."""
     ours, plain = (1e-6 * facts[key] for key in ("sent_bytes", "sent_bytes_plain"))
     replicas = mesh.shape["data"]
     return (

@@ -1,7 +1,7 @@
-"""Training: one function, its stages in execution order. A run directory is resumed, not redone.
+"""Training: one function, its stages in execution order. An existing run directory is resumed.
 
-A technique is not named here: it is a file behind a seam (`features.py`: transforms and wrappers of
-the step; `recipes.py`: what an objective needs; `events.py`: what happens every N steps).
+This file names no technique. Techniques plug in through `features.py` (transforms and wrappers of
+the step), `recipes.py` (an objective's data and validation) and `events.py` (every N steps).
 """
 
 import contextlib
@@ -58,24 +58,24 @@ from jaxtrain.weights.params import Params
 
 
 class TrainResult(NamedTuple):
-    """What a run has made."""
+    """Result of a run."""
 
-    params: Params  # that train, as they are evaluated
+    params: Params  # trainable parameters in their evaluation form (perhaps averaged)
     metrics: dict[str, float]  # of the last validation
     directory: Path
-    step: int  # the last one taken
+    step: int  # last step taken
     stopped: bool  # by a signal, before the run's last step
-    failure: str | None = None  # why this member of a population could not go on; `step`: when
+    failure: str | None = None  # why this member of a population failed; `step` says when
 
 
 def train(
     config: Config, coordinator: Coordinator | None = None, events: Sequence[MakeEvent] = ()
 ) -> TrainResult:
-    """Train, or go on with, the run of a configuration.
+    """Train the run of a configuration, or resume it.
 
-    coordinator: of the job's processes (`cluster/processes.py`); default this one alone. Files and
-    the screen are process 0's. events: what else happens every N steps, after the run's own events
-    of a step. UserError if another job has the run directory.
+    coordinator: of the job's processes (`cluster/processes.py`); default a single process. Files
+    and screen output are process 0's. events: additional events, after the run's own events of a
+    step. UserError if another job uses the run directory.
     """
     coordinator = coordinator or Coordinator()
     check_writable(config.run_dir)
@@ -102,8 +102,8 @@ def train(
 def train_phase(
     plan: Plan, before: Plan | None, data: TrainingData, more: Sequence[MakeEvent] = ()
 ) -> TrainResult:
-    """Train one phase to its end. before: the phase before it, if there is one. more: events."""
-    # ---- what a step is --------------------------------------------------------------------------
+    """Train one phase to its end. before: the previous phase, if any. more: additional events."""
+    # ---- the step --------------------------------------------------------------------------------
     c, t, coordinator, log = plan.config, plan.config.train, plan.coordinator, plan.log
     recipe = make_recipe(plan)
     recipe.open(data)
@@ -121,7 +121,7 @@ def train_phase(
         state, position = init_or_restore(
             spec, places, checkpoints, c.run.seed, pretrained, coordinator, log, growth
         )
-        del pretrained  # given away, or not needed
+        del pretrained  # donated, or not needed
         guard, start = Guard(t, spec, checkpoints, position, growth), int(state.step)
         end = PhaseEnd(plan.phase)
         state = guard.with_window(state)

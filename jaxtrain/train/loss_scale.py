@@ -14,14 +14,14 @@ GROWTH_INTERVAL = 2000  # good steps before the scale doubles
 
 
 class LossScale(NamedTuple):
-    """Scale of the loss, and steps since it last changed."""
+    """Loss scale, and the number of steps since it last changed."""
 
     scale: Array
     good_steps: Array
 
 
 class DynamicLossScale(StepTransform):
-    """The loss is scaled so that small gradients do not vanish; a step that overflows is left out
+    """Scales the loss so that small gradients do not underflow. A step that overflows is skipped
     and halves the scale."""
 
     name = "loss_scale"
@@ -41,7 +41,7 @@ class DynamicLossScale(StepTransform):
 
 
 def adjust_scale(old: LossScale, finite: Array) -> LossScale:
-    """Halve the scale when a float16 gradient overflowed; else grow it at times."""
+    """Halve the scale after an overflow; double it after GROWTH_INTERVAL steps without one."""
     scale, good = old
     grow = finite & (good + 1 >= GROWTH_INTERVAL)
     scale = jnp.where(finite, jnp.where(grow, scale * 2, scale), jnp.maximum(scale / 2, 1.0))

@@ -1,8 +1,8 @@
-"""Loss spikes: a loss, or a gradient norm, far above those of the steps before.
+"""Loss spikes: a loss or gradient norm far above those of the steps before.
 
-Two ways to treat one: leave its update out (OLMo 2, arXiv:2501.00656; MaxText's
-skip_step_on_spikes), or go back to a checkpoint before it and leave out the batches around it
-(PaLM, arXiv:2204.02311, section 5.1).
+There are two remedies: skip the update (OLMo 2, arXiv:2501.00656; MaxText's skip_step_on_spikes),
+or roll back to a checkpoint before the spike and skip the batches around it (PaLM,
+arXiv:2204.02311, section 5.1).
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from jaxtrain.weights.params import Params, Specs
 
 
 class Spikes(NamedTuple):
-    """Loss and gradient norm of the last steps, as a ring."""
+    """Losses and gradient norms of the last W steps, as ring buffers."""
 
     losses_W: Array
     norms_W: Array
@@ -27,8 +27,8 @@ class Spikes(NamedTuple):
 
 
 class LossSpikes(StepTransform):
-    """Knows a spike by the window of the last steps; says so in `Checks.spike`, and leaves the
-    update out if `action` is skip. The window is saved with the position in the data."""
+    """Detects spikes against a window of the last steps, and reports them in `Checks.spike`. Skips
+    the update if `action` is skip. The window is saved with the data position."""
 
     name = "loss_spikes"
     has_state = True
@@ -47,15 +47,15 @@ class LossSpikes(StepTransform):
 
 
 def no_spikes(window: int) -> Spikes:
-    """A window without a step."""
+    """Return an empty window."""
     zeros = jnp.zeros(window, jnp.float32)
     return Spikes(zeros, zeros, jnp.zeros((), jnp.int32))
 
 
 def judged(spikes: Spikes, loss: Array, norm: Array, c: LossSpike) -> tuple[Array, Spikes]:
-    """(`Checks.spike`, the window with this step in it, unless that is not finite).
+    """Return (`Checks.spike`, the window with this step added if it is finite).
 
-    A spike enters the window as well: a level that stays is no spike for ever.
+    A spike enters the window as well, so that a lasting higher level stops being a spike.
     """
     W = len(spikes.losses_W)
     known = jnp.minimum(spikes.count, W)
@@ -80,14 +80,14 @@ def judged(spikes: Spikes, loss: Array, norm: Array, c: LossSpike) -> tuple[Arra
 
 
 def to_plain(spikes: Spikes) -> dict[str, Any]:
-    """For a checkpoint's position: small JSON, exact."""
+    """Convert the window to small, exact JSON for a checkpoint's data position."""
     lists = {"losses": spikes.losses_W, "norms": spikes.norms_W}
     found: dict[str, Any] = {k: [float(x) for x in np.asarray(v)] for k, v in lists.items()}
     return found | {"count": int(spikes.count)}
 
 
 def from_plain(saved: dict[str, Any] | None, window: int) -> Spikes:
-    """What `to_plain` made; a window without a step if that was none, or of another length."""
+    """Read the result of `to_plain`; an empty window if it is missing or of another length."""
     if not saved or len(saved["losses"]) != window:
         return no_spikes(window)
     losses_W, norms_W = (jnp.asarray(saved[name], jnp.float32) for name in ("losses", "norms"))

@@ -1,4 +1,4 @@
-"""What to say where a step does not fit the device's memory."""
+"""Advice for a step that does not fit the device's memory."""
 
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.finetune.config import FrozenBaseConfig
@@ -6,7 +6,7 @@ from jaxtrain.runs.metrics import format_bytes
 
 
 def memory_advice(c: Resolved, needed: int, limit: int | None) -> str:
-    """One line: the bytes that a step needs, those that there are, and what makes it smaller."""
+    """Return one line: the bytes that a step needs, the device's bytes, and ways to need fewer."""
     has = f", the device has {format_bytes(limit)}" if limit else ""
     rows = c.train.device_batch_size
     ways = [f"lower train.device_batch_size (now {rows})"] * (rows > 1)

@@ -1,4 +1,4 @@
-"""What a run is, before any data is read: all that can be wrong with it is found here."""
+"""The plan of a run, made before any data is read. Invalid configurations raise here."""
 
 import time
 from collections.abc import Iterator
@@ -50,11 +50,11 @@ from jaxtrain.weights.params import Specs
 
 
 class RunLog:
-    """Lines on the screen of the job's first process."""
+    """Prints log lines, in the job's first process only."""
 
     def __init__(self, coordinator: Coordinator, quiet: bool = False):
         self.console = Console(quiet=quiet or coordinator.index > 0)
-        self.began = time.perf_counter()  # of the run's session, or of its phase
+        self.began = time.perf_counter()  # start of this session of the run, or of its phase
 
     def __call__(self, line: str | None) -> None:
         if line:
@@ -62,15 +62,15 @@ class RunLog:
 
 
 class Plan(NamedTuple):
-    """A phase of a run on a mesh."""
+    """Plan of one phase of a run on a mesh."""
 
     config: Resolved  # with the phase's model
     phase: Phase
-    run: Resolved  # as the run directory keeps it
+    run: Resolved  # the run's configuration, as saved in the run directory
     mesh: Mesh
     graphdef: nnx.GraphDef
     specs: Specs  # of the whole model
-    partition: Partition  # what trains, what is frozen
+    partition: Partition  # trainable and frozen parameters
     optimizer: Optimizer
     dtype: jnp.dtype  # of the compute
     resumed: bool
@@ -78,7 +78,7 @@ class Plan(NamedTuple):
     log: RunLog
 
     def cut(self, decision: Decision) -> tuple["Plan", "Plan"]:
-        """The plan until an event's decision, and that of what is left of the phase."""
+        """Split the plan at an event's decision: the plan until then, and of the phase's rest."""
         first, rest = self.phase.cut(decision)
         vocab_size = vocab_size_of(self.run.data)
         more = self.resumed, self.coordinator, self.log
@@ -86,10 +86,10 @@ class Plan(NamedTuple):
 
 
 class TrainingData(NamedTuple):
-    """What `data.prepare` has made, and how a chat is put into words."""
+    """Result of `data.prepare`, and the chat template."""
 
     prepared: data.Prepared
-    corpus: dict[str, dict[str, float]]  # what the report says of each source
+    corpus: dict[str, dict[str, float]]  # statistics of each source for the report
     chat: data.Chat | None
 
     @property
@@ -98,7 +98,7 @@ class TrainingData(NamedTuple):
 
 
 def make_plans(config: Config, coordinator: Coordinator, log: RunLog) -> list[Plan]:
-    """The plan of each phase. Raises UserError, before data is prepared, for what cannot train."""
+    """Make the plan of each phase. UserError, before data is prepared, if one cannot train."""
     mesh = make_mesh(config.mesh)
     vocab_size = vocab_size_of(config.data)
     c = resolve(config, vocab_size)
@@ -133,7 +133,7 @@ def plan_phase(
     coordinator: Coordinator,
     log: RunLog,
 ) -> Plan:
-    """The plan of one phase. UserError if its model cannot be tuned as configured."""
+    """Make the plan of one phase. UserError if its model cannot be fine-tuned as configured."""
     c, t = phase.config, phase.config.train
     graphdef, specs = split(Transformer(c.model, vocab_size))
     dtype = compute_dtype(t.precision)
@@ -164,7 +164,7 @@ def plan_phase(
 
 
 def prepare_data(config: Config, plan: Plan, log: RunLog) -> TrainingData:
-    """Text to token stores, or those of before."""
+    """Tokenize text into token stores, or reuse existing ones."""
     with show_progress(log.console) as progress:
         prepared = data.prepare(config.data, progress=progress)
     corpus = data.describe_stores(data.stores_of(prepared.train), prepared.filters)
@@ -181,9 +181,9 @@ def prepare_data(config: Config, plan: Plan, log: RunLog) -> TrainingData:
 
 
 def phases_left(plans: list[Plan], run_dir: Path) -> Iterator[tuple[Plan, Plan | None]]:
-    """(phase, the phase before or None) for each phase that the newest checkpoint leaves to do.
+    """Yield (phase, previous phase or None) for each phase that the newest checkpoint leaves to do.
 
-    What is left of a phase that an event has ended is a phase of its own.
+    If an event ends a phase early, the rest of that phase becomes a phase of its own.
     """
     before, left = None, list(plans)
     while left:
@@ -195,7 +195,7 @@ def phases_left(plans: list[Plan], run_dir: Path) -> Iterator[tuple[Plan, Plan |
 
 
 def at_decision(plan: Plan, run_dir: Path) -> tuple[Plan, ...]:
-    """The plan, cut where the newest checkpoint says that an event has ended its phase."""
+    """Split the plan at the step at which an event ended its phase, by the newest checkpoint."""
     decided = decisions(run_dir, max(saved_steps(run_dir), default=0))
     inside = [one for one in decided if plan.phase.start < one.step < plan.phase.end]
     return plan.cut(inside[0]) if inside else (plan,)
@@ -204,7 +204,7 @@ def at_decision(plan: Plan, run_dir: Path) -> tuple[Plan, ...]:
 def open_metrics(
     plan: Plan, run_dir: Path, start: int, facts: dict[str, Any], console: Console | None = None
 ) -> MetricsWriter:
-    """The metrics of the run directory from step `start` on. facts: for the first row."""
+    """Open the metrics of the run directory, from step `start` on. facts: for the first row."""
     c, t, partition = plan.config, plan.config.train, plan.partition
     flops = flops_per_token(c.model, plan.specs, t.sequence_length, partition.trainable)
     return MetricsWriter(

@@ -1,8 +1,8 @@
-"""Many small models at once on one device: one compiled step over all runs.
+"""Population training: many small models at once on one device, in one compiled step.
 
-A small model leaves most of a device idle: its matrices are small, and a kernel's launch may cost
-as much as its work. N models that differ in seeds and in the optimizer's rates alone are one
-program with a leading dim N. Each is a run of its own: a run directory, metrics, checkpoints, a
+A small model leaves most of a device idle: its matrices are small, and launching a kernel may take
+as long as the kernel. N models that differ only in seeds and optimizer hyperparameters are one
+program with a leading dim N. Each is a run with its own run directory, metrics, checkpoints and
 model.
 """
 
@@ -52,14 +52,14 @@ from jaxtrain.train.stop_signal import StopSignal
 def train_population(
     configs: Sequence[Config], coordinator: Coordinator | None = None
 ) -> list[TrainResult]:
-    """Train, or go on with, N runs at once on one device; their results in the same order.
+    """Train or resume N runs at once on one device; return their results in the same order.
 
-    Configurations differ in run.name, run.directory, run.seed, data.seed and the optimizer's rates
-    (`population_checks.TRACED`) alone: learning rates, weight decay, betas, momentum, numbers of
-    the schedule. Each run has its own ordinary run directory. A run that diverges stops, with
-    `TrainResult.failure`, and the others go on. The same call resumes, from the newest checkpoint
-    that all have. UserError for the first field that members may not differ in, and for what a
-    population cannot do, before anything is trained.
+    Configurations may differ only in run.name, run.directory, run.seed, data.seed and the optimizer
+    hyperparameters of `population_checks.TRACED`: learning rates, weight decay, betas, momentum,
+    values of the schedule. Each run has its own ordinary run directory. A run that diverges stops,
+    with `TrainResult.failure`, and the others continue. The same call resumes from the newest
+    checkpoint that all runs have. Before training, raises UserError for the first field in which
+    members may not differ, and for what a population does not support.
     """
     coordinator = coordinator or Coordinator()
     check_configs(configs, coordinator)
@@ -85,7 +85,7 @@ def train_population(
 
 def train_members(plans: Sequence[Plan], data: TrainingData) -> list[TrainResult]:
     """Train the runs of these plans, each a single phase, to their end."""
-    # ---- what a step is --------------------------------------------------------------------------
+    # ---- the step --------------------------------------------------------------------------------
     first, c, coordinator = plans[0], plans[0].config, plans[0].coordinator
     recipe, spec = make_recipe(first), step_of(first, data.tokenizer)
     recipe.open(data)
@@ -156,7 +156,7 @@ def train_members(plans: Sequence[Plan], data: TrainingData) -> list[TrainResult
 
 
 class AllCheckpoints:
-    """The checkpoints of all members, as those of one run."""
+    """The checkpoints of all members, with the interface of one run's checkpoints."""
 
     def __init__(self, members: Sequence[Member]):
         self.members = members
@@ -171,7 +171,7 @@ class AllCheckpoints:
 
 
 def stacked_hyperparams(plans: Sequence[Plan]) -> Hyperparams:
-    """The numbers of all members' optimizers [N, ...], on the device."""
+    """Stack the optimizer hyperparameters of all members [N, ...], on the device."""
     each = [plan.optimizer.hyperparams for plan in plans]
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *each)
     everywhere = jax.sharding.NamedSharding(plans[0].mesh, jax.P())
@@ -179,11 +179,11 @@ def stacked_hyperparams(plans: Sequence[Plan]) -> Hyperparams:
 
 
 def common_step(members: Sequence[Member], every: int | None) -> int:
-    """The newest step that every member goes on from; 0 for a beginning.
+    """Return the newest step from which every member can continue; 0 for a new population.
 
-    A member that had diverged before keeps its place, so that the program is the same; it is left
-    behind again if no checkpoint of that step is its own. UserError for members that are not of
-    one population: then a checkpoint would be lost.
+    A member that diverged before keeps its index, so that the program stays the same. It counts as
+    failed again if it has no checkpoint of that step. UserError for members that are not of one
+    population: a checkpoint would be lost.
     """
     for m in members:
         m.failure = divergence_of(m)
@@ -210,7 +210,7 @@ def common_step(members: Sequence[Member], every: int | None) -> int:
 
 
 def divergence_of(m: Member) -> str | None:
-    """Why a member could not go on before, from its metrics."""
+    """Read from a member's metrics why it failed before; None if it did not."""
     path = m.run_dir / "metrics.jsonl"
     rows = [row for row in read_rows(path) if "diverged" in row] if path.is_file() else []
     if not rows:
@@ -220,9 +220,9 @@ def divergence_of(m: Member) -> str | None:
 
 
 def begin(members: Sequence[Member], spec: StepSpec, start: int) -> State:
-    """The stacked state [N, ...] at the step; positions are kept in the members.
+    """Make the stacked state [N, ...] at the step. Data positions are set in the members.
 
-    Initial values are those of `train`, bit for bit. A member that is left behind has them too.
+    Initial values are bitwise those of `train`. A failed member has initial values, too.
     """
     places = state_shardings(spec, members[0].plan.mesh)
     create = jax.jit(lambda seed: init_state(spec, seed), out_shardings=places)

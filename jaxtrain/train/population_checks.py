@@ -1,4 +1,4 @@
-"""What the runs of a population may differ in, and what a population cannot do. Fail-closed."""
+"""Checks of a population: fields in which runs may differ, unsupported features. Fail-closed."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,8 +16,8 @@ from jaxtrain.train.plan import Plan
 from jaxtrain.train.recipes import CausalLM, Recipe
 from jaxtrain.train.step import StepSpec
 
-# Fields of `optim` that are arguments of the compiled step (`Optimizer.hyperparams`), in any
-# optimizer that has them. tests/test_population.py proves it for each.
+# Fields of `optim` that are arguments of the compiled step (`Optimizer.hyperparams`) in every
+# optimizer with such a field. tests/test_population.py checks each.
 TRACED = (
     "learning_rate", "weight_decay", "b1", "b2", "eps", "momentum", "momentum_start",
     "momentum_end", "momentum_warmup_steps", "normuon_b2", "matrix_lr", "embedding_lr",
@@ -32,9 +32,9 @@ MEMBER_FIELDS = (
     "run.name", "run.directory", "run.seed", "data.seed", *(f"optim.{name}" for name in TRACED)
 )  # fmt: skip
 SEEDS = 2**32  # a traced seed has 32 bits
-TRANSFORMS = (SkipNonfinite, DynamicLossScale)  # whose states are arrays of the step alone
+TRANSFORMS = (SkipNonfinite, DynamicLossScale)  # supported: their states are arrays of the step
 
-# (field, whether it is set, why not)
+# (field, whether it is set, reason for the refusal)
 Refused = tuple[str, Callable[[Resolved], object], str]
 REFUSED: tuple[Refused, ...] = (
     ("model.fp8", lambda c: c.model.fp8, "float8 products have no batched form"),
@@ -56,7 +56,7 @@ REFUSED: tuple[Refused, ...] = (
 
 
 def check_configs(configs: Sequence[Config], coordinator: Coordinator) -> None:
-    """Raises UserError for what needs no look at the data or at a device."""
+    """Raise UserError for errors that need neither the data nor a device to find."""
     if not configs:
         raise UserError("a population needs at least one configuration")
     if coordinator.count > 1 or jax.process_count() > 1:
@@ -74,7 +74,7 @@ def check_configs(configs: Sequence[Config], coordinator: Coordinator) -> None:
 
 
 def check_plans(plans: Sequence[Plan]) -> None:
-    """Raises UserError for the first field that members may not differ in, or that is refused."""
+    """Raise UserError for the first refused field, or field in which members may not differ."""
     first = plans[0]
     for field, is_set, why in REFUSED:
         if is_set(first.config):
@@ -112,7 +112,7 @@ def may_differ(field: str) -> bool:
 
 
 def check_step(spec: StepSpec, recipe: Recipe, plans: Sequence[Plan]) -> CausalLM:
-    """The recipe. Raises UserError for a step that keeps anything outside of its arrays."""
+    """Return the recipe. Raises UserError for a step with state outside of its arrays."""
     name = plans[0].config.objective.name
     if not isinstance(recipe, CausalLM) or recipe.complete is not None or recipe.refer is not None:
         raise UserError(

@@ -1,5 +1,5 @@
-"""The members of a population: each one's guard, metrics and checkpoints, behind the interfaces
-that a run of one model has (`run_steps.py`)."""
+"""The members of a population: guards, metrics, feeds and evaluators of all, with the interfaces
+of a run of one model (`run_steps.py`)."""
 
 import functools
 import io
@@ -38,20 +38,20 @@ from jaxtrain.train.recipes import CausalLM
 from jaxtrain.train.step import State, StepSpec, train_step
 from jaxtrain.weights.params import Params
 
-# Values of a microbatch [rows, T, D], up to which members on a CPU are a batch. A batch of 8 took
-# 0.6 times the CPU time of 8 runs at 2^12 values, and 1 to 1.9 times from 2^14 on (LOG.md).
+# On a CPU, members are batched if a microbatch [rows, T, D] has at most this many values. A batch
+# of 8 took 0.6 times the CPU time of 8 runs at 2^12 values, 1 to 1.9 times from 2^14 on (LOG.md).
 SMALL_ON_CPU = 2**13
 
 
 class Member:
-    """One run of a population. failure: why it cannot go on; None as long as it can."""
+    """One run of a population. failure: why it cannot continue; None while it can."""
 
     def __init__(self, plan: Plan, run_dir: Path, checkpoints: Checkpointer):
         self.plan, self.run_dir, self.checkpoints = plan, run_dir, checkpoints
         self.position: Position | None = None
         self.failure: str | None = None
-        self.failed_at = 0  # step
-        self.metrics: MetricsWriter | None = None  # None: closed
+        self.failed_at = 0  # step of the failure
+        self.metrics: MetricsWriter | None = None  # None: not open
 
     @property
     def name(self) -> str:
@@ -63,18 +63,18 @@ class Member:
 
 @jax.jit
 def member_of(stacked: PyTree, index: jax.Array) -> PyTree:
-    """One member's tree from the stacked one [N, ...]."""
+    """Return one member's tree of the stacked tree [N, ...]."""
     return jax.tree.map(lambda x: x[index], stacked)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def with_member(stacked: PyTree, one: PyTree, index: jax.Array) -> PyTree:
-    """The stacked tree with one member's in its place; the old one is used up."""
+    """Write one member's tree into the stacked tree, which is donated."""
     return jax.tree.map(lambda xs, x: xs.at[index].set(x), stacked, one)
 
 
 def stack_states(members: int, make: Callable[[int], State]) -> State:
-    """The states of all members [N, ...], one after the other, so that few are there twice."""
+    """Stack the states of all members [N, ...], one at a time to limit the memory for copies."""
     first = make(0)
     stacked = jax.tree.map(lambda x: jnp.zeros((members, *x.shape), x.dtype), first)
     for i in range(members):
@@ -83,7 +83,7 @@ def stack_states(members: int, make: Callable[[int], State]) -> State:
 
 
 def host_members(values: Mapping[str, Any], members: int) -> list[dict[str, Any]]:
-    """Stacked values as each member's own; numbers without a leading dim are everybody's."""
+    """Split stacked values by member, on the host. Scalars without a leading dim go to each."""
     fetched = jax.device_get(dict(values))
     one = lambda i: jax.tree.map(lambda x: x[i] if np.ndim(x) else x, fetched)
     return [one(i) for i in range(members)]
@@ -93,24 +93,24 @@ def host_members(values: Mapping[str, Any], members: int) -> list[dict[str, Any]
 
 
 def is_batched(c: Resolved) -> bool:
-    """Whether members are a batch (vmap), or one after the other inside the program (lax.map).
+    """Whether members are a batch (vmap); else they run one by one inside the program (lax.map).
 
-    A GPU runs N small kernels as one. On a CPU that pays only where starting an operation takes
-    longer than the operation: a batch of larger ones has more than its caches hold.
+    A GPU runs N small kernels as one. On a CPU this pays only if starting an operation takes longer
+    than the operation itself: a batch of larger operations exceeds the caches.
     """
     values = microbatch_rows(c) * c.train.sequence_length * c.model.width
     return target().platform != "cpu" or values <= SMALL_ON_CPU
 
 
 def microbatch_rows(c: Resolved) -> int:
-    """Rows of a microbatch on one device."""
+    """Return the rows of a microbatch on one device."""
     return largest_divisor(c.train.batch_size, c.train.device_batch_size)
 
 
 def over_members(
     function: Callable[..., Any], axes: Sequence[int | None], batched: bool
 ) -> Callable[..., Any]:
-    """`function` of one member as that of all: arguments of axis 0 are [N, ...]."""
+    """Map a function of one member over all members: arguments of axis 0 are [N, ...]."""
     if batched:
         return jax.vmap(function, in_axes=tuple(axes))
 
@@ -127,10 +127,10 @@ def over_members(
 def make_population_step(
     spec: StepSpec, mesh: Mesh, batched: bool, own_batches: bool = False
 ) -> jax.stages.Wrapped:
-    """`train_step` over states and hyperparameters [N, ...]; the old states' memory is reused.
+    """Compile `train_step` over states and hyperparameters [N, ...]; the old states are donated.
 
-    batched: of `is_batched`. own_batches: a batch is [N, microbatches, rows, T], each member's own;
-    else one for all.
+    batched: see `is_batched`. own_batches: batches are [N, microbatches, rows, T], one for each
+    member; else all members share one.
     """
     axes = (0, 0 if own_batches else None, 0, None)
     many = over_members(functools.partial(train_step, spec), axes, batched)
@@ -140,7 +140,7 @@ def make_population_step(
 class PopulationProgram(Program):
     """`train_step` of all members as one program over their states and hyperparameters.
 
-    Batches are one for all [B, T], or each member's own [N, B, T].
+    Batches are shared [B, T], or stacked [N, B, T] with one for each member.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ def members_of(batch: data.Batch | data.PairBatch) -> list[Any]:
 
 
 class PopulationFeed:
-    """The batches of all members: the same for all, or stacked where their data seeds differ."""
+    """Batches of all members: shared, or stacked if their data seeds differ."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class PopulationFeed:
         return self._joined([feed.take() for feed in self.feeds])
 
     def position(self, index: int) -> Position:
-        """A member's place in the data."""
+        """Return a member's position in the data."""
         return self.feeds[0 if self.shared else index].position
 
     def rewind(self, position: Position) -> None:
@@ -223,11 +223,11 @@ class PopulationFeed:
             feed.close()
 
 
-# ---- judging and telling -----------------------------------------------------------------------
+# ---- metrics, guard, evaluation ----------------------------------------------------------------
 
 
 class PopulationMetrics:
-    """The metrics of all members. Values with a leading dim N are each member's own."""
+    """Metrics of all members. Values with a leading dim N have one entry for each member."""
 
     def __init__(self, members: Sequence[Member], start: int, facts: dict[str, Any]):
         self.members, self.log = members, members[0].plan.log
@@ -299,7 +299,7 @@ class PopulationMetrics:
 
 
 def leave(member: Member, *error: Any) -> None:
-    """Close a member's metrics as the run ended, if that was not done before."""
+    """Close a member's metrics with the run's outcome, unless they are closed already."""
     if member.metrics is not None:
         member.metrics.__exit__(*error)
 
@@ -309,7 +309,7 @@ def ready(values: Mapping[str, Any]) -> bool:
 
 
 class PopulationGuard:
-    """Each member's guard. A member that cannot go on is left behind, and the others go on."""
+    """The guards of all members. A member that cannot continue stops; the others continue."""
 
     def __init__(self, members: Sequence[Member], spec: StepSpec, end: PhaseEnd):
         self.members, self.end = members, end
@@ -318,7 +318,7 @@ class PopulationGuard:
         self._pending: deque[tuple[int, dict[str, Any]]] = deque()
 
     def draw[Batch](self, batches: Iterator[Batch]) -> Batch:
-        """The next batch of members that share one; none is left out."""
+        """Return the next batch of members that share batches; none is skipped."""
         for guard in self.guards[1:]:
             guard.drawn += 1
         return self.guards[0].draw(batches)
@@ -332,7 +332,7 @@ class PopulationGuard:
         self._pending.append((step, judged))
 
     def look(self, metrics: PopulationMetrics, wait: bool = False) -> Return | None:
-        """Judge what is done by now (wait: all). Never goes back."""
+        """Check the steps that are done by now (wait: all of them). Never rolls back."""
         if wait:
             metrics.flush()
         while self._pending and (wait or len(self._pending) > MAX_IN_FLIGHT):
@@ -364,7 +364,7 @@ class PopulationGuard:
 
 
 class PopulationEvaluator:
-    """Validates all members in one program; samples and saves one after the other."""
+    """Validates all members in one program; samples and saves them one by one."""
 
     def __init__(
         self,
@@ -384,7 +384,7 @@ class PopulationEvaluator:
         self.last: list[dict[str, float]] = [{} for _ in members]
 
     def params(self, state: State) -> Params:
-        """The weights to evaluate [N, ...]."""
+        """Return the evaluation weights [N, ...]."""
         return self._weights(state.params, state.optimizer)
 
     def _figures(self, params: Params, max_tokens: int | None) -> dict[str, np.ndarray]:
@@ -398,7 +398,7 @@ class PopulationEvaluator:
         return {name: np.array([figures[name] for figures in each]) for name in each[0]}
 
     def validate(self, state: State, max_tokens: int | None = None) -> dict[str, np.ndarray]:
-        """Figures of the held-out split, each [N]; {} where there is none."""
+        """Compute metrics of the held-out split, each [N]; {} without one."""
         if self.recipe.store is None:
             return {}
         figures = self._figures(self.params(state), max_tokens)

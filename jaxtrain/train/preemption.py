@@ -1,7 +1,7 @@
-"""Notices that a cloud takes a spot machine back: the run saves and stops, as after SIGTERM.
+"""Preemption notices of spot machines: the run saves a checkpoint and stops, as after SIGTERM.
 
-A cloud is a function of its configuration, and a row of CLOUDS: what the notice says, or None as
-long as there is none.
+CLOUDS has one function per cloud. It takes the cloud's configuration and returns the notice's text,
+or None if there is no notice.
 """
 
 import json
@@ -21,8 +21,8 @@ from jaxtrain.runs.config import (
     PreemptionConfig,
 )
 
-TIMEOUT = 2.0  # seconds, of one request: the server is on the machine itself
-# A proxy would answer for its own machine.
+TIMEOUT = 2.0  # seconds of one request: the server is on the machine itself
+# No proxy: it would answer for its own machine.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -33,7 +33,7 @@ def ask_metadata(url: str, headers: dict[str, str], method: str = "GET") -> str:
 
 
 def aws(c: AwsNotice) -> str | None:
-    """Of the EC2 instance metadata service, version 2."""
+    """Read the EC2 instance metadata service, version 2."""
     root = f"{c.endpoint}/latest"
     life = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
     token = ask_metadata(f"{root}/api/token", life, "PUT")
@@ -51,7 +51,7 @@ def aws(c: AwsNotice) -> str | None:
 
 
 def gcp(c: GcpNotice) -> str | None:
-    """Of the metadata server of Compute Engine."""
+    """Read the metadata server of Compute Engine."""
     url = f"{c.endpoint}/computeMetadata/v1/instance/preempted"
     return (
         "preempted" if ask_metadata(url, {"Metadata-Flavor": "Google"}).strip() == "TRUE" else None
@@ -59,7 +59,7 @@ def gcp(c: GcpNotice) -> str | None:
 
 
 def azure(c: AzureNotice) -> str | None:
-    """Of Scheduled Events, those about this virtual machine."""
+    """Read Azure's Scheduled Events about this virtual machine."""
     root, headers = f"{c.endpoint}/metadata", {"Metadata": "true"}
     events = json.loads(ask_metadata(f"{root}/scheduledevents?api-version=2020-07-01", headers))[
         "Events"
@@ -82,7 +82,7 @@ CLOUDS: dict[str, Callable[[Any], str | None]] = {
 
 
 def say_now(line: str) -> None:
-    """Of any process of a job: the machine of each is its own."""
+    """Print a line from any process of a job, since each may be on its own machine."""
     print(line, flush=True)
 
 
@@ -92,8 +92,8 @@ def watched_for_preemption(
     stop: Callable[[], None],
     say: Callable[[str], Any] = say_now,
 ) -> Iterator[None]:
-    """Calls stop() in a thread once the cloud gives notice. A service that cannot be read is said
-    once, and asked again."""
+    """Call stop() from a thread once the cloud gives notice. A service that cannot be read is
+    reported once and polled again."""
     if config is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Preference training around the step: the reference's log-probs, once, and validation."""
+"""Preference training outside of the step: reference log-probs, computed once, and validation."""
 
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -23,14 +23,14 @@ from jaxtrain.train.step import StepSpec
 from jaxtrain.weights.params import Params
 
 UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile)
-HELD_OUT = "held out"  # the validation split among the sources
+HELD_OUT = "held out"  # key of the validation split among the sources
 LINES = {True: "prompt, completion and label", False: "prompt, chosen and rejected"}
 
 
 def preference_stores(prepared: data.Prepared, c: Resolved) -> dict[str, data.TokenStore]:
-    """The pairs by source, those of the validation as HELD_OUT.
+    """Return the pairs by source; the validation pairs are under HELD_OUT.
 
-    Raises UserError where they are not of the kind that the objective is for.
+    Raises UserError if the pairs are not of the kind that the objective needs.
     """
     length = c.train.sequence_length
     views = data.fit_stores(data.stores_of(prepared.train), c.data, length)[0]
@@ -44,7 +44,7 @@ def preference_stores(prepared: data.Prepared, c: Resolved) -> dict[str, data.To
                 f"objective.name={c.objective.name} trains on lines of {LINES[labelled]}, but "
                 f"data.train has lines of {LINES[not labelled]}"
             )
-        if name != HELD_OUT:  # which may be small
+        if name != HELD_OUT:  # it may be too small to have both labels
             labels |= set(view.pairs.kto_labels_P.tolist())
     if labelled and len(labels) == 1:
         known, missing = ("true", "false") if labels == {DESIRABLE} else ("false", "true")
@@ -65,10 +65,11 @@ def reference_logprobs(
     file: Path,
     log: Callable[[str], None],
 ) -> data.References | None:
-    """The log-probs that the model of step 0 gives each answer; None if the loss needs none.
+    """Return the log-probs of all answers under the model of step 0; None if the loss needs none.
 
-    start: the parameters at step 0, or None in a run that goes on: it reads `file`, which a new
-    one writes. The model is not kept: a tuned part has no second copy, nor has a whole model.
+    start: the parameters at step 0, whose log-probs are written to `file`. None in a resumed run,
+    which reads `file`. The reference model is not kept, so that training needs no second copy of
+    the trainable parameters, whether these are a part or all of the model.
     """
     if not PREFERENCES[c.objective.name].has_reference:
         return None
@@ -97,7 +98,7 @@ def reference_logprobs(
 
 
 def read_references(file: Path, sources: Iterable[str]) -> data.References:
-    """The log-probs of a run that goes on; the file, a zip archive, has a CRC-32 of each array."""
+    """Read the log-probs of a resumed run. The file is a zip archive with a CRC-32 per array."""
     where = "the log-probs that this run compares with; set run.name to start another run"
     if not file.is_file():
         raise UserError(f"{file} is missing, {where}")
@@ -115,9 +116,9 @@ def make_validation(
     c: Resolved,
     mesh: Mesh,
 ) -> Callable[..., dict[str, float]]:
-    """(params, frozen, max_tokens) -> the objective's figures over the pairs that are held out.
+    """Return (params, frozen, max_tokens) -> the objective's metrics over the held-out pairs.
 
-    KTO's reference point is that of each batch.
+    KTO's reference point is computed for each batch.
     """
     objective = spec.objective
 
@@ -152,7 +153,7 @@ def batches(
     mesh: Mesh,
     references: data.References | None = None,
 ) -> Iterator[tuple[data.PairBatch, list[list[int]]]]:
-    """`data.iterate_pairs` of a source, in the rows of a validation."""
+    """Iterate over the pairs of a source, in batches of the validation's size."""
     shards, (index, shares) = num_batch_shards(mesh), process_batch_shard(mesh)
     rows = -(-(c.eval.batch_size or c.train.device_batch_size) // shards)
     mine = rows * shards // shares

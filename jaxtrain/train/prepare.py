@@ -1,4 +1,4 @@
-"""Text to token stores, ahead of the training that would do it by itself.
+"""Tokenize text into token stores ahead of training, which would otherwise do it.
 
 jaxtrain prepare --config configs/gpt_d12.yaml data.train.path='corpus/*.jsonl.zst'
 """
@@ -20,7 +20,7 @@ from jaxtrain.train.run_directory import check_text
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    """Return the exit code: 0, or 2 after one line about an error that the user can fix."""
     arguments = prepare_parser().parse_intermixed_args(argv)
     try:
         check_once(arguments.overrides)

@@ -1,4 +1,4 @@
-"""All that is compiled for a part of a run; nothing else in the loop knows shapes."""
+"""The compiled step of a phase. No other part of the loop depends on shapes."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -37,9 +37,9 @@ def compile_step(
     frozen: Params | None = None,
     beside: Callable[[], None] = lambda: None,
 ) -> jax.stages.Compiled:
-    """Compile ahead of the loop, and refuse what the device cannot do or hold.
+    """Compile the step ahead of the loop. UserError if the device lacks a feature or the memory.
 
-    beside: begins what needs Python while XLA, which does not, compiles.
+    beside: starts Python work that overlaps with XLA's compilation, which does not hold the GIL.
     """
     check_options(c.train.compiler_options)
     fp8 = c.model.fp8 or c.model.kernels.loss in FP8_LOSSES
@@ -63,7 +63,7 @@ def compile_step(
 
 
 def memory_needed(compiled: jax.stages.Compiled) -> int:
-    """Bytes a device needs for a compiled step: arguments, results that do not alias, scratch."""
+    """Return a compiled step's bytes on a device: arguments, results without aliases, scratch."""
     m = compiled.memory_analysis()
     assert m is not None
     results = m.output_size_in_bytes - m.alias_size_in_bytes
@@ -76,7 +76,7 @@ class OutOfMemoryError(UserError):
 
 @contextlib.contextmanager
 def out_of_memory_explained(c: Resolved, compiled: jax.stages.Compiled) -> Iterator[None]:
-    """The runtime's out-of-memory as advice."""
+    """Turn the runtime's out-of-memory error into an OutOfMemoryError with advice."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -86,7 +86,7 @@ def out_of_memory_explained(c: Resolved, compiled: jax.stages.Compiled) -> Itera
 
 
 def microbatches(batch: PyTree, rows: int, mesh: Mesh) -> StepBatch:
-    """This process's rows [B, T] as global microbatches [A, rows, T] over the mesh."""
+    """Place this process's rows [B, T] as global microbatches [A, rows, T] over the mesh."""
     local = rows // process_batch_shard(mesh)[1]
     return place_batch(
         jax.tree.map(lambda x: x.reshape(-1, local, *x.shape[1:]), batch), mesh, batch_dim=1
@@ -94,7 +94,7 @@ def microbatches(batch: PyTree, rows: int, mesh: Mesh) -> StepBatch:
 
 
 def check_labels(weights_BT: np.ndarray, step: int, run_dir: Path) -> None:
-    """Raises UserError if no token of a batch is a target."""
+    """Raise UserError if no token of a batch is a target."""
     if not weights_BT.any():
         command = command_of("show-data", run_dir / "config.yaml", "--step", step - 1)
         raise UserError(
@@ -105,16 +105,16 @@ def check_labels(weights_BT: np.ndarray, step: int, run_dir: Path) -> None:
 
 
 def shape_dtype_structs(tree: PyTree) -> PyTree:
-    """Shapes and places of arrays that a later step may give away."""
+    """Return the shapes, dtypes and shardings of arrays, which stay valid after a donation."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 class BackgroundCompiler:
-    """Programs that a thread of its own makes, one after the other; each can be waited for.
+    """Compiles programs one by one in a background thread; each can be waited for.
 
-    A job lowers its program and returns what compiles it. Lowering holds Python, so that steps
-    would wait for it: it is done at once, beside the step's own compilation. `compile` begins the
-    rest, which goes on while steps run.
+    A job lowers its program and returns a function that compiles it. Lowering holds the GIL and
+    would delay steps, so it starts at once and overlaps with the compilation of the step. `compile`
+    starts the compilations, which continue while steps run.
     """
 
     def __init__(self, mesh: Mesh, jobs: Mapping[str, Callable[[], Callable[[], object]]]):
@@ -127,22 +127,22 @@ class BackgroundCompiler:
             return job()
 
     def compile(self) -> None:
-        """Begin to compile what is lowered."""
+        """Start to compile the lowered programs."""
         finish = lambda lowered: self._on_mesh(lowered.result())
         self.done = {name: self.pool.submit(finish, one) for name, one in self.lowered.items()}
         self.pool.shutdown(wait=False)
 
     def wait(self, name: str) -> None:
-        """Until that one is done, if there is one. What failed there (for want of memory beside a
-        step, say) is tried again in its turn, and raises then.
+        """Wait for a program, if there is one of that name. A failed compilation (such as for lack
+        of memory while a step runs) is retried at its first use, and raises then.
         """
         wait([self.done[name]] if name in self.done else [])
 
 
 class Program:
-    """The step compiled for a phase: for one model structure, and one length and number of rows.
+    """The compiled step of a phase: for one model structure, row length and number of rows.
 
-    A phase with other shapes (shorter rows, of which there are as many more) compiles its own.
+    Batches of another shape (such as more, but shorter rows) need a program of their own.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Program:
         prepare: Callable[[StepBatch], StepBatch] = lambda batch: batch,
         beside: Callable[[], None] = lambda: None,  # while XLA compiles
     ):
-        self.prepare = prepare  # a recipe's, of a batch on the device
+        self.prepare = prepare  # `Recipe.prepare`, of a batch on the device
         self.plan, self.hyperparams, self.frozen = plan, hyperparams, frozen
         self.shape, self.update_loop = batch.tokens_BT.shape, spec.update_loop
         self.compiled = compile_step(
@@ -164,20 +164,20 @@ class Program:
         )
 
     def make_step(self, spec: StepSpec) -> jax.stages.Wrapped:
-        """What is compiled."""
+        """Make the function that is compiled."""
         return make_step(spec, self.plan.mesh)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a run's first row says of it: bytes of a device that a step needs."""
+        """Return facts for the run's first metrics row: bytes of a device that a step needs."""
         return {"step_bytes": memory_needed(self.compiled)}
 
     def fits(self, batch: data.Batch | data.PairBatch) -> bool:
-        """Whether it is compiled for such a batch."""
+        """Whether the program is compiled for this batch's shape."""
         return batch.tokens_BT.shape == self.shape
 
     def place(self, batch: data.Batch | data.PairBatch) -> StepBatch:
-        """Rows [B, T] of this process as microbatches [A, rows, T] on the mesh."""
+        """Place this process's rows [B, T] as microbatches [A, rows, T] on the mesh."""
         t, mesh = self.plan.config.train, self.plan.mesh
         rows, length = batch.tokens_BT.shape  # of this process
         units = rows * length // t.sequence_length * process_batch_shard(mesh)[1]
@@ -188,7 +188,7 @@ class Program:
     def __call__(
         self, state: State, batch: data.Batch | data.PairBatch
     ) -> tuple[State, dict[str, Any]]:
-        """The next state, and the step's metrics on the device. The state given is used up."""
+        """Return the next state, and the step's metrics on the device. `state` is donated."""
         done = self.compiled(state, self.place(batch), self.hyperparams, self.frozen)
         loop = self.update_loop
         return loop.update(state, done, self.hyperparams) if loop else done

@@ -1,4 +1,4 @@
-"""What an objective needs around the step: its data, what it compares with, its validation."""
+"""Recipes: what an objective needs outside of the step (data, reference models, validation)."""
 
 import functools
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from jaxtrain.weights.params import Params
 
 @runtime_checkable
 class Validator(Protocol):
-    """(params, frozen, max_tokens) -> the figures of the held-out split; None: all its tokens."""
+    """(params, frozen, max_tokens) -> metrics of the held-out split; max_tokens None: of all."""
 
     def __call__(
         self, params: Params, frozen: Params | None, max_tokens: int | None
@@ -37,46 +37,46 @@ class Validator(Protocol):
 
 @runtime_checkable
 class Recipe(Protocol):
-    """How a kind of objective is trained. `start` and `validation` run on the mesh."""
+    """Interface for training a kind of objective. `start` and `validation` run on the mesh."""
 
     @property
     def references(self) -> data.References | None:
-        """Log-probs that the batches carry."""
+        """Reference log-probs that are added to the batches."""
         ...
 
     @property
     def complete(self) -> data.Complete | None:
-        """What the batches carry of another model; None for nothing."""
+        """Function that adds another model's outputs to the batches; None if there is none."""
         ...
 
     def open(self, training_data: TrainingData) -> None:
-        """Take what was prepared. UserError for data of another kind."""
+        """Take the prepared data. UserError for data of another kind."""
         ...
 
     def start(
         self, spec: StepSpec, params: Params | None, frozen: Params | None, run_dir: Path
     ) -> None:
-        """Before the first step. params: the initial ones; None in a run that is resumed."""
+        """Run before the first step. params: the initial parameters; None in a resumed run."""
         ...
 
     def prepare(self, batch: StepBatch) -> StepBatch:
-        """A batch on the device as the step takes it."""
+        """Convert a batch on the device to the step's input."""
         ...
 
     def validation(self, spec: StepSpec) -> Validator | None:
-        """None where nothing is held out."""
+        """Return the validation; None if nothing is held out."""
         ...
 
     def lower_validation(
         self, spec: StepSpec, params: Params, frozen: Params | None
     ) -> Callable[[], Callable[[], object]] | None:
-        """Lowers, from shapes, what `validation` runs, and returns what compiles it; None: when it
-        is called."""
+        """Return a function that lowers the program of `validation` from shapes, and returns a
+        function that compiles it. None: the program is compiled at its first call."""
         ...
 
 
 class CausalLM:
-    """Tokens of documents and conversations: the next ones, or hidden ones."""
+    """Recipe for documents and conversations, to predict next or masked tokens."""
 
     references = None
     complete: data.Complete | None = None
@@ -133,7 +133,7 @@ class CausalLM:
 
 
 class Preference:
-    """Pairs of answers, or answers with a label (KTO)."""
+    """Recipe for pairs of answers, or for labelled answers (KTO)."""
 
     references: data.References | None = None
     complete = None
@@ -167,5 +167,5 @@ class Preference:
 
 
 def make_recipe(plan: Plan) -> Recipe:
-    """What the objective trains on."""
+    """Make the recipe of the configured objective."""
     return Preference(plan) if plan.config.objective.name in PREFERENCES else CausalLM(plan)

@@ -1,8 +1,8 @@
-"""A frozen model beside the one that trains: what it makes of a batch joins it.
+"""Frozen reference and teacher models, whose outputs are added to the batch.
 
-It is a program of its own that runs before the step, on what the step is given; nothing waits for
-it on the host. The step's program has a few more arrays: losses of labels (`selective`), or a
-teacher's last hidden states and head (`distill`).
+The frozen model is a separate program that runs on the batch before each step; the host does not
+wait for it. The step gets a few more arrays: losses of labels (`selective`), or a teacher's last
+hidden states and head (`distill`).
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from jaxtrain.weights.params import Params
 
 
 def label_losses(graphdef: nnx.GraphDef, params: Params, batch: DeviceBatch) -> Array:
-    """Nats of each label, float32 [B, T]."""
+    """Return the loss of each label in nats, float32 [B, T]."""
     model: Transformer = nnx.merge(graphdef, params)
     x_BTD = model(batch.tokens_BT, batch.positions_BT, batch.segments_BT, Forward()).states
     return parallel.token_losses(
@@ -43,9 +43,9 @@ def label_losses(graphdef: nnx.GraphDef, params: Params, batch: DeviceBatch) -> 
 def load_frozen(
     key: str, run: str, tokenizer: Tokenizer, mesh: Mesh, dtype: jnp.dtype
 ) -> tuple[Saved, Params]:
-    """A saved model, and its weights on the mesh in `dtype`; key: of the configuration.
+    """Load a saved model, with its weights on the mesh in `dtype`; key: of the configuration.
 
-    Raises UserError for a model of another tokenizer, or one that is not causal.
+    Raises UserError for a model with another tokenizer, or one that is not causal.
     """
     saved = load_saved(local(run))
     check_decoder(saved.config.model)
@@ -61,7 +61,7 @@ def load_frozen(
 def make_reference(
     run: str, tokenizer: Tokenizer, mesh: Mesh, dtype: jnp.dtype
 ) -> Callable[[Any], Any]:
-    """Microbatches [A, B, T] -> the same with `reference_BT`, [A, B, T]; dtype: of the compute."""
+    """Return a function that adds `reference_BT` [A, B, T] to microbatches; dtype: for compute."""
     saved, params = load_frozen("objective.reference", run, tokenizer, mesh, dtype)
     losses = jax.jit(
         lambda params, batch: jax.lax.map(lambda b: label_losses(saved.graphdef, params, b), batch)
@@ -72,7 +72,7 @@ def make_reference(
 def make_teacher(
     run: str, tokenizer: Tokenizer, mesh: Mesh, dtype: jnp.dtype
 ) -> Callable[[Any], TaughtBatch]:
-    """Microbatches [A, B, T] -> the same with what a teacher has of them."""
+    """Return a function that adds a teacher's hidden states and head to microbatches [A, B, T]."""
     saved, params = load_frozen("objective.teacher", run, tokenizer, mesh, dtype)
     cap = saved.config.model.logit_softcap
 

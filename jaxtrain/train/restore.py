@@ -1,4 +1,4 @@
-"""The state that a run begins with: initial, pretrained, or restored from a checkpoint."""
+"""The first state of a run: initial, pretrained, or restored from a checkpoint."""
 
 import functools
 from collections.abc import Callable
@@ -32,9 +32,9 @@ from jaxtrain.weights.params import Params
 def load_pretrained(
     partition: Partition, c: Resolved, mesh: Mesh, resumed: bool
 ) -> tuple[Params | None, Params | None]:
-    """(what is frozen, the parameters that a new run begins with), from train.init_from.
+    """Load (frozen parameters, first trainable parameters of a new run) from train.init_from.
 
-    None for nothing frozen, and for initial values or a checkpoint's.
+    None if nothing is frozen; None if the trainable values are initialized or restored.
     """
     if c.train.init_from is None or (resumed and partition.init is None):
         return None, None
@@ -72,10 +72,10 @@ def init_or_restore(
     log: Callable[[str], Any] = lambda line: None,
     growth: Growth | None = None,
 ) -> tuple[State, Any]:
-    """The initial state, or that of the newest checkpoint with its place in the data.
+    """Initialize the state, or restore the newest checkpoint's with its position in the data.
 
-    start: the parameters that a new run begins with; default initial values. log: called
-    with a message if the checkpoint has another number of replicas. growth: of the phase.
+    start: the first parameters of a new run; default initial values. log: called with a message if
+    the checkpoint has another number of replicas. growth: of the phase.
     """
     newest = checkpoints.latest()
     (coordinator or Coordinator()).compare(
@@ -99,7 +99,7 @@ def init_or_restore(
 
 
 def shapes_of(spec: StepSpec, shardings: State) -> State:
-    """Shapes and shardings of a step's state."""
+    """Return the shapes and shardings of a step's state."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
         jax.eval_shape(lambda: init_state(spec, 0)),
@@ -108,7 +108,7 @@ def shapes_of(spec: StepSpec, shardings: State) -> State:
 
 
 def make_growth(spec: StepSpec, now: StepSpec, plan: Plan, before: Plan) -> Growth:
-    """How the state of the phase before becomes this one's. spec: the step of `before`."""
+    """Make the growth from the previous phase's state to this phase's. spec: of `before`'s step."""
     old = saved_part(shapes_of(spec, state_shardings(spec, plan.mesh)), spec)
     depths = before.config.model.depth, plan.config.model.depth
     fresh = functools.partial(init_state, now, plan.config.run.seed)
@@ -122,7 +122,7 @@ def restored(
     log: Callable[[str], Any],
     growth: Growth | None = None,
 ) -> tuple[State, Any]:
-    """A checkpoint's state, in the shapes and places of `like`, and its place in the data."""
+    """Restore a checkpoint's state, in the shapes and shardings of `like`, and data position."""
     if growth and step == growth.step:
         state, position = restored(checkpoints, step, growth.before, log)
         return growth(state, like), position
@@ -145,12 +145,12 @@ def restored(
 
 
 def saved_part(state: State, spec: StepSpec) -> State:
-    """The state without what its feature saves otherwise."""
+    """Return the state without the transform states that are not saved with it (`is_saved`)."""
     left_out = {t.name for t in spec.transforms if not t.is_saved}
     extras = {name: x for name, x in state.extras.items() if name not in left_out}
     return state._replace(extras=extras)
 
 
 def non_param_state(state: State) -> dict[str, Any]:
-    """The state without its parameters, as a checkpoint stores it."""
+    """Return the state without its parameters, in the form that a checkpoint stores."""
     return {"optimizer": state.optimizer, "step": state.step, "key": state.key, **state.extras}

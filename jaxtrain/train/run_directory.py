@@ -1,4 +1,4 @@
-"""The run directory of a training: the configuration it holds, and the files a run leaves there."""
+"""The run directory of a training run: its configuration, and the files that the run writes."""
 
 import os
 import tempfile
@@ -27,7 +27,7 @@ from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_json
 from jaxtrain.storage.strict_yaml import read_saved
 
-# What says how a run is executed, not what it computes, is free to change when it is resumed.
+# Fields that a resumed run may change: they set how the run is executed, not what it computes.
 MUTABLE_ON_RESUME = (
     "run.", "mesh.", "processes.", "eval.", "sample.", "checkpoint.", "metrics.", "data.cache_dir",
     "data.prefetch", "data.workers", "data.prepare_workers", "data.skip_damaged",
@@ -38,8 +38,8 @@ MUTABLE_ON_RESUME = (
 
 
 def check_run(c: Resolved) -> bool:
-    """Whether the run directory holds a run; an error if that is one of another configuration, or
-    if there is nothing to start a tuned part from."""
+    """Whether the run directory holds a run. UserError if that run has another configuration, or if
+    fine-tuning or `fixed_masks` has no `train.init_from`."""
     if c.finetune.name not in PRETRAINING and not c.train.init_from:
         raise UserError(
             f"train.init_from: finetune.name={c.finetune.name} needs it, the model to tune"
@@ -63,7 +63,7 @@ def check_run(c: Resolved) -> bool:
 
 
 def store_of(c: Config | Resolved) -> Store | None:
-    """Where the copies of a run's checkpoints are, if there are any."""
+    """Return the store of the copies of a run's checkpoints, if there are any."""
     mirror, place = c.checkpoint.mirror, c.run.url
     if mirror and mirror.url and place:
         raise UserError(
@@ -81,7 +81,7 @@ def store_of(c: Config | Resolved) -> Store | None:
 
 
 def take_from_mirror(c: Resolved, coordinator: Coordinator, log: Callable[[str], None]) -> None:
-    """Before a start: the newest checkpoint of the copies, if it is newer than ours."""
+    """Fetch the mirror's newest checkpoint before a start, if it is newer than the local one."""
     store = store_of(c)
     if store is None:
         return
@@ -95,18 +95,18 @@ def take_from_mirror(c: Resolved, coordinator: Coordinator, log: Callable[[str],
                 "another run, or undo the change to resume that one"
             )
 
-    check_run(c)  # the one that is here
+    check_run(c)  # the local run
     if coordinator.index == 0:
         take_newest(c.run_dir, store, check, log)
         if c.run.url:
             take_samples(c.run_dir, c.run.url)
-    coordinator.compare({}, "")  # the others look at the run directory afterwards
+    coordinator.compare({}, "")  # a barrier: other processes read the run directory afterwards
 
 
 @contextmanager
 def mirrored(c: Resolved, coordinator: Coordinator, log: Callable[[str], None]) -> Iterator[None]:
-    """While it is open, process 0 copies checkpoints to `checkpoint.mirror`, or the whole run to
-    where `run.directory` is a URL. UserError if the end of that run is not there in the end."""
+    """While open, process 0 copies checkpoints to `checkpoint.mirror`, or the whole run to a
+    `run.directory` that is a URL. UserError if the last checkpoint is not at the URL at the end."""
     store = store_of(c)
     if store is None or coordinator.index:
         yield
@@ -123,7 +123,7 @@ def mirrored(c: Resolved, coordinator: Coordinator, log: Callable[[str], None]) 
 
 
 def check_text(c: Config) -> None:
-    """Raises UserError for a start from another model on text that nobody has named."""
+    """Raise UserError for a start from another model without `data.train.path`."""
     if not c.train.init_from:
         return
     for source in sources_of(c.data.train).values():
@@ -135,13 +135,13 @@ def check_text(c: Config) -> None:
 
 
 def check_tuned(c: Resolved, partition: Partition) -> None:
-    """Raises UserError for what could not be written in the end."""
+    """Raise UserError for an adapter that could not be exported at the end."""
     if isinstance(c.finetune, LoRAConfig):
         check_adapter(c.model, partition.trainable, c.finetune.dora)
 
 
 def check_writable(run_dir: Path) -> None:
-    """Raises UserError if a run directory cannot be made and written in; leaves nothing there."""
+    """Raise UserError if a run directory cannot be created and written; leaves nothing there."""
     there = next(p for p in (run_dir, *run_dir.absolute().parents) if p.exists())
     try:
         tempfile.TemporaryFile(dir=there).close()
@@ -155,16 +155,16 @@ def check_writable(run_dir: Path) -> None:
 def open_run(
     c: Resolved, tokenizer: Tokenizer, corpus: dict[str, dict], coordinator: Coordinator
 ) -> Path:
-    """Create the run directory, or check that the one there goes with this tokenizer.
+    """Create the run directory, or check that an existing one has this tokenizer.
 
-    corpus: what `data.describe_stores` says of the training data; all processes must have the same.
+    corpus: training data statistics of `data.describe_stores`, the same in all processes.
     """
     run_dir = c.run_dir
     if check_run(c) and load_tokenizer(run_dir / "tokenizer").fingerprint != tokenizer.fingerprint:
         raise UserError(f"{run_dir} was trained with another tokenizer; set run.name")
     if c.train.init_from is not None:
         check_tokenizer(c.train.init_from, tokenizer)
-    # Before process 0 writes what the others have just read.
+    # Compare before process 0 writes the files that the others have just read.
     coordinator.compare(
         leaves({"the tokenizer": tokenizer.fingerprint, "the data": corpus}),
         "all processes need the same files",
@@ -181,7 +181,7 @@ def open_run(
 
 
 def differences(old: object, new: object, path: str = "") -> list[str]:
-    """`field: before -> now` for each leaf that differs and is not free to."""
+    """List `field: before -> now` for each leaf that differs and is not in MUTABLE_ON_RESUME."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [*new, *(key for key in old if key not in new)]
         partition = (
@@ -194,7 +194,7 @@ def differences(old: object, new: object, path: str = "") -> list[str]:
 
 
 def final_message(c: Resolved, step: int, page: Path, talks: bool) -> str:
-    """What a run says in the end: how to go on with it, or what it has made.
+    """Return the run's final message: how to resume it, or the files that it has made.
 
     page: its report. talks: it was trained on conversations.
     """

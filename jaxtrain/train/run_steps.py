@@ -1,7 +1,7 @@
-"""The steps of a phase, one after the other: what `train` does between compiling and the end.
+"""The steps of a phase: the loop of `train` after compilation.
 
-What it works with are protocols, so that one model (`loop.py`) and several at once
-(`population.py`) go through the same steps, events and rollbacks.
+Its collaborators are protocols, so that one model (`loop.py`) and a population (`population.py`)
+share steps, events and rollbacks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ AnyBatch = data.Batch | data.PairBatch
 
 @runtime_checkable
 class StepFeed(Protocol):
-    """Batches in their order, as in `Feed`."""
+    """Interface of `Feed`: batches in order."""
 
     def take(self) -> AnyBatch: ...
     def rewind(self, position: dict[str, Any]) -> None: ...
@@ -32,7 +32,7 @@ class StepFeed(Protocol):
 
 @runtime_checkable
 class StepProgram(Protocol):
-    """A compiled step, as in `Program`."""
+    """Interface of `Program`: a compiled step."""
 
     @property
     def facts(self) -> dict[str, Any]: ...
@@ -42,7 +42,7 @@ class StepProgram(Protocol):
 
 @runtime_checkable
 class StepMetrics(Protocol):
-    """Where rows go, as in `MetricsWriter`."""
+    """Interface of `MetricsWriter`."""
 
     def push(self, step: int, values: Mapping[str, Any]) -> object: ...
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> object: ...
@@ -51,7 +51,7 @@ class StepMetrics(Protocol):
 
 @runtime_checkable
 class StepGuard[Metrics](Protocol):
-    """What judges steps, as in `Guard`."""
+    """Interface of `Guard`: checks of steps, and rollbacks."""
 
     def push(self, step: int, values: dict[str, Any]) -> None: ...
     def look(self, metrics: Metrics, wait: bool = False) -> Return | None: ...
@@ -62,20 +62,20 @@ class StepGuard[Metrics](Protocol):
 
 @runtime_checkable
 class StepCheckpoints(Protocol):
-    """What saves, as in `Checkpointer`."""
+    """Interface of `Checkpointer`."""
 
     def check(self) -> None: ...
 
 
 class Running(NamedTuple):
-    """What the steps of a phase work with."""
+    """Collaborators of the steps of a phase."""
 
     total: int  # steps of the run
     end: PhaseEnd
-    run_dir: Path  # for what is said of a batch
+    run_dir: Path  # for messages about a batch
     feed: StepFeed
     make_program: Callable[[State, AnyBatch], StepProgram]  # for batches of another shape
-    guard: StepGuard[Any]  # of these metrics
+    guard: StepGuard[Any]  # takes `metrics`
     metrics: StepMetrics
     events: Sequence[Event]
     checkpoints: StepCheckpoints
@@ -86,7 +86,7 @@ class Running(NamedTuple):
 def run_steps(
     parts: Running, program: StepProgram, state: State, step: int
 ) -> tuple[State, int, bool]:
-    """(state, last step, whether the run was stopped before its end), from `step` on."""
+    """Run steps after `step`; return (state, last step, whether the run stopped before its end)."""
     feed, guard, metrics, events, end = (
         parts.feed, parts.guard, parts.metrics, parts.events, parts.end
     )  # fmt: skip
@@ -94,7 +94,7 @@ def run_steps(
     while step < end.step and not parts.stop.after(step):
         batch, step = feed.take(), step + 1
         check_labels(batch.weights_BT, step, parts.run_dir)
-        if not program.fits(batch):  # the next phase
+        if not program.fits(batch):  # another shape: the next of `data.stages`
             with metrics.pause("start_s"):
                 program = parts.make_program(state, batch)
             metrics.write(step - 1, "event", program.facts)
@@ -114,7 +114,7 @@ def run_steps(
         for event in due:
             with metrics.pause(event.pauses):
                 event.run(step, state)
-    if back := guard.look(metrics, wait=True):  # by the run that goes on
+    if back := guard.look(metrics, wait=True):  # the resumed run rolls back
         step = back.step
     for event in events:
         with metrics.pause(event.pauses):

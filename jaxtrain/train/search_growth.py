@@ -1,8 +1,8 @@
-"""`jaxtrain search-growth CONFIG [key=value ...]`: the growth schedule, by short proxy runs.
+"""`jaxtrain search-growth CONFIG [key=value ...]`: find the growth schedule by short proxy runs.
 
-AutoProg (Li et al. 2022, arXiv:2203.14509) without its supernet: each candidate is a run of its
-own, long enough that all of them cost the same FLOPs; the lowest validation loss wins. A search
-that was interrupted goes on with the run that it was at, and gives the same answer.
+AutoProg (Li et al. 2022, arXiv:2203.14509) without its supernet: each candidate is a separate run,
+and all runs cost the same FLOPs. The lowest validation loss wins. An interrupted search resumes at
+its current run, and gives the same answer.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from jaxtrain.train.loop import train
 
 
 class Candidate(NamedTuple):
-    """Depths one after the other, in equal parts of a share of the steps; then the whole model."""
+    """A sequence of depths, in equal parts of a share of the steps; then the whole model."""
 
     depths: tuple[int, ...]
     share: float
@@ -32,13 +32,13 @@ class Candidate(NamedTuple):
 
     @property
     def label(self) -> str:
-        """A name for its run."""
+        """The name of the candidate's run."""
         if not self.depths:
             return "whole"
         return f"{'-'.join(map(str, self.depths))}_{self.share:g}_{self.grow}"
 
     def phases(self, steps: int) -> list[dict[str, Any]]:
-        """`train.phases` of a run of so many steps."""
+        """Return `train.phases` of a run with that many steps."""
         part = self.share / max(len(self.depths), 1)
         return [
             {"until": max(i, round(part * i * steps)), "model": {"depth": d}, "grow": self.grow}
@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
 def candidates(
     depths: Sequence[int], shares: Sequence[float], grows: Sequence[str]
 ) -> Iterator[Candidate]:
-    """The whole model from the start, and each sequence of depths, share and growth."""
+    """Yield the whole model from the start, then each sequence of depths, share and growth."""
     yield Candidate((), 0.0, "")
     ways = sorted({*depths})
     for count in range(1, len(ways) + 1):
@@ -58,7 +58,7 @@ def candidates(
 
 
 def flops_of_depths(c: Resolved, vocab_size: int, depths: Sequence[int]) -> dict[int, float]:
-    """FLOPs of a training token, by depth; of the whole model too."""
+    """Return the FLOPs of a training token by depth, including the whole model's depth."""
 
     def flops(depth: int) -> float:
         model = c.model.model_copy(update={"depth": depth})
@@ -69,14 +69,14 @@ def flops_of_depths(c: Resolved, vocab_size: int, depths: Sequence[int]) -> dict
 
 
 def equal_steps(one: Candidate, steps: int, whole: int, flops: dict[int, float]) -> int:
-    """Steps of a candidate that cost as much as so many of the whole model."""
+    """Return the candidate's steps that cost as many FLOPs as `steps` of the whole model."""
     part = one.share / max(len(one.depths), 1)
     mean = sum(part * flops[d] for d in one.depths) + (1 - one.share) * flops[whole]
     return round(steps * flops[whole] / mean)
 
 
 def check(c: Resolved, depths: Sequence[int], shares: Sequence[float]) -> None:
-    """Raises UserError for a search that cannot be."""
+    """Raise UserError for an invalid search."""
     if c.train.phases:
         raise UserError("search-growth finds train.phases: leave them out")
     if bad := [d for d in depths if not 0 < d < c.model.depth]:
@@ -87,7 +87,7 @@ def check(c: Resolved, depths: Sequence[int], shares: Sequence[float]) -> None:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    """Return the exit code: 0, or 2 after one line about an error that the user can fix."""
     a = search_growth_parser().parse_intermixed_args(argv)
     path = find_config(a.config)
     config = load_config(path, a.overrides)
@@ -120,14 +120,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def known(path: Path) -> dict[str, float]:
-    """The losses of the candidates that are done."""
+    """Read the losses of the finished candidates."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def proxy_loss(
     path: Path, overrides: Sequence[str], folder: Path, one: Candidate, steps: int
 ) -> float:
-    """The last validation loss, in nats a token, of a candidate's run."""
+    """Train a candidate; return its last validation loss in nats per token."""
     phases = json.dumps(one.phases(steps))
     own = [f"run.directory={folder}", f"run.name={one.label}_{steps}", f"train.steps={steps}"]
     own += [f"train.phases={phases}", "sample.prompts=[]", "sample.every=null", "eval.every=null"]

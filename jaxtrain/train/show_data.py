@@ -14,7 +14,7 @@ from jaxtrain.train.arguments import show_data_parser
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    """Return the exit code: 0, or 2 after one line about an error that the user can fix."""
     a = show_data_parser().parse_intermixed_args(argv)
     check_once(a.overrides)
     config = load_config(find_config(a.config), a.overrides)

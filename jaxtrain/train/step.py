@@ -1,7 +1,7 @@
 """One training step: cast once, microbatches, gradients, optimizer. Pure, jitted, donated.
 
-What a feature adds stands in its own file, behind the hooks of `StepTransform`; replicas take the
-place of `train_step` whole (`local_sgd.py`).
+Each feature is in its own file, behind the hooks of `StepTransform`. Replicas replace `train_step`
+as a whole (`local_sgd.py`).
 """
 
 import functools
@@ -35,24 +35,24 @@ from jaxtrain.train.gradient_statistics import layer_squares, load_metrics, squa
 from jaxtrain.train.transforms import StepOutcome, StepTransform
 from jaxtrain.weights.params import Params, Specs
 
-Sums = tuple[Array, dict[str, Array]]  # of the losses, and the objective's others
+Sums = tuple[Array, dict[str, Array]]  # the loss sum, and the objective's other sums
 
 
 class State(NamedTuple):
-    """All that a step changes: what a checkpoint holds."""
+    """Training state: all that a step changes and a checkpoint holds."""
 
     params: Params
     optimizer: PyTree
     step: Array  # optimizer steps done
-    key: Array  # raw PRNG key of what a step may draw
-    extras: dict[str, Any]  # of each transform that has a state, by its name
+    key: Array  # raw PRNG key for random values of a step
+    extras: dict[str, Any]  # states of the transforms that have one, by name
 
 
 class StepSpec(NamedTuple):
     """All that a step needs and does not change."""
 
     graphdef: nnx.GraphDef
-    specs: Specs  # of the parameters that train
+    specs: Specs  # of the trainable parameters
     optimizer: Optimizer
     dtype: jnp.dtype  # of the compute
     bytes_V: Array  # bytes of text of each token
@@ -60,71 +60,71 @@ class StepSpec(NamedTuple):
     join: Callable[[Params, Params | None], Params] = (
         join_full  # (trained, frozen) -> the model's parameters
     )
-    zero: int = 3  # stage of ZeRO: which trees are split over the mesh's fsdp axis
+    zero: int = 3  # ZeRO stage: which trees are sharded over the mesh's fsdp axis
     objective: Objective = NEXT_TOKEN
     transforms: tuple[StepTransform, ...] = ()
-    draws: bool = False  # the objective or the model is given a PRNG key
-    batch_overlap: int = 1  # parts of a microbatch that are computed side by side
-    step: Callable[..., Any] | None = None  # in the place of `train_step`
-    update_loop: "UpdateLoop | None" = None  # in the place of the optimizer's `apply`
-    agreed: Callable[[Any], Any] = lambda tree: tree  # the mean over replicas that decide alike
+    draws: bool = False  # the objective or the model needs a PRNG key
+    batch_overlap: int = 1  # independent parts of a microbatch, which overlap communication
+    step: Callable[..., Any] | None = None  # replaces `train_step`
+    update_loop: "UpdateLoop | None" = None  # replaces the optimizer's `apply`
+    agreed: Callable[[Any], Any] = lambda tree: tree  # mean over replicas, so that all decide alike
     facts: dict[str, float] = {}  # noqa: RUF012 - of the features, for the run's first row
-    summary: str | None = None  # of the features, a line for the screen
-    saved_params: Callable[[State], Params] = lambda state: state.params  # of a checkpoint
+    summary: str | None = None  # log line of the features
+    saved_params: Callable[[State], Params] = lambda state: state.params  # for a checkpoint
 
 
 class BeforeUpdate(NamedTuple):
-    """What a step has found before its update."""
+    """Results of a step before its update."""
 
     grads: Params
-    accept: Array | None  # whether there is to be an update; None: always
-    finite: Array  # the loss and the gradients are
-    gradient_squares: Array  # of each parameter's
+    accept: Array | None  # whether to take the update; None: always
+    finite: Array  # whether the loss and the gradients are finite
+    gradient_squares: Array  # squared norm of each parameter's gradient
     metrics: dict[str, Any]
-    states: dict[str, Any]  # of the transforms, by name, as they have judged
+    states: dict[str, Any]  # states of the transforms after `judge`, by name
     report: Array | None  # of a transform, for the guard
 
 
 class UpdateLoop(Protocol):
-    """An update that the host drives, because states are where no compiled program reaches."""
+    """An update driven by the host, for states that a compiled program cannot access."""
 
-    files: StateFiles  # which a checkpoint copies
+    files: StateFiles  # copied into checkpoints
 
     @property
     def device_bytes(self) -> int:
-        """At most of the states on a device at once."""
+        """Peak bytes of the states on a device."""
         ...
 
     @property
     def host_bytes(self) -> int:
-        """At most of them in the host's memory at once."""
+        """Peak bytes of the states in the host's memory."""
         ...
 
     def begin(self, params: Params) -> None:
-        """Writes the initial states."""
+        """Write the initial states."""
         ...
 
     def update(
         self, state: State, before: BeforeUpdate, hyperparams: Hyperparams
     ) -> tuple[State, dict[str, Any]]:
-        """The next state, and the step's metrics. The state given is used up."""
+        """Return the next state and the step's metrics. `state` is donated."""
         ...
 
 
 class MicrobatchInputs(NamedTuple):
-    """What the microbatches of a step share."""
+    """Inputs that all microbatches of a step share."""
 
-    params: Params  # as the step computes with them
-    prepared: dict[str, Any]  # of each transform
-    statistics: dict[str, Any]  # of each transform; differentiated
+    params: Params  # in the compute dtype and sharding
+    prepared: dict[str, Any]  # `StepTransform.prepare`, by name
+    statistics: dict[str, Any]  # `StepTransform.statistics`, by name; differentiated
     grad_scale: Array
     frozen: Params | None
-    shared: PyTree  # the objective's
+    shared: PyTree  # `Objective.share`
     step: Array
 
 
 def init_state(spec: StepSpec, seed: int | Array, params: Params | None = None) -> State:
-    """Initial parameters (or those given), optimizer state, and the transforms' states."""
+    """Make the initial state: parameters (default initial values), optimizer, transforms."""
     params = initialize(spec.specs, seed) if params is None else params
     key = jax.random.key_data(jax.random.key(seed))
     step, optimizer = jnp.zeros((), jnp.int32), spec.optimizer.init(params)
@@ -133,9 +133,9 @@ def init_state(spec: StepSpec, seed: int | Array, params: Params | None = None) 
 
 
 def state_shardings(spec: StepSpec, mesh: Mesh) -> State:
-    """Parameters by the rules; an optimizer state as the parameter that its path ends in.
+    """Return the state's shardings. An optimizer state is sharded as the parameter in its path.
 
-    With `optim.offload` that is in the host's memory; UserError where there is none.
+    With `optim.offload` it is in the host's pinned memory; UserError if the device has none.
     """
     specs = {
         path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(spec.specs)[0]
@@ -143,7 +143,7 @@ def state_shardings(spec: StepSpec, mesh: Mesh) -> State:
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
-        # Replicas (`jaxtrain.train.local_sgd`) are stacked in front, each on its own devices.
+        # Replicas (`jaxtrain.train.local_sgd`) have a leading dim, each on its own devices.
         front = ("data",) * any(getattr(key, "name", "") == "replicas" for key in path)
         for start in range(len(keys)):
             own, shape = specs.get("/".join(keys[start:])), leaf.shape[len(front) :]
@@ -160,7 +160,7 @@ def state_shardings(spec: StepSpec, mesh: Mesh) -> State:
 
 
 def cast_params(spec: StepSpec, params: Params) -> Params:
-    """The weights in the dtype and the places that a step computes with."""
+    """Cast the weights to the compute dtype and the sharding that a step computes with."""
     return constrain_tree("parameters", cast(params, spec.specs, spec.dtype), spec.specs, spec.zero)
 
 
@@ -175,11 +175,11 @@ def gradients(
     key: Array | None = None,
     step: Array | int = 0,
 ) -> tuple[Sums, Params, dict[str, Any]]:
-    """((loss sum, the objective's other sums), grad_scale * grad(loss sum), extras), of the
-    microbatches [A, B, T] of a batch.
+    """Return ((loss sum, the objective's other sums), grad_scale * grad(loss sum), extras) of a
+    batch of microbatches [A, B, T].
 
-    shared: what the objective shares among them. extras: the transforms' states; returned with
-    what the step has seen. key: for what the model or the objective draws.
+    shared: result of `Objective.share`. extras: the transforms' states, returned after
+    `after_gradients`. key: for random values of the model or the objective.
     """
     extras = extras or {}
     state_of = lambda t: extras.get(t.name)
@@ -211,7 +211,7 @@ def gradients(
 def microbatch_gradients(
     spec: StepSpec, inputs: MicrobatchInputs, microbatch: StepBatch, key: Array | None
 ) -> tuple[Sums, Params, dict[str, Any]]:
-    """The sums, the scaled gradients and the statistics seen, of a microbatch [B, T]."""
+    """Return the sums, the scaled gradients and the statistics seen of a microbatch [B, T]."""
 
     def scaled(p: Params, statistics: dict[str, Any]) -> tuple[Array, Sums]:
         for t in spec.transforms:
@@ -234,10 +234,10 @@ def microbatch_gradients(
 def side_by_side(
     microbatch: StepBatch, key: Array | None, parts: int
 ) -> list[tuple[StepBatch, Array | None]]:
-    """A microbatch [B, T] in parts of equal numbers of each device's rows, each with a key.
+    """Split a microbatch [B, T] into parts with equal shares of each device's rows, and a key each.
 
-    Nothing in a part waits for another, so that the compiler hides the exchanges of one behind the
-    arithmetic of another (Wang et al. 2024, Domino, arXiv:2409.15241).
+    The parts are independent, so that the compiler overlaps the collectives of one with the compute
+    of another (Wang et al. 2024, Domino, arXiv:2409.15241).
     """
     if parts == 1:
         return [(microbatch, key)]
@@ -248,7 +248,7 @@ def side_by_side(
 def accumulate_gradients(
     spec: StepSpec, inputs: MicrobatchInputs, batch: StepBatch, keys: Array | None
 ) -> tuple[Sums, Params, dict[str, Any]]:
-    """`microbatch_gradients` summed over the microbatches [A, B, T], in float32."""
+    """Sum `microbatch_gradients` over the microbatches [A, B, T], in float32."""
 
     def body(total: Any, one: Any) -> tuple[Any, None]:
         *parts, seen = microbatch_gradients(spec, inputs, *one)
@@ -270,12 +270,11 @@ def accumulate_then_reduce(
     keys: Array | None,
     axes: tuple[str, ...],
 ) -> tuple[Sums, Params, dict[str, Any]]:
-    """`accumulate_gradients` by each device on its own rows; one reduction after the last
+    """Run `accumulate_gradients` on each device's own rows, and reduce once after the last
     microbatch, as DDP's `no_sync`.
 
-    Left to itself XLA reduces a gradient wherever it is made, so once for each microbatch. Devices
-    exchange it in the weights' dtype, as without accumulation, and each keeps the part that its
-    optimizer states are of.
+    By default XLA reduces each microbatch's gradient. The reduction is in the weights' dtype, as
+    without accumulation. Each device keeps the shard that its optimizer states need.
     """
     mesh = jax.sharding.get_abstract_mesh()
     places = jax.tree.map(lambda s: partition_spec(s.axes, s.shape, mesh), spec.specs)
@@ -305,11 +304,11 @@ def train_step(
     hyperparams: Hyperparams,
     frozen: Params | None = None,
 ) -> tuple[State, dict[str, Any]]:
-    """One optimizer step on a batch `[microbatches, rows, T]`; metrics stay on the device.
+    """Take one optimizer step on a batch `[microbatches, rows, T]`; metrics stay on the device.
 
-    The loss is the sum over all tokens (or pairs) of all microbatches divided by their number once,
-    so that accumulation changes nothing. `frozen` is what of the model does not train. A step that
-    a transform does not accept changes no parameter and no optimizer state, bit for bit.
+    The loss is the sum over all tokens (or pairs) of all microbatches, divided once by their
+    number, so that accumulation does not change it. frozen: parameters that do not train. A step
+    that a transform does not accept leaves parameters and optimizer state bitwise unchanged.
     """
     found = before_update(spec, state, batch, hyperparams, frozen)
     params, optimizer = spec.optimizer.apply(
@@ -325,7 +324,7 @@ def before_update(
     hyperparams: Hyperparams,
     frozen: Params | None = None,
 ) -> BeforeUpdate:
-    """The first part of `train_step`: gradients, clipped, and what the transforms say of them."""
+    """Run the first part of `train_step`: clipped gradients, and the transforms' verdicts."""
     extras = state.extras
     key = None
     if spec.draws:
@@ -378,7 +377,7 @@ def after_update(
     optimizer: PyTree,
     hyperparams: Hyperparams,
 ) -> tuple[State, dict[str, Any]]:
-    """The last part of `train_step`: the next state from the new parameters, and the metrics."""
+    """Run the last part of `train_step`: make the next state and the metrics."""
     extras = state.extras
     bad = nonfinite_values(params)
     finite = (found.finite & (jnp.sum(bad) == 0)).astype(jnp.float32)
@@ -398,15 +397,15 @@ def after_update(
 
 
 def all_of(opinions: Sequence[Array | None]) -> Array | None:
-    """Whether all accept; None if none has an opinion."""
+    """Whether all transforms accept the update; None if none has an opinion."""
     given = [opinion for opinion in opinions if opinion is not None]
     return functools.reduce(jnp.logical_and, given) if given else None
 
 
 def make_step(spec: StepSpec, mesh: Mesh) -> jax.stages.Wrapped:
-    """`train_step` compiled for the mesh; the old state's memory is reused.
+    """Jit `train_step` for the mesh; the old state is donated.
 
-    With an update loop `before_update`, which leaves the state as it is.
+    With an update loop, jit `before_update`, which does not change the state.
     """
     if spec.update_loop:
         return jax.jit(functools.partial(before_update, spec))

@@ -6,20 +6,20 @@ from jaxtrain.cluster.coordinator import Coordinator
 
 
 class StopSignal:
-    """SIGTERM and SIGINT become a wish to stop after the step in hand; a second one is final.
+    """SIGTERM and SIGINT request a stop after the current step; a second one has its usual effect.
 
-    Of several processes, all stop after the same step, whichever was asked.
+    All processes stop after the same step, whichever of them got the signal.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.wanted, self.coordinator = False, coordinator
 
     def ask(self) -> None:
-        """Wish to stop after the step in hand, as a signal does."""
+        """Request a stop after the current step, as a signal does."""
         self.wanted = True
 
     def after(self, step: int) -> bool:
-        """Whether to stop after `step`; if not, the next one has begun."""
+        """Whether to stop after `step`; if not, the next step counts as begun."""
         return self.coordinator.should_stop(step, self.wanted)
 
     def __enter__(self) -> "StopSignal":

@@ -1,8 +1,8 @@
-"""A teacher's largest probabilities on disk: distillation without the teacher in memory.
+"""A teacher's largest probabilities on disk, for distillation without the teacher in memory.
 
-`jaxtrain prepare` runs the teacher over the batches of all steps and writes a file a step. Training
-reads them beside the tokens. The folder says what they follow from, the teacher's weights and the
-stream of batches, and a run with others is refused.
+`jaxtrain prepare` runs the teacher over the batches of all steps and writes one file per step.
+Training reads these files with the tokens. The folder records the teacher's weights (as a hash) and
+the stream of batches; a run with another teacher or stream is refused.
 """
 
 import hashlib
@@ -38,12 +38,12 @@ from jaxtrain.storage.location import local
 from jaxtrain.train.reference_model import load_frozen
 from jaxtrain.weights.params import Params
 
-FACTS = "cache.json"  # written last: a folder without it is not whole
+FACTS = "cache.json"  # written last: a folder without it is incomplete
 
 
 def teacher_hash(run: str) -> str:
-    """SHA-256 of what describes the weights: the header, with a checksum of each tensor, and the
-    configuration. UserError for a run without its final model."""
+    """Return the SHA-256 of the weights file's header, which has a checksum of each tensor, and of
+    the configuration. UserError for a run without its final model."""
     folder = folder_of(local(run))
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"objective.teacher {run} has no {WEIGHTS}: a cache is of a finished model")
@@ -55,7 +55,7 @@ def teacher_hash(run: str) -> str:
 def cache_identity(
     c: Resolved, objective: DistillConfig, prepared: data.Prepared
 ) -> dict[str, Any]:
-    """What the files of a cache follow from."""
+    """Return all that determines the files of a cache."""
     t = c.train
     stream = data.stream_identity(prepared.train, c.data, t.batch_size, t.sequence_length)
     return stream | {
@@ -71,7 +71,7 @@ def step_file(folder: Path, step: int) -> Path:
 
 
 def check_identity(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises UserError for a cache of another teacher or of other batches."""
+    """Raise UserError for a cache of another teacher or of other batches."""
     for key, value in json.loads(json.dumps(wanted)).items():
         if found.get(key) != value:
             raise UserError(
@@ -81,15 +81,15 @@ def check_identity(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) 
 
 
 def read_facts(folder: Path) -> dict[str, Any] | None:
-    """cache.json, or None."""
+    """Read cache.json; None if it is missing."""
     file = folder / FACTS
     return json.loads(file.read_text()) if file.is_file() else None
 
 
 def open_teacher_cache(c: Resolved, prepared: data.Prepared) -> data.Complete | None:
-    """What adds the cached log-probs to rows as they are read; None where no cache is configured.
+    """Return a function that adds the cached log-probs to batches; None if no cache is configured.
 
-    UserError for a cache that is not there, of too few steps, or of another teacher or batches.
+    UserError for a cache that is missing, has too few steps, or another teacher or batches.
     """
     objective = c.objective
     if not isinstance(objective, DistillConfig) or objective.cache is None:
@@ -119,7 +119,7 @@ def open_teacher_cache(c: Resolved, prepared: data.Prepared) -> data.Complete | 
 
 
 def with_cached_teacher(batch: Any) -> StepBatch:
-    """Microbatches on the device with the cached log-probs as the objective takes them."""
+    """Wrap the cached log-probs of microbatches on the device in a `CachedTeacher`."""
     return TaughtBatch(
         batch.tokens_BT, batch.targets_BT, batch.weights_BT, batch.segments_BT,
         batch.positions_BT, CachedTeacher(*batch.teacher),
@@ -127,10 +127,10 @@ def with_cached_teacher(batch: Any) -> StepBatch:
 
 
 def write_teacher_cache(config: Config, prepared: data.Prepared) -> str:
-    """Write the cache of all steps; files that are there stay. Returns what to print.
+    """Write the cache of all steps; existing files stay. Returns a summary to print.
 
     UserError for a folder with a cache of another teacher or of other batches, and for a `top_k`
-    that leaves no other token.
+    that covers the whole vocabulary.
     """
     vocab_size = prepared.tokenizer.vocab_size
     c = resolve(config, vocab_size)
@@ -159,7 +159,7 @@ def write_teacher_cache(config: Config, prepared: data.Prepared) -> str:
 def write_steps(
     c: Resolved, objective: DistillConfig, prepared: data.Prepared, folder: Path
 ) -> None:
-    """A file for each step that has none."""
+    """Write a file for each step that has none."""
     mesh = make_mesh(MeshConfig.model_validate({"data": 1}), jax.devices()[:1])
     dtype = compute_dtype(c.train.precision)
     with jax.set_mesh(mesh):

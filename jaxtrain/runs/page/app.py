@@ -1,4 +1,4 @@
-"""The routes of the page: files of ours, JSON about runs, rows as server-sent events."""
+"""Routes of the page: static files, JSON about runs, metrics rows as server-sent events."""
 
 import asyncio
 import contextlib
@@ -35,12 +35,12 @@ from jaxtrain.runs.page.tail import Tail
 from jaxtrain.settings import UserError, parse_json
 
 STATIC = Path(__file__).with_name("static")
-HOSTS = ["127.0.0.1", "localhost"]  # a page of another name is another site's
-LOOK = 0.5  # seconds between two looks at the files
-FRESH = 1.0  # seconds for which a list of runs is given again
-LIST = 4  # looks between two at the list of runs
-ALIVE = 30  # looks without news until a comment says that the stream lives
-MAX_ROWS = 2000  # of one event
+HOSTS = ["127.0.0.1", "localhost"]  # a request with another Host comes from another site
+LOOK = 0.5  # seconds between two polls of the files
+FRESH = 1.0  # seconds for which a list of runs is cached
+LIST = 4  # polls of the files per poll of the list of runs
+ALIVE = 30  # polls without news until a comment keeps the stream alive
+MAX_ROWS = 2000  # rows per event
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -57,7 +57,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class SafeHeaders:
-    """The headers of every answer: nothing from elsewhere, nothing inline, nothing kept."""
+    """Middleware that adds security headers to every response: no other origins, no inline scripts
+    or styles, no caching."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -78,7 +79,7 @@ class SafeHeaders:
 
 
 def answered(handler: Handler) -> Handler:
-    """A UserError as 400 and one line."""
+    """Wrap a handler: a UserError becomes a one-line response of status 400."""
 
     async def handle(request: Request) -> Response:
         try:
@@ -90,7 +91,7 @@ def answered(handler: Handler) -> Handler:
 
 
 async def posted(request: Request) -> dict[str, Any]:
-    """The object that a form of ours has sent. UserError for what another site may have sent."""
+    """The JSON object of a POST request. Raises UserError if another site may have sent it."""
     origin = request.headers.get("origin")
     if request.headers.get("content-type", "").split(";")[0] != "application/json":
         raise UserError("the request must be application/json")
@@ -123,14 +124,14 @@ class Page:
         return JSONResponse(await run_in_threadpool(self.listed))
 
     def listed(self) -> list[dict[str, Any]]:
-        """The list of runs; all who look within a second see the same."""
+        """The list of runs, cached for FRESH seconds."""
         with self.listing:
             if time.monotonic() - self.list[0] > FRESH:
                 self.list = time.monotonic(), [one._asdict() for one in self.folder.summaries()]
             return self.list[1]
 
     async def options(self, request: Request) -> Response:
-        """What the page may offer."""
+        """Options of the page's forms: configs, chat endpoints and servable models."""
         names = await run_in_threadpool(self.folder.names)
         has = lambda name: self.folder.path(name, "config.yaml").is_file()
         return JSONResponse({
@@ -146,7 +147,7 @@ class Page:
         )
 
     async def samples(self, request: Request) -> Response:
-        """The steps with samples, or with `step` what the model wrote then."""
+        """The steps that have samples, or the sample of `step`."""
         name, step = request.query_params.get("run", ""), request.query_params.get("step")
         if step is None:
             return JSONResponse({"steps": list(self.folder.samples(name))})
@@ -167,7 +168,7 @@ class Page:
             runs.append(read_run(run_dir)._replace(name=name))
         try:
             return comparison_tree(compare(runs))
-        except UserError as error:  # not trained yet: the settings can be compared all the same
+        except UserError as error:  # not trained yet: the settings can still be compared
             reason = str(error)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
             reason = "a metrics.jsonl or config.yaml of these runs is damaged"
@@ -197,14 +198,14 @@ class Page:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """The page's own server ends with it."""
+        """Stop the model server when the page ends."""
         try:
             yield
         finally:
             await run_in_threadpool(self.server.close)
 
     async def events(self, request: Request) -> Response:
-        """The rows of the runs that are named, then those that come; and the list of runs."""
+        """Stream the rows of the named runs, existing and new ones, and the list of runs."""
         names = request.query_params.getlist("run")
         tails = {name: Tail(self.folder.path(name, "metrics.jsonl")) for name in names}
         return StreamingResponse(self.news(tails), media_type="text/event-stream")
@@ -241,9 +242,9 @@ def event(kind: str, value: object) -> str:
 
 
 def page_app(root: Path, endpoints: Sequence[Endpoint] = ()) -> Starlette:
-    """The page over a folder of runs; endpoints: to chat with, beside its models.
+    """The app for a folder of runs. endpoints: servers to chat with, in addition to its models.
 
-    Raises UserError for no folder.
+    Raises UserError if `root` is not a folder.
     """
     page = Page(RunFolder(root), endpoints)
     get = {
@@ -253,7 +254,7 @@ def page_app(root: Path, endpoints: Sequence[Endpoint] = ()) -> Starlette:
         "/v1/models": page.chat,
     }  # fmt: skip
     post = {"/api/estimate": page.estimate, "/v1/chat/completions": page.chat}
-    post["/v1/completions"] = page.chat  # of models without a chat template
+    post["/v1/completions"] = page.chat  # for models without a chat template
     routes = [Route(path, answered(handler)) for path, handler in get.items()]
     routes += [Route(path, answered(handler), methods=["POST"]) for path, handler in post.items()]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)

@@ -1,4 +1,4 @@
-"""`jaxtrain ui [RUNS]`: the page about a folder of runs, on this machine."""
+"""`jaxtrain ui [RUNS]`: serve the page about a folder of runs, on this machine."""
 
 import importlib
 import socket
@@ -8,12 +8,12 @@ from contextlib import suppress
 from jaxtrain.runs.arguments import ui_parser
 from jaxtrain.settings import UserError, command
 
-HOST = "127.0.0.1"  # and no other: the page asks nobody for a password
+HOST = "127.0.0.1"  # loopback only: the page has no password
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until it is interrupted."""
+    """Serve the page until it is interrupted. Returns the exit code."""
     a = ui_parser().parse_args(argv)
     try:
         uvicorn = importlib.import_module("uvicorn")
@@ -33,18 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     with listening(a.port) as listener:
         port = listener.getsockname()[1]
         print(f"page     http://{HOST}:{port}/ (Ctrl-C ends it)", flush=True)
-        with suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
+        with suppress(KeyboardInterrupt):  # uvicorn raises it again after its shutdown
             uvicorn.Server(config).run([listener])
     return 0
 
 
 def listening(port: int) -> socket.socket:
-    """A socket of this machine alone; port 0 is any that is free. UserError for one in use."""
+    """A listening loopback socket; port 0 is any free port. Raises UserError if it is in use."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
-        listener.listen()  # before the address is printed: who comes at once waits
+        listener.listen()  # before the address is printed: early connections are queued
     except OSError as error:
         listener.close()
         raise UserError(f"--port {port}: {error.strerror}; take another, or 0 for any") from None

@@ -1,4 +1,4 @@
-"""What the page tells of one run beside its curves: data, figures, files, commands to copy."""
+"""Details of one run, other than its curves: data, tasks, files, commands to copy."""
 
 import shlex
 import socket
@@ -17,7 +17,7 @@ SOURCE = ("documents", "tokens", "bytes", "skipped", "lengths")
 
 
 def details_of(folder: RunFolder, name: str) -> dict[str, Any]:
-    """All of one run that is not in its rows, as JSON. UserError for a run that is not there."""
+    """Everything about a run that is not in its rows, as JSON. Raises UserError for no run."""
     env = folder.object(name, "env.json")
     return {
         "name": name,
@@ -33,21 +33,21 @@ def details_of(folder: RunFolder, name: str) -> dict[str, Any]:
 
 
 def data_sources(data: dict[str, Any]) -> dict[str, Any]:
-    """Of each source of `data.json` what the page shows."""
+    """The fields of each source in `data.json` that the page shows."""
     found = {name: source for name, source in data.items() if isinstance(source, dict)}
     kept = lambda source: {key: source[key] for key in SOURCE if is_counted(source.get(key))}
     return {name: kept(source) for name, source in found.items()}
 
 
 def is_counted(value: object) -> bool:
-    """Whether a value is a whole number, or several by name."""
+    """Whether a value is an int, or a dict of ints."""
     if isinstance(value, dict):
         return all(type(one) is int for one in value.values())
     return type(value) is int
 
 
 def commands_of(folder: RunFolder, name: str, typed: object) -> list[dict[str, str]]:
-    """What one can do with a run, as shell commands: {label, command}."""
+    """Shell commands for a run, each {label, command}."""
     run_dir = folder.shown / name
     start = typed_again(typed) or command_of("train", "--config", run_dir / "config.yaml")
     found = [("Start or resume (the same command)", start)]
@@ -71,7 +71,7 @@ def commands_of(folder: RunFolder, name: str, typed: object) -> list[dict[str, s
 
 
 def sample_of(folder: RunFolder, name: str, step: int) -> str | None:
-    """What a run's model wrote at a step; None where there is none."""
+    """The sample that a run's model wrote at a step; None if there is none."""
     file = folder.samples(name).get(step)
     text = folder.text(name, "samples", file, limit=MAX_SAMPLE) if file else None
     return None if text is None else visible(text)

@@ -1,4 +1,4 @@
-"""The dry run behind the page's form: `jaxtrain estimate` in a process of its own."""
+"""Dry run for the page's form: `jaxtrain estimate` in a separate process."""
 
 import asyncio
 import json
@@ -13,11 +13,11 @@ from jaxtrain.runs.page.folder import RunFolder
 from jaxtrain.settings import UserError
 
 LIMIT = 600  # seconds
-RUN = "run:"  # before the name of a run, whose configuration is meant
+RUN = "run:"  # prefix of a run's name: use that run's configuration
 
 
 def config_asked(folder: RunFolder, name: str) -> str:
-    """What follows --config. UserError for what is neither shipped nor a run of the folder."""
+    """The value of --config. Raises UserError unless it is a shipped config or a run."""
     if name.startswith(RUN):
         return str(folder.path(name.removeprefix(RUN), "config.yaml"))
     if name not in shipped_names():
@@ -26,7 +26,7 @@ def config_asked(folder: RunFolder, name: str) -> str:
 
 
 def arguments_of(folder: RunFolder, asked: dict[str, Any]) -> list[str]:
-    """The command line of a filled form. UserError for a field of another form."""
+    """Command-line arguments of a filled form. Raises UserError for an invalid field."""
     texts = {key: asked.get(key, "") for key in ("config", "overrides", "device", "devices")}
     for key, value in texts.items():
         if not isinstance(value, str):
@@ -41,7 +41,7 @@ def arguments_of(folder: RunFolder, asked: dict[str, Any]) -> list[str]:
 
 
 async def dry_run(arguments: list[str]) -> dict[str, Any]:
-    """The record of an estimate. UserError with the one line that the command says."""
+    """The record of an estimate. Raises UserError with the command's error line."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "jaxtrain.cli", "estimate", *arguments, env=environment,
@@ -53,7 +53,7 @@ async def dry_run(arguments: list[str]) -> dict[str, Any]:
     except TimeoutError:
         raise UserError(f"the dry run took more than {LIMIT} s and was stopped") from None
     finally:
-        if process.returncode is None:  # too slow, or nobody waits for it any more
+        if process.returncode is None:  # too slow, or the request was cancelled
             process.kill()
             await process.wait()
     if process.returncode not in (0, 1):  # 1: it does not fit
@@ -62,16 +62,17 @@ async def dry_run(arguments: list[str]) -> dict[str, Any]:
 
 
 def last_line(text: str) -> str:
-    """What a failed command says: its error line, or else its last."""
+    """The message of a failed command: its last error line, or else its last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (errors or lines or ["the dry run failed without a message"])[-1]
 
 
 def answer_of(record: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a record: does it fit, tokens per second, hours.
+    """The figures of a record that the page shows: whether it fits, tokens per second, hours.
 
-    The two ends of a range are with no exchange hidden behind compute, and with all.
+    Pairs are the two ends of a range: without any overlap of collectives and compute, and with
+    full overlap.
     """
     m, w = record["metrics"], record["workload"]
     exchanges = m["near_ms"] + m["far_ms"]

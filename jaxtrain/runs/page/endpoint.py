@@ -1,5 +1,5 @@
-"""The page's way to an OpenAI-compatible server: requests are passed on, so that the browser talks
-to its own origin alone and sees no key."""
+"""Proxy to an OpenAI-compatible server: the browser only talks to its own origin, and never sees
+the API key."""
 
 import http.client
 import os
@@ -13,13 +13,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from jaxtrain.settings import UserError
 
-KEY = "JAXTRAIN_API_KEY"  # of the server, in the environment
+KEY = "JAXTRAIN_API_KEY"  # environment variable with the server's API key
 MOST = 1 << 20  # bytes of a request
-SECONDS = 600  # of silence
+SECONDS = 600  # timeout of a connection without data
 
 
 class Endpoint(NamedTuple):
-    """Where chats go: a URL up to /v1."""
+    """A chat server: its URL, without /v1."""
 
     url: SplitResult
 
@@ -29,7 +29,7 @@ class Endpoint(NamedTuple):
 
 
 def endpoint_at(text: str) -> Endpoint:
-    """UserError for what is no URL of a server."""
+    """Parse a server's URL. Raises UserError if it is invalid."""
     url = urlsplit(text.rstrip("/").removesuffix("/v1"))
     if url.scheme not in ("http", "https") or not url.hostname or url.username:
         raise UserError(f"--endpoint {text}: must be a URL, as http://127.0.0.1:8000")
@@ -43,12 +43,12 @@ def connect(endpoint: Endpoint) -> http.client.HTTPConnection:
 
 
 def failure(code: int, message: str) -> JSONResponse:
-    """An error in OpenAI's form."""
+    """An error response in OpenAI's format."""
     return JSONResponse({"error": {"message": message, "type": "server_error"}}, code)
 
 
 async def pass_on(endpoint: Endpoint, request: Request) -> Response:
-    """The server's answer to a request, as it comes."""
+    """Forward a request, and stream the server's response."""
     body = b""
     async for part in request.stream():
         body += part
@@ -79,7 +79,7 @@ async def pass_on(endpoint: Endpoint, request: Request) -> Response:
 async def parts_of(
     answer: http.client.HTTPResponse, connection: http.client.HTTPConnection
 ) -> AsyncIterator[bytes]:
-    """What arrives, as soon as it does; the connection ends with whoever reads."""
+    """Yield data as soon as it arrives. The connection is closed when the reader stops."""
     try:
         while part := await run_in_threadpool(answer.read1, 1 << 16):
             yield part

@@ -1,4 +1,4 @@
-"""A folder of runs as the page sees it: which there are, how each stands, and no path outside."""
+"""A folder of runs for the page: its runs and their states, without access to paths outside."""
 
 import json
 import re
@@ -13,13 +13,13 @@ from jaxtrain.runs.lock import Holder, known_gone, locks_in, read_holder
 from jaxtrain.runs.page.tail import parsed
 from jaxtrain.settings import UserError, is_text
 
-MAX_DEPTH = 4  # of a run below the folder; trials of a sweep are three below
-ENDS = 1 << 16  # bytes at each end of a metrics.jsonl that the list is made from
+MAX_DEPTH = 4  # depth of a run below the folder; trials of a sweep are at depth three
+ENDS = 1 << 16  # bytes at each end of a metrics.jsonl that are read for the list
 SKIPPED = ("checkpoints", "model", "tensorboard", "tokenizer", "samples", "states")
 
 
 class Summary(NamedTuple):
-    """One run in the list."""
+    """One run in the list of runs."""
 
     name: str  # its path below the folder
     state: str  # running, finished, stopped, interrupted, failed, died, or model (never trained)
@@ -30,21 +30,21 @@ class Summary(NamedTuple):
     parameters: int | None
     loss: float | int | None  # of the last training row
     bpb: float | int | None  # of the last validation near the end
-    holder: str | None  # who runs it
+    holder: str | None  # the process that runs it
 
 
 class RunFolder:
-    """The runs below a folder. Names are paths below it; what leaves it is not there."""
+    """The runs below a folder. A run's name is its path below it; paths outside are rejected."""
 
     def __init__(self, root: Path):
         if not root.is_dir():
             raise UserError(f"{root} is not a folder: give one of runs, such as runs/")
         self.root = root.resolve()
-        self.shown = root  # as the user has typed it, for commands
+        self.shown = root  # as the user typed it, for commands
         self._seen: dict[Path, tuple[tuple[int, ...], dict[str, Any]]] = {}
 
     def path(self, name: str, *parts: str) -> Path:
-        """A file of a run, or the run itself. UserError for what is not inside the folder."""
+        """The path of a run, or of a file in it. Raises UserError if it is not in the folder."""
         if not is_text(name) or Path(name).is_absolute() or ".." in Path(name).parts:
             raise UserError(f"no run {name!r}: names are paths below {self.root.name}/")
         run_dir = self.root / name
@@ -54,21 +54,21 @@ class RunFolder:
         return path
 
     def text(self, name: str, *parts: str, limit: int = 1 << 22) -> str | None:
-        """The text of a run's file, at most `limit` characters; None where there is none."""
+        """The text of a run's file, at most `limit` characters; None if there is no such file."""
         path = self.path(name, *parts)
         with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
             return file.read(limit)
         return None
 
     def object(self, name: str, *parts: str) -> dict[str, Any]:
-        """The object of a run's JSON file; {} where it is missing or damaged."""
+        """The object in a run's JSON file; {} if it is missing or damaged."""
         with suppress(ValueError, RecursionError):
             found = json.loads(self.text(name, *parts) or "", parse_constant=lambda name: None)
             return found if isinstance(found, dict) else {}
         return {}
 
     def names(self) -> list[str]:
-        """Of all runs, by path."""
+        """Names of all runs, sorted by path."""
         return [str(path.relative_to(self.root)) for path in self._runs(self.root, MAX_DEPTH)]
 
     def _runs(self, folder: Path, depth: int) -> Iterator[Path]:
@@ -88,7 +88,7 @@ class RunFolder:
         return any((path / name).is_file() for name in ("metrics.jsonl", "config.yaml"))
 
     def summaries(self) -> list[Summary]:
-        """The list of runs, the last changed first."""
+        """Summaries of all runs, most recently changed first."""
         found = []
         for name in self.names():
             with suppress(UserError, OSError):
@@ -96,7 +96,7 @@ class RunFolder:
         return sorted(found, key=lambda one: -one.changed)
 
     def summary(self, name: str) -> Summary:
-        """How one run stands."""
+        """Summary of one run."""
         run_dir, metrics = self.path(name), self.path(name, "metrics.jsonl")
         ends = self._ends(metrics)
         holder = self.holder(name)
@@ -110,7 +110,7 @@ class RunFolder:
         )  # fmt: skip
 
     def holder(self, name: str) -> Holder | None:
-        """Who runs it now; None for nobody, or one who has been silent for too long."""
+        """The live process that holds a run's lock, or None. A stale lock does not count."""
         run_dir = self.path(name)
         for number in locks_in(run_dir)[-1:]:
             path = self.path(name, f"lock.{number}")
@@ -124,7 +124,7 @@ class RunFolder:
         return None
 
     def _ends(self, metrics: Path) -> dict[str, Any]:
-        """What the first and the last rows say, read again when the file has changed."""
+        """Values of the first and last rows, cached until the file changes."""
         try:
             state = metrics.stat()
         except OSError:
@@ -135,19 +135,19 @@ class RunFolder:
         return self._seen[metrics][1]
 
     def steps_saved(self, name: str) -> list[int]:
-        """Of a run's checkpoints."""
+        """Steps of a run's checkpoints, in ascending order."""
         folder = self.path(name, "checkpoints")
         return sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit())
 
     def samples(self, name: str) -> dict[int, str]:
-        """Step -> file of what the model wrote then."""
+        """Step -> name of its file of samples."""
         files = self.path(name, "samples").glob("step_*.txt")
         found = {int(digits[0]): p.name for p in files if (digits := re.findall(r"\d+", p.stem))}
         return dict(sorted(found.items()))
 
 
 def read_ends(metrics: Path, size: int) -> dict[str, Any]:
-    """The first start, the last start or end, and the last figures of a metrics.jsonl."""
+    """The last start, the last start or end, and the last figures of a metrics.jsonl."""
     with metrics.open("rb") as file:
         head = file.read(ENDS)
         file.seek(max(0, size - ENDS))
@@ -170,19 +170,19 @@ def read_ends(metrics: Path, size: int) -> dict[str, Any]:
 
 
 def number(row: MetricsRow, key: str) -> float | int | None:
-    """A value that is a number, as a row of someone else's run may not have it."""
+    """The value of a key if it is a number, else None: the run may be malformed."""
     value = row.get(key)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def whole_number(row: MetricsRow, key: str) -> int | None:
-    """A value that is a whole number."""
+    """The value of a key if it is an int, else None."""
     value = number(row, key)
     return value if isinstance(value, int) else None
 
 
 def state_of(mark: MetricsRow | None, held: bool) -> tuple[str, str]:
-    """A run's state in one word, and what it says of its end, from its last start or end."""
+    """(state in one word, status), from the run's last start or end event."""
     if held:
         return "running", ""
     if mark is None:

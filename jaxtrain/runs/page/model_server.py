@@ -1,5 +1,5 @@
-"""A model of the folder that the page itself has served: `jaxtrain serve` in a process of its own,
-one at a time, from the first message on."""
+"""Serving of the folder's models: `jaxtrain serve` in a child process, one model at a time, started
+by the first message."""
 
 import asyncio
 import re
@@ -18,11 +18,11 @@ from jaxtrain.runs.page.folder import RunFolder
 from jaxtrain.settings import UserError
 
 LIMIT = 600  # seconds that a model may take to load
-DRAIN = 10  # seconds that answers in flight have when another model is wanted
+DRAIN = 10  # seconds for responses in flight to finish before another model is loaded
 
 
 class ServedModel(NamedTuple):
-    """A run's model at its end, or at a step."""
+    """A run's final model, or its checkpoint of a step."""
 
     run: str
     step: int | None
@@ -33,7 +33,7 @@ class ServedModel(NamedTuple):
 
 
 def servable_models(folder: RunFolder) -> list[dict[str, object]]:
-    """The runs that have a model, and the steps of their checkpoints."""
+    """Runs with a final model or checkpoints, and the steps of the checkpoints."""
     found = []
     for name in folder.names():
         steps = [path.name for path in folder.path(name).glob("checkpoints/*")]
@@ -44,14 +44,14 @@ def servable_models(folder: RunFolder) -> list[dict[str, object]]:
 
 
 def serve_command(run_dir: Path, step: int | None) -> list[str]:
-    """The command line of the process; it listens on this machine alone."""
+    """Command line of the server, which listens on loopback only."""
     which = [] if step is None else [f"--step={step}"]
     limits = ["--port=0", "--no-warm-up", "--max-concurrency=4", f"--drain={DRAIN}"]
     return [sys.executable, "-m", "jaxtrain.cli", "serve", str(run_dir), *which, *limits]
 
 
 class ModelServer:
-    """Starts a server for the model that is asked for, and ends the one before."""
+    """Starts a server for the requested model, after it has stopped the previous one."""
 
     def __init__(self, folder: RunFolder):
         self.folder, self.changing = folder, asyncio.Lock()
@@ -60,8 +60,8 @@ class ModelServer:
         self.endpoint: Endpoint | None = None
 
     async def endpoint_of(self, run: str, step: str) -> Endpoint:
-        """Where a model is served; loads it first. UserError for one that cannot be, or while
-        another one is being loaded."""
+        """The endpoint of a model, which is loaded if necessary. Raises UserError if it cannot be
+        served, or while another one is being loaded."""
         run_dir = self.folder.path(run)
         if step and not step.isdecimal():
             raise UserError(f"step {step!r} must be a whole number")
@@ -78,9 +78,9 @@ class ModelServer:
             return self.endpoint
 
     def start(self, run_dir: Path, model: ServedModel) -> Endpoint:
-        """The endpoint of a new process. UserError with the line that it ends with."""
+        """Start a server process. Raises UserError with its last line if it fails."""
         with tempfile.TemporaryFile() as errors:
-            # Not asyncio's: uvloop would fork, which libraries with threads do not outlive.
+            # Not asyncio's subprocess: uvloop would fork, which multithreaded libraries break on.
             self.process = process = subprocess.Popen(
                 serve_command(run_dir, model.step), stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=errors,
@@ -98,7 +98,7 @@ class ModelServer:
             raise UserError(f"{model.shown} is not served: {said}")
 
     def close(self) -> None:
-        """End the process; answers in flight have their time."""
+        """Stop the server; responses in flight have DRAIN seconds to finish."""
         process, self.process, self.model, self.endpoint = self.process, None, None, None
         if process is None:
             return

@@ -1,4 +1,4 @@
-"""A comparison as one HTML file that needs nothing else: `jaxtrain compare --html`."""
+"""`jaxtrain compare --html`: a comparison as one self-contained HTML file."""
 
 import hashlib
 import json
@@ -15,8 +15,8 @@ from jaxtrain.storage.disk import write_whole
 STATIC = Path(__file__).with_name("static")
 STYLES = ("uplot.css", "page.css")
 SCRIPTS = ("uplot.js", "store.js", "dom.js", "charts.js", "curves.js", "one_file.js")
-MAX_ROWS = 4000  # of a run and kind
-DIGITS = 6  # of a number
+MAX_ROWS = 4000  # rows per run and kind
+DIGITS = 6  # significant digits of a float
 BODY = """<header><h1>jaxtrain <span>comparison</span></h1>
 <button type="button" id="theme">Theme</button></header>
 <main><div id="figures"></div><h2>Curves</h2><div id="curves"></div></main>
@@ -24,7 +24,7 @@ BODY = """<header><h1>jaxtrain <span>comparison</span></h1>
 
 
 def write_page(c: Comparison, runs: Sequence[Run], path: Path) -> Path:
-    """Write the page; returns `path`. Runs of very many rows are thinned out."""
+    """Write the page; returns `path`. Long runs are downsampled."""
     kept = [
         {"name": one.name, "rows": rows_kept(run.rows)}
         for one, run in zip(c.runs, runs, strict=True)
@@ -32,7 +32,7 @@ def write_page(c: Comparison, runs: Sequence[Run], path: Path) -> Path:
     data = json.dumps({"comparison": comparison_tree(c), "runs": kept}, allow_nan=False)
     style = "\n".join((STATIC / name).read_text("utf-8") for name in STYLES)
     scripts = [(STATIC / name).read_text("utf-8") for name in SCRIPTS]
-    # In a script's element only `</script` and `<!--` end or change what is read.
+    # In a <script> element only `</script` and `<!--` end or change the parsing.
     parts = "".join(f"<script>{text}</script>" for text in scripts)
     policy = (
         f"default-src 'none'; style-src {source(style)}; "
@@ -56,12 +56,13 @@ def write_page(c: Comparison, runs: Sequence[Run], path: Path) -> Path:
 
 
 def source(text: str) -> str:
-    """The name by which a policy allows an inline text."""
+    """The hash with which a Content-Security-Policy allows an inline script or style."""
     return f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def rows_kept(rows: Sequence[MetricsRow]) -> list[dict[str, Any]]:
-    """Starts, and of training and validation at most MAX_ROWS evenly, with the last."""
+    """The last start row, and at most MAX_ROWS training and validation rows each: evenly spaced,
+    including the last."""
     found = [row for row in rows if row.get("event") == "start"][-1:]
     for kind in ("train", "validation"):
         some = [row for row in rows if row["kind"] == kind]
@@ -73,7 +74,7 @@ def rows_kept(rows: Sequence[MetricsRow]) -> list[dict[str, Any]]:
 
 
 def shortened(value: object) -> object:
-    """A number with DIGITS digits; one that is not finite is null."""
+    """Round a float to DIGITS significant digits; None if it is not finite."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The rows of a metrics.jsonl that is being written: what is new since the last look."""
+"""Follow a metrics.jsonl while it is written: return the rows added since the last read."""
 
 import json
 import os
@@ -7,23 +7,23 @@ from typing import BinaryIO, NamedTuple
 
 from jaxtrain.runs.history import MetricsRow, is_row
 
-AT_ONCE = 1 << 20  # bytes that are read at one look, so that a long history comes in parts
-MARK = 256  # bytes before the position that must still be there
+AT_ONCE = 1 << 20  # bytes per read, so that a long history comes in parts
+MARK = 256  # bytes before the read position that must be unchanged
 
 
 class News(NamedTuple):
-    """What a look has found."""
+    """Result of one read."""
 
-    reset: bool  # the rows of earlier looks are void: the run was resumed, or started afresh
+    reset: bool  # discard all earlier rows: the run was resumed, or started afresh
     rows: list[MetricsRow]
-    damaged: int  # lines that are no rows, so far
-    more: bool  # another look finds more at once
+    damaged: int  # number of invalid lines so far
+    more: bool  # another read finds more at once
 
 
 class Tail:
-    """Follows a file that grows, and is replaced when its run goes back to a checkpoint.
+    """Follows a file that grows, and that is replaced when its run goes back to a checkpoint.
 
-    A last line without an end is left for the next look: its writer is at work, or was killed.
+    An incomplete last line is left for the next read: its writer is busy, or was killed.
     """
 
     def __init__(self, path: Path):
@@ -34,7 +34,7 @@ class Tail:
         self._inode, self._place, self._mark, self._damaged = 0, 0, b"", 0
 
     def look(self) -> News:
-        """What was written since the last look. A file that is gone has no rows."""
+        """Read the rows written since the last call. A missing file has no rows."""
         try:
             with self.path.open("rb") as file:
                 return self._read(file)
@@ -55,7 +55,7 @@ class Tail:
         self._inode = inode
         file.seek(self._place)
         chunk = file.read(AT_ONCE)
-        while b"\n" not in chunk and (more := file.read(AT_ONCE)):  # a line longer than a look
+        while b"\n" not in chunk and (more := file.read(AT_ONCE)):  # a line longer than AT_ONCE
             chunk += more
         whole = chunk[: chunk.rfind(b"\n") + 1]
         self._place += len(whole)
@@ -67,7 +67,7 @@ class Tail:
 
 
 def parsed(line: bytes) -> MetricsRow | None:
-    """The row of a line; None for a line that is none. NaN and infinities become null."""
+    """Parse a row; None if the line is not one. NaN and infinities become None."""
     try:
         row = json.loads(line, parse_constant=lambda name: None)
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
 "use strict";
-// The page: the list of runs beside the views, and one stream of rows for what is chosen.
+// The page: the list of runs next to the views, and one stream of rows for the selected runs.
 
 jaxtrain.App = class {
   constructor(options) {
@@ -47,7 +47,7 @@ jaxtrain.App = class {
     this.choose(this.asked.get("tab"));
   }
 
-  // As long as nobody has chosen: the first run that trains, or else the last that did.
+  // Default selection, before the user selects: a run that trains, or else the last that did.
   suggest() {
     if (this.list.touched || this.list.chosen.length) return false;
     const trained = this.list.runs.filter((run) => run.step !== null);
@@ -56,7 +56,7 @@ jaxtrain.App = class {
     return Boolean(first);
   }
 
-  // The address says what is shown, so that it can be kept and given away.
+  // Store the current view in the URL, so that it can be bookmarked and shared.
   remember() {
     const { view } = this.curves;
     const words = new URLSearchParams(this.list.chosen.map((name) => ["run", name]));
@@ -73,7 +73,7 @@ jaxtrain.App = class {
     this.remember();
   }
 
-  // The rows of those that are chosen, and of no others.
+  // Keep the rows of the selected runs only.
   follow() {
     this.list.update(this.list.runs);
     for (const name of this.rows.keys())
@@ -90,7 +90,7 @@ jaxtrain.App = class {
     document.getElementById("tab-details").focus();
   }
 
-  // One stream for all that is chosen. A new one begins with all rows.
+  // Open one stream for all selected runs. A new stream begins with all rows.
   connect() {
     this.stream?.close();
     this.stream = new EventSource(
@@ -122,7 +122,7 @@ jaxtrain.App = class {
     this.status.className = `status ${text === "live" ? "is-live" : "is-lost"}`;
   }
 
-  // Rows come in bursts; drawing once a frame is enough.
+  // Rows arrive in bursts, so draw at most once per frame.
   soon() {
     if (this.due) return;
     this.due = true;

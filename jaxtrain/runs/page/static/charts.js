@@ -40,7 +40,7 @@ jaxtrain.Chart = class {
     else if (!this.plot && width) this.update();
   }
 
-  // What is drawn: per run {name, colour, x, y, smooth}, all points.
+  // Lines to draw, with all points: per run {name, colour, x, y, raw}; raw: y before smoothing.
   read() {
     const { axis, logX, logY, smooth } = this.view;
     const lines = [];
@@ -137,7 +137,7 @@ jaxtrain.Chart = class {
     };
   }
 
-  // Whether the points of a line are few enough to be seen one by one.
+  // Whether a line has so few points that each is drawn as a dot.
   dotted(line) {
     return line.x.length < (this.measure.kind === "validation" ? 40 : 8) && !line.raw;
   }
@@ -148,7 +148,7 @@ jaxtrain.Chart = class {
     return this.view.logX ? [low / 2, high * 2] : [low - 1, high + 1];
   }
 
-  // The values in sight; a few extremes (the first steps, a spike) may leave the frame.
+  // [low, high] of the visible values. A few extremes (the first steps, a spike) may lie outside.
   yRange() {
     const [from, to] = this.range;
     const values = [];
@@ -177,7 +177,7 @@ jaxtrain.Chart = class {
 
   // ---- hover and keyboard ----------------------------------------------------------------------
 
-  // The values at a place: of each run its last point at or before it.
+  // The values at an x position: each run's last point at or before it.
   at(place) {
     const found = [];
     for (const line of this.lines) {
@@ -255,7 +255,7 @@ jaxtrain.Chart = class {
     this.view.setZoom([around - (around - low) * factor, around + (high - around) * factor]);
   }
 
-  // The name of the chart for those who do not see it.
+  // Set the chart's description for screen readers.
   describe() {
     const last = this.lines.map((line) => `${line.name} ends at ${jaxtrain.number(line.y.at(-1))}`);
     const keys = "Arrow keys read values, plus and minus zoom, 0 shows all.";

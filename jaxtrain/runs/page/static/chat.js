@@ -1,5 +1,5 @@
 "use strict";
-// A conversation with the models of servers, or a text that they continue.
+// A chat with a served model, or a text that it continues.
 
 jaxtrain.Chat = class {
   constructor(root, options) {
@@ -87,8 +87,8 @@ jaxtrain.Chat = class {
     );
   }
 
-  // The models that the servers have, asked each time the panel is opened, and those of the runs. A
-  // value is the number of the server and the model's name, or run@STEP and the run's name.
+  // List the servers' models, fetched each time the panel is opened, and the runs' models. An
+  // option's value is the server's index and the model's name, or run@STEP and the run's name.
   async open() {
     if (!this.model) return;
     const kept = this.model.value;
@@ -179,7 +179,7 @@ jaxtrain.Chat = class {
     }
   }
 
-  // The answer as it comes. A model without a chat template only continues the last text.
+  // Stream the answer. A model without a chat template only continues the last message.
   async *parts(signal) {
     const [, where, name] = this.model.value.match(/^(\S+) (.*)$/s);
     const own = where.startsWith("run@");

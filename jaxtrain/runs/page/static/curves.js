@@ -1,5 +1,5 @@
 "use strict";
-// The charts of several runs over each other, and what they are drawn against.
+// Charts that overlay several runs, and the choice of their x axis.
 
 jaxtrain.Curves = class {
   constructor(root, kept = {}) {
@@ -124,7 +124,7 @@ jaxtrain.Curves = class {
     this.draw();
   }
 
-  // The measures that the runs have: those that are known, then all others.
+  // The measures that the runs have: known ones first, then all others.
   measures() {
     const there = new Map();
     for (const measure of jaxtrain.MEASURES)
@@ -162,7 +162,7 @@ jaxtrain.Curves = class {
       }
       if (measure.known || this.more.open) this.charts.get(key).update();
     }
-    // Charts stand in the order of the measures, whichever run brought them.
+    // Charts are in the order of the measures, whichever runs have them.
     for (const parent of [this.main, this.rest]) {
       const figures = found
         .map(([key]) => this.charts.get(key).figure)
@@ -179,7 +179,7 @@ jaxtrain.Curves = class {
 
 // ---- figures and settings ----------------------------------------------------------------------
 
-// found: what `/api/compare` says, or what is in a page of `jaxtrain compare --html`.
+// found: the response of `/api/compare`, or the data in a page of `jaxtrain compare --html`.
 jaxtrain.showComparison = (root, found) => {
   const { el } = jaxtrain;
   const number = (value, digits) =>
@@ -220,7 +220,7 @@ jaxtrain.showComparison = (root, found) => {
     );
   } else parts.push(el("p", { class: "note" }, found.error));
   const differences = Object.entries(found.differences);
-  const commit = /^([0-9a-f]{12})[0-9a-f]{28}/; // of which twelve digits say enough
+  const commit = /^([0-9a-f]{12})[0-9a-f]{28}/; // twelve digits are enough
   const text = (value) =>
     typeof value === "string" ? value.replace(commit, "$1") : JSON.stringify(value);
   parts.push(el("h2", {}, "Settings that differ"));

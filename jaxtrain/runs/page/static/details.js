@@ -28,7 +28,7 @@ jaxtrain.Details = class {
     if (names.includes(this.name)) this.choice.value = this.name;
   }
 
-  // rows(name): the rows of a run, where the page has them.
+  // rows(name): the rows of a run, if the page has them.
   async show(name, rows) {
     this.name = name;
     this.rows = rows;
@@ -84,7 +84,7 @@ jaxtrain.Details = class {
     this.update();
   }
 
-  // Events come with the rows.
+  // Update the table of events, which are part of the rows.
   update() {
     if (!this.events) return;
     const rows = this.rows(this.name);
@@ -179,7 +179,7 @@ jaxtrain.Details = class {
     ];
   }
 
-  // Documents by length.
+  // Histogram of document lengths.
   lengths(name, counts) {
     const { el } = jaxtrain;
     const there = Object.entries(counts).filter(([, count]) => count > 0);

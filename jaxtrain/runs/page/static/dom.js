@@ -1,5 +1,5 @@
 "use strict";
-// Elements. Text is always text: nothing here makes HTML of a string.
+// Helpers that build elements. Strings become text nodes, never HTML.
 
 jaxtrain.el = (tag, attributes = {}, ...children) => {
   const made = document.createElement(tag);
@@ -19,7 +19,7 @@ jaxtrain.fill = (parent, ...children) => {
   return parent;
 };
 
-// A table that may be wider than the page: it scrolls by itself, also by the keyboard.
+// A table that may be wider than the page: it has its own scrollbar, also usable by keyboard.
 jaxtrain.table = (label, head, rows) => {
   const { el } = jaxtrain;
   const line = (cells) =>
@@ -42,11 +42,11 @@ jaxtrain.table = (label, head, rows) => {
   return el("div", { class: "wide", tabindex: "0", role: "region", "aria-label": label }, table);
 };
 
-// A word of a shell command, as it must be typed.
+// Quote a word for a shell command.
 jaxtrain.quoted = (word) =>
   /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\"'\"'")}'`;
 
-// words: of the command, or the command as it is.
+// words: the list of the command's words, or the command as a string.
 jaxtrain.copyable = (label, words) => {
   const { el } = jaxtrain;
   const command = typeof words === "string" ? words : words.map(jaxtrain.quoted).join(" ");
@@ -72,7 +72,7 @@ jaxtrain.copyable = (label, words) => {
   return el("div", { class: "command" }, el("span", {}, label), code, button);
 };
 
-// What a screen reader says now.
+// Announce a text to screen readers.
 jaxtrain.say = (text) => {
   const live = document.getElementById("live");
   if (live) live.textContent = text;
@@ -81,7 +81,7 @@ jaxtrain.say = (text) => {
 jaxtrain.swatch = (index) =>
   jaxtrain.el("i", { class: `swatch run-${index % 8}`, "aria-hidden": "true" });
 
-// The colour of a run in the theme that is on, for canvases.
+// The colour of a CSS class in the current theme, for canvases.
 jaxtrain.colour = (css) => {
   const probe = jaxtrain.el("i", { class: css });
   document.body.append(probe);
@@ -90,7 +90,7 @@ jaxtrain.colour = (css) => {
   return found;
 };
 
-// Tabs by the arrow keys, Home and End; `show(name)` when one is chosen.
+// Tabs with keyboard control (arrow keys, Home, End). Calls `show(name)` when one is selected.
 jaxtrain.tabs = (list, show) => {
   const tabs = [...list.querySelectorAll("[role=tab]")];
   const choose = (tab, focus) => {
@@ -127,7 +127,7 @@ jaxtrain.fetched = async (path, options) => {
 
 jaxtrain.query = (path, pairs) => `${path}?${new URLSearchParams(pairs)}`;
 
-// Light, dark, or as the system has it.
+// Theme switch: light, dark, or the system's.
 jaxtrain.theme = (button, changed) => {
   const names = ["auto", "light", "dark"];
   const apply = (name) => {

@@ -1,5 +1,5 @@
 "use strict";
-// The dry run: does it fit, how fast is it, how long does it take?
+// The dry run: whether a run fits, how fast it is, how long it takes.
 
 jaxtrain.Estimate = class {
   constructor(root, options) {
@@ -66,7 +66,7 @@ jaxtrain.Estimate = class {
     return Object.fromEntries(new FormData(this.form));
   }
 
-  // The same as commands.
+  // Show the equivalent commands.
   say() {
     const { config, overrides, device, devices } = this.values();
     const name = config.startsWith("run:")

@@ -1,5 +1,5 @@
 "use strict";
-// The list of runs: which are chosen, and how each stands.
+// The list of runs: their selection and states.
 
 jaxtrain.STATES = {
   running: "running",
@@ -12,7 +12,7 @@ jaxtrain.STATES = {
 };
 
 jaxtrain.RunList = class {
-  // changed(): other runs are chosen. open(name): its details are wanted.
+  // changed(): called when the selection changes. open(name): called to show a run's details.
   constructor(root, filter, changed, open) {
     this.root = root;
     this.filter = filter;
@@ -20,7 +20,7 @@ jaxtrain.RunList = class {
     this.open = open;
     this.runs = [];
     this.chosen = [];
-    this.touched = false; // by the user
+    this.touched = false; // whether the user has selected runs
     this.colours = new Map();
     this.items = new Map();
     filter.addEventListener("input", () => this.hide());

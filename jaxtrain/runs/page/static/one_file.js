@@ -1,5 +1,5 @@
 "use strict";
-// The page of `jaxtrain compare --html`: its data stands in it.
+// The page of `jaxtrain compare --html`: its data is embedded.
 
 (() => {
   const found = JSON.parse(document.getElementById("data").textContent);

@@ -1,5 +1,5 @@
 "use strict";
-// What models wrote during training, side by side: one run at several steps, or several runs.
+// Samples generated during training, side by side: one run at several steps, or several runs.
 
 jaxtrain.Samples = class {
   constructor(root) {
@@ -86,7 +86,7 @@ jaxtrain.Samples = class {
         el("option", { value: String(one) }, `step ${one.toLocaleString("en")}`),
       ),
     );
-    // The newest sample that the run had by then.
+    // Show the run's newest sample at or before a step.
     const go = async (wanted) => {
       const at = run.steps[Math.max(0, jaxtrain.lastAt(run.steps, wanted))];
       choice.value = String(at);
@@ -110,7 +110,7 @@ jaxtrain.Samples = class {
   }
 };
 
-// The first, the last and some between.
+// Select `count` evenly spaced values, including the first and the last.
 jaxtrain.spaced = (values, count) => {
   if (values.length <= count) return values;
   return Array.from(

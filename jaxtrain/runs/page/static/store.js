@@ -1,8 +1,8 @@
 "use strict";
-// The rows of runs, and curves made of them. Scripts are plain and share this one object.
+// Rows of runs, and curves made of them. The scripts are no modules; they share this one object.
 const jaxtrain = {};
 
-jaxtrain.MAX_POINTS = 1500; // of a line on the screen
+jaxtrain.MAX_POINTS = 1500; // points drawn per line
 jaxtrain.AXES = { step: "Steps", tokens: "Tokens", seconds: "Seconds of training" };
 jaxtrain.MEASURES = [
   { kind: "train", column: "loss", title: "Training loss", unit: "nats per token", smooth: true },
@@ -59,7 +59,7 @@ jaxtrain.RunRows = class {
     return this.events.findLast((row) => row.event === "start") || {};
   }
 
-  // Columns of numbers that a kind of rows has.
+  // Names of the numeric columns in rows of a kind.
   columns(kind) {
     const found = new Set();
     const rows = this.kinds[kind];
@@ -95,7 +95,7 @@ jaxtrain.RunRows = class {
     return clock;
   }
 
-  // {x, y} of a measure against steps, tokens or seconds; x rises.
+  // {x, y} of a measure against steps, tokens or seconds; x is increasing.
   curve(measure, axis) {
     const x = [];
     const y = [];
@@ -116,7 +116,7 @@ jaxtrain.RunRows = class {
   }
 };
 
-// The index of the last x at or before a place; -1 before the first.
+// The index of the last x at or before a position; -1 before the first.
 jaxtrain.lastAt = (xs, place) => {
   let low = -1;
   let high = xs.length - 1;
@@ -128,7 +128,7 @@ jaxtrain.lastAt = (xs, place) => {
   return low;
 };
 
-// Straight lines between known points.
+// Linear interpolation.
 jaxtrain.between = (xs, ys, place) => {
   const i = jaxtrain.lastAt(xs, place);
   if (i < 0) return ys[0];
@@ -148,7 +148,7 @@ jaxtrain.smoothed = (ys, weight) => {
   });
 };
 
-// The lowest and the highest point of each of a few hundred buckets between two places.
+// Downsample a range: the lowest and highest point of each of a few hundred buckets.
 jaxtrain.thinned = (xs, columns, range) => {
   let first = 0;
   let last = xs.length;
