@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tiny import resolved
 
 from jaxtrain.inference.engine import Request, SamplingParams, device, drafts
-from jaxtrain.inference.engine.programs import Drafter
+from jaxtrain.inference.engine.programs import EngineModel
 from jaxtrain.settings import UserError
 
 LENGTHS = 3, 17, 9, 1, 20, 8
@@ -158,7 +158,7 @@ def test_what_a_small_model_guesses_changes_nothing(guesser):
     """The model itself is always right, another with random weights nearly never."""
     c, graphdef, _, params = model(guesser)
     options = OPTIONS._replace(drafts=3, pages=24)
-    engine = make_engine("plain", options, drafter=Drafter(c, graphdef, params))
+    engine = make_engine("plain", options, drafter=EngineModel(c, graphdef, params))
     # It guesses by the temperature alone: what top-k and top-p leave out is guessed as well.
     how = WARM, WARM._replace(seed=7), GREEDY
     texts = zip(prompts(3, 17, 9), how, strict=True)

@@ -16,8 +16,8 @@ from jaxtrain.inference.engine.compiler import EngineCompiler
 from jaxtrain.inference.engine.programs import (
     ProgramKey,
     Programs,
-    begins_apart,
-    fewest,
+    minimal_programs,
+    supports_first_chunks,
     table_sizes,
 )
 from jaxtrain.inference.engine.sampling import Sampler
@@ -26,17 +26,17 @@ from jaxtrain.parallel.axes import partition_spec
 CONTEXT = 2048
 
 
-def programs(in_place, begins=False):
+def programs(in_place, first_chunks=False):
     options = EngineOptions(context=CONTEXT)
     sizes = table_sizes(options, CONTEXT // options.page_size, in_place)
-    return Programs((), options, 0, sizes, 8, begins=begins)
+    return Programs((), options, 0, sizes, 8, first_chunks=first_chunks)
 
 
 def test_a_kernel_that_reads_pages_in_place_needs_few_programs():
     keys = programs(in_place=True).needed((), CONTEXT)
     layers = {"decode_slots": 2 * 5, "prefill_slots": 2}
     assert Counter(key.name for key in keys) == layers | {"sample_first": 3, "put_texts": 1}
-    first = fewest(keys)
+    first = minimal_programs(keys)
     assert len(first) == 4 and {key.name for key in first} == {key.name for key in keys}
     assert all(any(a.serves(b) for a in first) for b in keys)
 
@@ -49,14 +49,14 @@ def test_gathered_pages_have_sizes():
     ]  # fmt: skip
     keys = one.needed((), CONTEXT)
     assert len(keys) == 3 * (2 * 5 + 2) + 3 + 1
-    assert fewest(keys) == fewest(programs(in_place=True).needed((), CONTEXT))
+    assert minimal_programs(keys) == minimal_programs(programs(in_place=True).needed((), CONTEXT))
 
 
 def test_prompts_that_begin_have_programs_of_their_own():
     """Of one size of pages, and of more rows: nothing is gathered for them."""
-    keys = programs(in_place=False, begins=True).needed((), CONTEXT)
+    keys = programs(in_place=False, first_chunks=True).needed((), CONTEXT)
     found = {key for key in keys if key.name == "prefill_slots"}
-    ones = {key for key in found if key.begins}
+    ones = {key for key in found if key.first_chunks}
     assert {(key.rows, key.pages) for key in ones} == {(n, 512 * 2 // 32) for n in (1, 4, 16)}
     assert {(x.rows, x.pages * 32) for x in found - ones} == {
         (n, size) for n in (1, 4) for size in (256, 1024, 2048)
@@ -69,26 +69,26 @@ def test_prompts_that_begin_have_programs_of_their_own():
 def test_when_prompts_that_begin_are_computed_as_whole_rows():
     c = model("plain")[0]
     options = EngineOptions(context=32, chunk=16)
-    assert begins_apart(options, [c], None)
+    assert supports_first_chunks(options, [c], None)
     for other in ({"slots": 1}, {"cache_dtype": "int8"}, {"draft_mtp": True}):
-        assert not begins_apart(options._replace(**other), [c], None)
+        assert not supports_first_chunks(options._replace(**other), [c], None)
     for changes in ({"attention": "mosaic"}, {"prompt": 4}, {"context_length": 8}):
-        assert not begins_apart(options, [c, c.model_copy(update=changes)], None)
+        assert not supports_first_chunks(options, [c, c.model_copy(update=changes)], None)
 
 
 def test_prompts_wait_for_a_program_that_they_fill_to_a_half():
-    one = programs(in_place=True, begins=True)
-    counts = [one.at_once(n, True) for n in (1, 2, 3, 4, 5, 7, 8, 12, 16, 40)]
+    one = programs(in_place=True, first_chunks=True)
+    counts = [one.prefill_batch(n, True) for n in (1, 2, 3, 4, 5, 7, 8, 12, 16, 40)]
     assert counts == [1, 2, 3, 4, 4, 4, 8, 12, 16, 16]
     assert [one.prefilling(n, 9, True).rows for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 16, 16]
-    assert [one.at_once(n, False) for n in (1, 3, 16)] == [1, 3, 4]
+    assert [one.prefill_batch(n, False) for n in (1, 3, 16)] == [1, 3, 4]
 
 
 def test_a_known_page_or_a_long_prompt_needs_programs_that_gather():
-    one = programs(in_place=True, begins=True)
+    one = programs(in_place=True, first_chunks=True)
     gathers = lambda *texts: (
         not all(
-            key.begins
+            key.first_chunks
             for key in one.needed(
                 [Request(str(i), x, GREEDY) for i, x in enumerate(texts)], CONTEXT
             )
@@ -125,7 +125,7 @@ def test_requests_run_by_what_is_compiled_and_a_second_start_compiles_nothing(tm
             gate.wait(60)
         return lower(self, key, *where)
 
-    first = fewest(engine.programs.needed((), engine.context))
+    first = minimal_programs(engine.programs.needed((), engine.context))
     cache = {
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_persistent_cache_min_compile_time_secs": 0,

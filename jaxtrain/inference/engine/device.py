@@ -32,8 +32,8 @@ from jaxtrain.parallel import constrain
 from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
 
-WRONG = -2  # marks a position whose draft token was rejected
-GAVE_UP = -3  # marks a step whose megakernel gave up a wait: its states are not finite
+REJECTED = -2  # marks a position whose draft token was rejected
+NONFINITE = -3  # marks a step whose megakernel gave up a wait: its states are not finite
 LEAST_PAGE = 8  # fewest tokens per page if virtual tokens fill several pages
 
 
@@ -64,7 +64,7 @@ class GraphDefs(tuple[nnx.GraphDef, ...]):
 
 
 class Sampled(NamedTuple):
-    """Samples of some steps, [steps, B, ..]: new tokens (-1: no token, WRONG: a rejected draft
+    """Samples of some steps, [steps, B, ..]: new tokens (-1: no token, REJECTED: a rejected draft
     token), and with `Sampler.ALL` the log-probs where they are wanted."""
 
     tokens_KBT: Array
@@ -135,7 +135,9 @@ def put_texts(
     return pinned(state._replace(texts_SC=texts_SC, known_S=known_S))
 
 
-@jit("cublas", static_argnames=("graphdefs", "chunk", "most", "begins"), donate_argnames="state")
+@jit(
+    "cublas", static_argnames=("graphdefs", "chunk", "most", "first_chunk"), donate_argnames="state"
+)
 def prefill_slots(
     graphdefs: GraphDefs,
     params: tuple[Params, ...],
@@ -148,13 +150,13 @@ def prefill_slots(
     *,
     chunk: int,
     most: int,
-    begins: bool = False,
+    first_chunk: bool = False,
 ) -> tuple[DeviceState, Float[Array, "B D"]]:
     """Compute counts_R tokens of some slots' sequences, from starts_R on. Returns the last states.
 
     An idle row has a slot out of range, and counts_R 0. most: rows of the returned states, padded
-    with zeros from R on, so that one program samples from any number of them. begins: all rows are
-    first chunks, starts_R is 0.
+    with zeros from R on, so that one program samples from any number of X
+    are first chunks, and starts_R is 0.
     """
     texts_RC = state.texts_SC.at[slots_R].get(mode="fill", fill_value=0)
     places_RT = starts_R[:, None] + jnp.arange(chunk)[None]
@@ -165,7 +167,7 @@ def prefill_slots(
     adapted = choose_adapters(params[0], adapter_R), *params[1:]
     models = [nnx.merge(*pair) for pair in zip(graphdefs, adapted)]
     caches = [PagedCache(kv, *where) for kv in state.kv]
-    run = functools.partial(run_model, begins=begins)
+    run = functools.partial(run_model, begins=first_chunk)
     ran = [run(model, tokens_RT, cache) for model, cache in zip(models, caches)]
     states_RTD, kv = ran[0][0], tuple(kv for _, kv in ran)
     if state.last is not None:  # a last token has no known next token yet: processed again later
@@ -230,7 +232,7 @@ def decode_slots(
             models, some, rows, active_B, table_BW, drafts, sampler, packed
         )
         new_BT, tried_BT = (jnp.arange(drafts + 1)[None] < n_B[:, None] for n_B in counts)
-        tokens_BT = jnp.where(new_BT, one.token_B, jnp.where(tried_BT, WRONG, -1))
+        tokens_BT = jnp.where(new_BT, one.token_B, jnp.where(tried_BT, REJECTED, -1))
         return some, Sampled(tokens_BT, *one[1:])
 
     some = pinned(DeviceState(state.kv, *jax.tree.map(take, own)))
@@ -288,7 +290,7 @@ def decode_step(
     one = jax.tree.map(lambda x: x.reshape(S, T, *x.shape[1:]), one)
     if packed is not None:
         lost_S = ~jnp.isfinite(states_STD).all((1, 2))
-        one = one._replace(token_B=jnp.where(lost_S[:, None], GAVE_UP, one.token_B))
+        one = one._replace(token_B=jnp.where(lost_S[:, None], NONFINITE, one.token_B))
     right_Sk = (guess_Sk == one.token_B[:, :drafts]) & (
         jnp.arange(drafts)[None] + 1 < counts_S[:, None]
     )

@@ -9,7 +9,7 @@ from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine.adapters import load_adapters
 from jaxtrain.inference.engine.engine import Engine
-from jaxtrain.inference.engine.programs import Drafter
+from jaxtrain.inference.engine.programs import EngineModel
 from jaxtrain.inference.engine.requests import DEFAULT, EngineOptions
 from jaxtrain.model import Params, cast
 from jaxtrain.model.stack import take_apart
@@ -42,7 +42,9 @@ def engine_of(saved: Saved, options: EngineOptions = DEFAULT) -> Engine:
     return Engine(*model, options, mesh, drafter, [name for name, _ in options.adapters])
 
 
-def load_drafter(options: EngineOptions, tokenizer: Tokenizer, mesh: Mesh | None) -> Drafter | None:
+def load_drafter(
+    options: EngineOptions, tokenizer: Tokenizer, mesh: Mesh | None
+) -> EngineModel | None:
     """Load the draft model of `draft_run`, if there is one, onto the mesh. Raises UserError if its
     tokenizer differs or `drafts` is 0."""
     if options.draft_run is None:
@@ -52,7 +54,7 @@ def load_drafter(options: EngineOptions, tokenizer: Tokenizer, mesh: Mesh | None
         raise UserError(f"draft_run {options.draft_run}: its tokenizer is another one")
     if not options.drafts:
         raise UserError("draft_run guesses tokens; say how many a step with drafts, as 4")
-    return Drafter(small.config.model, small.graphdef, params_of(small, mesh))
+    return EngineModel(small.config.model, small.graphdef, params_of(small, mesh))
 
 
 def params_of(saved: Saved, mesh: Mesh | None) -> Params:

@@ -10,7 +10,7 @@ from jaxtrain_kernels.decode_layers import PackedLayers
 from jaxtyping import PyTree
 
 from jaxtrain.inference.engine.pages import bytes_of, free_bytes
-from jaxtrain.inference.engine.programs import Drafter
+from jaxtrain.inference.engine.programs import EngineModel
 from jaxtrain.inference.engine.requests import EngineOptions
 from jaxtrain.model.packed import pack_layers, why_not_packed
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def packed_layers(
-    options: EngineOptions, graphdefs: Sequence[nnx.GraphDef], models: Sequence[Drafter],
+    options: EngineOptions, graphdefs: Sequence[nnx.GraphDef], models: Sequence[EngineModel],
     page: PyTree, pages: int, mesh: Mesh | None,
 ) -> PackedLayers | None:  # fmt: skip
     """Packed layers of the first model. None if the megakernel is off or unsupported; the latter is
@@ -34,7 +34,11 @@ def packed_layers(
 
 
 def why_not_engine(
-    options: EngineOptions, models: Sequence[Drafter], page: PyTree, pages: int, mesh: Mesh | None
+    options: EngineOptions,
+    models: Sequence[EngineModel],
+    page: PyTree,
+    pages: int,
+    mesh: Mesh | None,
 ) -> str | None:
     """Reason why an engine cannot use the megakernel; None if it can."""
     c, params = models[0].config, models[0].params

@@ -60,7 +60,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that `take` can allocate."""
+        """Pages that `allocate` can hand out."""
         return len(self.free) + len(self.unused)
 
     @property
@@ -68,7 +68,7 @@ class PagePool:
         """Pages that requests use."""
         return self.total - self.available
 
-    def take(self, count: int) -> list[int] | None:
+    def allocate(self, count: int) -> list[int] | None:
         """Allocate `count` pages. Returns None if fewer are available."""
         if count > self.available:
             return None
@@ -83,7 +83,7 @@ class PagePool:
         self.uses[page] = 1
         return page
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """Release one use of each page. Of pages that become unused, the last are evicted first."""
         for page in reversed(pages):
             self.uses[page] -= 1
@@ -95,7 +95,7 @@ class PagePool:
             else:
                 self.free.append(page)
 
-    def find(self, digests: Sequence[Digest]) -> list[int]:
+    def find_cached(self, digests: Sequence[Digest]) -> list[int]:
         """Pages of the longest cached prefix. Adds one use to each."""
         found: list[int] = []
         for digest in digests:
@@ -107,7 +107,7 @@ class PagePool:
             self.uses[page] += 1
         return found
 
-    def remember(self, pages: Sequence[int], digests: Sequence[Digest]) -> None:
+    def cache(self, pages: Sequence[int], digests: Sequence[Digest]) -> None:
         """Cache these full pages under their digests. Existing entries stay."""
         for page, digest in zip(pages, digests):
             if digest not in self.page_of and page not in self.digest_of:

@@ -15,7 +15,7 @@ The number of sizes of a program depends on the work that is wasted on padding. 
 - Prompts of a prefill: one, or sizes that grow by four, up to `prefill_rows`. Each further row is a
   further chunk to compute: with one size, a lone prompt would cost as much as all.
 - First chunks of prompts: their tokens attend to each other, as whole rows do. Later chunks, and
-  prompts with cached pages, attend to gathered pages, in prefills of up to GATHERED tokens.
+  prompts with cached pages, attend to gathered pages: at most MAX_GATHERED_TOKENS a prefill.
 - Samplers: top-k and top-p sort rows * vocabulary values in each step, and with `Sampler.ALL` the
   host waits for its branches. Calls of several steps have a program for each sampler. A single step
   runs next to a prefill, or for a grammar, and uses `ALL` for `BEST`.
@@ -47,15 +47,15 @@ from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Params
 
 GROWTH = 4  # ratio of a page table size, or of the rows of a prefill, to the one below
-GATHERED = 2048  # most tokens of one prefill that gathers pages: each token has S scores per head
-BEGUN = 8192  # most tokens of one prefill of first chunks
+MAX_GATHERED_TOKENS = 2048  # of one prefill that gathers pages: each token has S scores per head
+MAX_FIRST_CHUNK_TOKENS = 8192  # of one prefill of first chunks
 
 
 def i32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-class Drafter(NamedTuple):
+class EngineModel(NamedTuple):
     """A model that decodes or drafts tokens; a draft model has the same vocabulary."""
 
     config: ResolvedModel
@@ -63,7 +63,7 @@ class Drafter(NamedTuple):
     params: Params
 
 
-def draft_modules(model: Drafter, o: EngineOptions) -> list[Drafter]:
+def draft_modules(model: EngineModel, o: EngineOptions) -> list[EngineModel]:
     """Multi-token prediction module that drafts, as a model of one layer; [] without `draft_mtp`.
     Raises UserError if it cannot draft."""
     if not o.draft_mtp:
@@ -85,13 +85,15 @@ def draft_modules(model: Drafter, o: EngineOptions) -> list[Drafter]:
     return [model._replace(config=layer)]
 
 
-def last_states(model: Drafter, o: EngineOptions) -> jax.ShapeDtypeStruct | None:
+def last_states(model: EngineModel, o: EngineOptions) -> jax.ShapeDtypeStruct | None:
     """Shape of the states that a slot's module drafts from; None without `draft_mtp`."""
     shape = o.drafts + 1, model.config.width
     return jax.ShapeDtypeStruct(shape, model.params["embed"].dtype) if o.draft_mtp else None
 
 
-def begins_apart(o: EngineOptions, models: Sequence[ResolvedModel], mesh: Mesh | None) -> bool:
+def supports_first_chunks(
+    o: EngineOptions, models: Sequence[ResolvedModel], mesh: Mesh | None
+) -> bool:
     """Whether first chunks of prompts are computed as whole rows, without reading pages.
 
     Not with 8-bit pages: later chunks would see other keys of the first chunk than it did itself.
@@ -108,29 +110,29 @@ def begins_apart(o: EngineOptions, models: Sequence[ResolvedModel], mesh: Mesh |
 
 class ProgramKey(NamedTuple):
     """Key of a program. name: function in `device`. rows: prompts, or sequences to decode. pages:
-    per row. steps: decode steps. begins: for first chunks of prompts."""
+    per row. steps: decode steps. first_chunk: for first chunks of prompts."""
 
     name: str
     rows: int = 0
     pages: int = 0
     steps: int = 0
     sampler: Sampler = Sampler.TEMPERATURE
-    begins: bool = False
+    first_chunk: bool = False
 
     def serves(self, other: "ProgramKey") -> bool:
         """Whether this program can run instead of the other, at the same or a higher cost."""
         large = self.rows >= other.rows and self.pages >= other.pages
         sampled = self.sampler >= other.sampler and self.steps <= other.steps
-        also = other.begins or not self.begins
+        also = other.first_chunk or not self.first_chunk
         return self.name == other.name and large and sampled and also
 
     @property
     def cost(self) -> tuple[int, ...]:
         """Sort key of programs that serve the same step."""
-        return (-self.steps, not self.begins, self.rows, self.pages, self.sampler)
+        return (-self.steps, not self.first_chunk, self.rows, self.pages, self.sampler)
 
 
-def fewest(keys: Collection[ProgramKey]) -> list[ProgramKey]:
+def minimal_programs(keys: Collection[ProgramKey]) -> list[ProgramKey]:
     """Programs that no other one can replace. Together they can replace all of them."""
     return [a for a in keys if not any(b.serves(a) for b in keys if b != a)]
 
@@ -152,7 +154,7 @@ def row_lengths(asked: Collection[Request], chunk: int, context: int) -> Lengths
     return Lengths(range(min(chunk, shortest), longest + 1), range(shortest + 1, last + 1))
 
 
-def reads_in_place(model: Drafter, page: PyTree, pages: int) -> bool:
+def reads_in_place(model: EngineModel, page: PyTree, pages: int) -> bool:
     """Whether a model's attention reads pages in place. page: shapes of each layer's page
     (`page_shapes`). pages: their number."""
     one = jax.tree.leaves(page)[0]
@@ -174,7 +176,7 @@ def table_sizes(options: EngineOptions, width: int, in_place: bool) -> tuple[int
 class Programs(NamedTuple):
     """Specification of an engine's programs. virtual: pages at the start of every row. sizes: page
     table sizes, in ascending order. state_dim: width of a token's last state. packed: layers of the
-    megakernel. begins: first chunks of prompts have their own programs."""
+    megakernel. first_chunks: first chunks of prompts have their own programs."""
 
     models: tuple[GraphDefs, tuple[Params, ...]]
     options: EngineOptions
@@ -182,7 +184,7 @@ class Programs(NamedTuple):
     sizes: tuple[int, ...]
     state_dim: int
     packed: PackedLayers | None = None
-    begins: bool = False
+    first_chunks: bool = False
 
     @property
     def prefill_rows(self) -> int:
@@ -202,43 +204,43 @@ class Programs(NamedTuple):
         pages = self.pages_for(tokens + self.options.most(steps) - 1)
         return ProgramKey("decode_slots", rows, pages, steps, sampler)
 
-    def prefill_sizes(self, begins: bool) -> list[int]:
+    def prefill_sizes(self, first_chunk: bool) -> list[int]:
         """Row counts of the prefill programs, for first chunks of prompts or for later ones."""
-        tokens, sizes = BEGUN if begins else GATHERED, [1]
+        tokens, sizes = MAX_FIRST_CHUNK_TOKENS if first_chunk else MAX_GATHERED_TOKENS, [1]
         most = min(self.prefill_rows, max(1, tokens // self.options.chunk))
         while sizes[-1] < most:
             sizes.append(min(sizes[-1] * GROWTH, most))
         return sizes
 
-    def at_once(self, prompts: int, begins: bool) -> int:
+    def prefill_batch(self, prompts: int, first_chunk: bool) -> int:
         """Number of these prompts that a step computes: at most the rows of the largest program
         that they fill at least half."""
-        filled = [n for n in self.prefill_sizes(begins) if n == 1 or n <= 2 * prompts]
+        filled = [n for n in self.prefill_sizes(first_chunk) if n == 1 or n <= 2 * prompts]
         return min(filled[-1], prompts)
 
-    def prefilling(self, rows: int, tokens: int, begins: bool) -> ProgramKey:
+    def prefilling(self, rows: int, tokens: int, first_chunk: bool) -> ProgramKey:
         """Key of a prefill call. tokens: of the longest sequence, up to the end of its chunk."""
-        size = next(n for n in self.prefill_sizes(begins) if n >= rows)
-        pages = self.pages_for(self.options.chunk if begins else tokens)
-        return ProgramKey("prefill_slots", size, pages, begins=begins)
+        size = next(n for n in self.prefill_sizes(first_chunk) if n >= rows)
+        pages = self.pages_for(self.options.chunk if first_chunk else tokens)
+        return ProgramKey("prefill_slots", size, pages, first_chunk=first_chunk)
 
-    def parts_of(self, asked: Collection[Request]) -> set[bool]:
-        """Values of `begins` that prefills of these requests need. The requests come at once;
+    def chunk_kinds(self, asked: Collection[Request]) -> set[bool]:
+        """Values of `first_chunk` that prefills of these requests need. The requests come at once;
         without requests, all values."""
         o = self.options
-        if not (self.begins and asked):
-            return {self.begins, False}
+        if not (self.first_chunks and asked):
+            return {self.first_chunks, False}
         pages = [one.prompt[: o.page_size] for one in asked if len(one.prompt) > o.page_size]
         known = o.prefix_cache and len(set(pages)) < len(pages)
         return {True, not known and all(len(one.prompt) <= o.chunk for one in asked)}
 
-    def rows_of(self, asked: Collection[Request], begins: bool) -> list[int]:
-        """Numbers of prompts in a prefill. asked: as in `parts_of`."""
+    def rows_of(self, asked: Collection[Request], first_chunk: bool) -> list[int]:
+        """Numbers of prompts in a prefill. asked: as in `chunk_kinds`."""
         if not asked:
-            return self.prefill_sizes(begins)
+            return self.prefill_sizes(first_chunk)
         left, counts = len(asked), set[int]()
         while left:
-            counts.add(now := self.at_once(min(left, self.prefill_rows), begins))
+            counts.add(now := self.prefill_batch(min(left, self.prefill_rows), first_chunk))
             left -= now
         return sorted(counts)
 
@@ -247,7 +249,7 @@ class Programs(NamedTuple):
         One step runs while another request's prompt waits, and for a lone last token."""
         o = self.options
         most = min(len(asked), self.prefill_rows)
-        together = self.at_once(most, self.begins) == len(asked)
+        together = self.prefill_batch(most, self.first_chunks) == len(asked)
         short = all(len(one.prompt) <= o.chunk for one in asked)
         alone = any((one.sampling.max_tokens - 2) % o.decode_steps == 0 for one in asked)
         several = {o.decode_steps}
@@ -260,15 +262,15 @@ class Programs(NamedTuple):
         samplers = sorted({sampler_of(one.sampling) for one in asked} or set(Sampler))
         counts = {min(len(asked), o.slots)} if asked else {1, o.slots}
         steps = sorted(self.steps_of(asked), reverse=True)
-        parts = sorted(self.parts_of(asked), reverse=True)
+        parts = sorted(self.chunk_kinds(asked), reverse=True)
         keys = [ProgramKey("put_texts")]
         # One length per page: the lengths between need the same pages.
         computed, decoded = ((*x[:: o.page_size], x[-1]) for x in lengths)
         computed = {self.pages_for(n) * o.page_size for n in computed}
         sized = {k: {self.pages_for(n + o.most(k) - 1): n for n in decoded}.values() for k in steps}
         for sampler in samplers:
-            keys += [self.prefilling(n, t, begins) for begins in parts for t in sorted(computed)
-                     for n in self.rows_of(asked, begins)]  # fmt: skip
+            keys += [self.prefilling(n, t, first) for first in parts for t in sorted(computed)
+                     for n in self.rows_of(asked, first)]  # fmt: skip
             keys.append(ProgramKey("sample_first", sampler=sampler))
             keys += [self.decoding(r, k, n, sampler) for r in sorted(counts, reverse=True)
                      for k in steps for n in sized[k]]  # fmt: skip
@@ -296,7 +298,7 @@ class Programs(NamedTuple):
             where = i32(R), table, i32(R), i32(R)
             return device.prefill_slots.lower(
                 *self.models, state, rows.sampling.adapter_B, *where, chunk=o.chunk, most=B,
-                begins=key.begins,
+                first_chunk=key.first_chunk,
             )  # fmt: skip
         return device.decode_slots.lower(
             *self.models, state, rows, i32(R), table, steps=key.steps, drafts=o.drafts,
@@ -341,7 +343,7 @@ class Programs(NamedTuple):
         where = jax.device_put((slots_R, table_RW, starts_R, counts_R))
         return device.prefill_slots(
             *self.models, state, rows.sampling.adapter_B, *where, chunk=o.chunk,
-            most=self.prefill_rows, begins=key.begins,
+            most=self.prefill_rows, first_chunk=key.first_chunk,
         )  # fmt: skip
 
     def sample_first(

@@ -41,7 +41,7 @@ class Sequence:
         self.matcher: Matcher | None = None  # of the grammar that its text has to match
 
     @property
-    def place(self) -> int:
+    def in_slot(self) -> int:
         """Slot of a running request."""
         assert self.slot is not None
         return self.slot
