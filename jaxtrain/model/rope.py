@@ -98,7 +98,7 @@ class Divisors(NamedTuple):
 def long_rope(
     c: LongRopeScaling, plain_h: Float[Array, "h"], positions_BT: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B h"], float]:
-    """Frequencies of each row, chosen by its largest position, and the factor on rotated q and k."""
+    """Frequencies of each row, chosen by its largest position; and the factor on queries, keys."""
     is_long_B1 = jnp.max(positions_BT, axis=1, keepdims=True) >= c.original_context
     short_1h, long_1h = (jnp.asarray([f], jnp.float32) for f in (c.short_factor, c.long_factor))
     grown = 1 + math.log(max(c.factor, 1.0)) / math.log(c.original_context)
