@@ -207,7 +207,7 @@ class Attention(KeyValueProjection):
         q_BTNH = add_bias(product(self.q), self.q_bias).reshape(B, T, c.heads, c.qk_dim)
         rope = inputs.short_rope if spec.short_rope else inputs.rope
         wide = max(c.qk_dim, c.head_dim)  # kernels take heads of one size
-        if isinstance(source, tuple):  # padded, and in an int8 cache no arrays
+        if isinstance(source, tuple):  # already padded; not arrays if the cache is int8
             q_BTNH, kv = self.norm_and_rope(q_BTNH, rope, self.q_gain), source
         else:
             k_BTKH, v_BTKH = project.keys_values(product, value_BTC, c.kv_heads)

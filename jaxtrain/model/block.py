@@ -1,4 +1,4 @@
-"""One layer: attention and feed-forward network, each reads the normed stream and adds to it."""
+"""One layer: attention and feed-forward network; each reads the normed stream and adds to it."""
 
 from typing import NamedTuple
 

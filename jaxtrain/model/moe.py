@@ -64,7 +64,7 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B"]]:
         """Return the experts' output for each token, and the balance loss of each sequence.
 
-        Whole sequences are routed, whatever the tiles, so balance loss and load are per sequence.
+        Whole sequences are routed, so balance loss and load do not depend on the tiles.
         """
         # Inputs and outputs of router, experts and shared experts have the same sharding. Left
         # free, XLA moves tokens over `context` or, with `tensor` as well, aborts (JAX 0.11: a check

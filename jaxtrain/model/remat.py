@@ -1,7 +1,8 @@
 """Activation checkpointing: policies for recomputing in the backward pass (Chen et al. 2016).
 
 `none` saves everything. `attention` and `ffn` recompute that half of a layer. The others recompute
-the whole layer except for the values that their policy saves.
+the whole layer except for the values that their policy saves (compressed ones:
+`saved_activations.py`).
 """
 
 from collections.abc import Callable

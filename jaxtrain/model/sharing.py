@@ -80,7 +80,7 @@ class LatentKV(Settings):
 
 
 class KVOfAdjacent(Settings):
-    """Of `layers` adjacent layers, all read the keys and values of the first (CLA)."""
+    """Each `layers` adjacent layers read the keys and values of the first of them (CLA)."""
 
     name: Literal["adjacent"] = "adjacent"
     layers: int = Field(2, ge=2, description="layers in a row with the same keys and values")

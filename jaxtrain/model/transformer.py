@@ -58,7 +58,7 @@ from jaxtrain.weights.contract import dequantize, is_weight
 from jaxtrain.weights.params import declare
 
 SMEAR_CHANNELS = 24
-BEHIND_LAYERS = ("backout_scale", "final_gain", "final_shift", "head")  # what the loss reads
+BEHIND_LAYERS = ("backout_scale", "final_gain", "final_shift", "head")  # params after the layers
 
 
 class Transformer(nnx.Module):

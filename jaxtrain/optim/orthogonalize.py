@@ -98,10 +98,10 @@ Polynomial = tuple[float, float, float]
 def scaled_polynomial(
     a: Float[Array, "L M M"], polynomial: Polynomial, largest: float
 ) -> Float[Array, "L 3"]:
-    """Coefficients, per matrix X, of c (c0 I + c1 c^2 A + c2 c^4 A^2): the polynomial at cX, x c.
+    """Per matrix X, the coefficients [c0 c, c1 c^3, c2 c^5] of the polynomial applied to c X.
 
-    A = X X^T. sqrt(||A||_F) is an upper bound of X's largest singular value; c scales the bound to
-    `largest`.
+    The polynomial is (c0 I + c1 A + c2 A^2) X with A = X X^T. sqrt(||A||_F) is an upper bound of
+    X's largest singular value; c scales the bound to `largest`.
     """
     squares_L = jnp.sum(jnp.square(a.astype(jnp.float32)), axis=(-2, -1))
     # X's Frobenius norm is just below 1, so ||A||_F of a nonzero X is not below this.

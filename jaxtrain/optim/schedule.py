@@ -31,13 +31,13 @@ class Constant(Warmup):
 
 
 class Linear(Final):
-    """Linear decay to `final`."""
+    """Linear decay to `final_fraction`."""
 
     name: Literal["linear"] = "linear"
 
 
 class Cosine(Final):
-    """Cosine decay (half a period) to `final` (Loshchilov & Hutter 2017)."""
+    """Cosine decay (half a period) to `final_fraction` (Loshchilov & Hutter 2017)."""
 
     name: Literal["cosine"] = "cosine"
 
@@ -64,7 +64,7 @@ class Trapezoid(Final):
 
 
 class OneCycle(Warmup):
-    """Half a cosine up from `initial`, then half a cosine down to `final` (Smith & Topin 2018)."""
+    """Cosine up from `initial_fraction`, then down to `final_fraction` (Smith & Topin 2018)."""
 
     name: Literal["onecycle"] = "onecycle"
     initial_fraction: float = Field(0.04, ge=0, le=1, description="multiplier at the first step")

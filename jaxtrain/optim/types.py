@@ -49,9 +49,9 @@ class Wrapper(NamedTuple):
     `by_rows`: False if it uses means or norms over whole arrays.
     `adjust(hyper, position)`: the rates of a step, if the wrapper's rates change over the run.
     `eval_params(state, params)`: the weights to evaluate, if not the trained ones. Such a wrapper
-    must be the last. `validate_trained`: validate the trained weights too. `export_trained`: export
-    the trained weights instead. `over(eval_params)`: the wrapper that averages the evaluation
-    weights of the wrapper inside it.
+    must be the last, except before one with `over`. `validate_trained`: validate the trained
+    weights too. `export_trained`: export the trained weights instead. `over(eval_params)`: the
+    wrapper that averages the evaluation weights of the wrapper inside it.
     `keeps_zeros`: it makes weights exactly zero, so it must be the last, and nothing averages them.
     `metrics(states)`: metrics of a step, from the states of all groups; only the last wrapper's
     are logged.

@@ -38,7 +38,7 @@ class DynamicInt8Weight(QuantizedWeight):
         return x_MK
 
     def dequantize(self) -> Float[Array, "*E K N"]:
-        """Without the rounding of the inputs, which no array can hold."""
+        """The matrix alone, since an array cannot represent the rounding of the inputs."""
         return int8_values(self.codes, self.scales).astype(self.dtype)
 
 
@@ -61,7 +61,7 @@ class W8A8Weight(DynamicInt8Weight):
 
     @override
     def dequantize(self) -> Float[Array, "*E K N"]:
-        """Without the rounding of the inputs, which no array can hold."""
+        """The matrix alone, since an array cannot represent the rounding of the inputs."""
         scaled = int8_values(self.codes, self.scales)
         return (scaled / self.input_scales[..., None].astype(jnp.float32)).astype(self.dtype)
 
