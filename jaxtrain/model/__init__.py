@@ -1,4 +1,4 @@
-"""The Transformer and what is known about it before any array exists."""
+"""The Transformer, its configuration, and its plan and FLOP counts, which need no arrays."""
 
 from jaxtrain.model.config import ModelConfig, ResolvedModel, resolve_model
 from jaxtrain.model.flops import active, flops_per_token, sizes

@@ -1,4 +1,4 @@
-"""Attention: project, rotate, normalise, attend, project back; with a cache when decoding."""
+"""Attention: project, rotate, normalise, attend, project back; with a KV cache when decoding."""
 
 import math
 from collections.abc import Callable
@@ -25,11 +25,11 @@ GATE_CHANNELS = 12
 
 
 class AttentionOptions(NamedTuple):
-    """How scores are masked and computed: what every backend of attention takes.
+    """Masking and scaling of the scores; every attention backend takes these options.
 
-    window: keys left of the query that stay visible; None is all. softcap: scores become
+    window: keys left of the query that stay visible; None: all. softcap: scores become
     softcap x tanh(score / softcap). scale: factor on q k. implementation: a backend's name.
-    causal: keys right of the query are hidden.
+    causal: keys right of the query are masked.
     """
 
     window: int | None
@@ -60,32 +60,32 @@ def attend_rows(
     return_lse: bool = False,
     zigzag: bool = False,
 ) -> Any:
-    """`parallel.attention`; zigzag: the text is split over the mesh's axis `context`."""
+    """`parallel.attention`; zigzag: the sequence is sharded over the mesh's axis `context`."""
     more = dict(options._asdict(), zigzag=zigzag, return_lse=return_lse)
     return parallel.attention(q_BTNH, k_BTKH, v_BTKH, **more)
 
 
 def takes_whole_rows(attend: Attend) -> bool:
-    """Whether that is `attend_rows` of texts that no axis of the mesh splits."""
+    """Whether `attend` is `attend_rows` and no mesh axis shards the sequence."""
     return getattr(attend, "func", attend) is attend_rows and parallel.context_size() == 1
 
 
 class LayerInputs(NamedTuple):
-    """What every layer reads besides the residual stream."""
+    """Inputs of every layer besides the residual stream."""
 
     x0_BTD: Array
-    tokens_BT: Array | None  # of virtual tokens, none
+    tokens_BT: Array | None  # None for virtual tokens
     positions_BT: Array
     rope: Rotary | None
     short_rope: Rotary | None
     segments_BT: Array | None
     attend: Attend
     fused: FusedOps
-    key: Array | None = None  # of the step; None in evaluation
+    key: Array | None = None  # PRNG key of the step; None in evaluation
 
 
 class ValueEmbedding(nnx.Module):
-    """Token embeddings that join the values of some layers through a gate (nanochat).
+    """Token embeddings added to the values of some layers through a gate (nanochat).
 
     The gate reads the first channels of the layer's input: v += 3 sigmoid(x[:12] g) e[token].
     """
@@ -132,7 +132,9 @@ class KeyValueProjection(nnx.Module):
         value_BTC: Float[Array, "B T C"] | None,
         heads: int,
     ) -> tuple[Float[Array, "B T K h"], Float[Array, "B T K H"]]:
-        """Keys before norm and rope, and values, of so many heads. product: with a matrix."""
+        """Keys before norm and rope, and values, split into `heads` heads.
+
+        product: multiplies the input by a matrix."""
         k_BTC = add_bias(product(self.k), self.k_bias)
         B, T, _ = k_BTC.shape
         k_BTKH = k_BTC.reshape(B, T, heads, -1)
@@ -143,12 +145,12 @@ class KeyValueProjection(nnx.Module):
 
 
 def declare_head_gain(c: ResolvedModel, layers: int) -> nnx.Param:
-    """A gain of a head's channels, [L, H]."""
+    """Declare a learned scale per channel of a head, [L, H]."""
     return declare((layers, c.qk_dim), ("layers", None), constant(1.0), "gain")
 
 
 class Attention(KeyValueProjection):
-    """Multi-head, grouped-query or multi-query attention, as heads and kv_heads say."""
+    """Multi-head, grouped-query or multi-query attention, depending on heads and kv_heads."""
 
     def __init__(self, c: ResolvedModel, layers: int):
         if c.share_kv is None:
@@ -173,10 +175,10 @@ class Attention(KeyValueProjection):
         cache: LayerCache | None,
         source: KeyValueProjection | KeysValues | None = None,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
-        """Returns the output and the keys and values: of these tokens, or the updated cache.
+        """Return the output, and the keys and values of these tokens or, decoding, the new cache.
 
         source: with `model.share_kv`, the projection to keys and values, or another layer's k_BTKH
-        and v_BTKH; in decoding `cache` is that layer's, these tokens included.
+        and v_BTKH. When decoding, `cache` is that layer's and already contains these tokens.
         """
         (B, T, _), kv = x_BTD.shape, None
         y_BTNH = None
@@ -196,7 +198,7 @@ class Attention(KeyValueProjection):
         cache: LayerCache | None,
         source: KeyValueProjection | KeysValues | None,
     ) -> tuple[Float[Array, "B T N H"], KeysValues | None]:
-        """The heads before the output projection; keys and values as `__call__` returns them."""
+        """Heads before the output projection; keys and values as `__call__` returns them."""
         c = self.config
         B, T, _ = x_BTD.shape
         project = self if source is None or isinstance(source, tuple) else source
@@ -205,7 +207,7 @@ class Attention(KeyValueProjection):
         q_BTNH = add_bias(product(self.q), self.q_bias).reshape(B, T, c.heads, c.qk_dim)
         rope = inputs.short_rope if spec.short_rope else inputs.rope
         wide = max(c.qk_dim, c.head_dim)  # kernels take heads of one size
-        if isinstance(source, tuple):  # padded, and in an int8 cache no arrays
+        if isinstance(source, tuple):  # already padded; not arrays if the cache is int8
             q_BTNH, kv = self.norm_and_rope(q_BTNH, rope, self.q_gain), source
         else:
             k_BTKH, v_BTKH = project.keys_values(product, value_BTC, c.kv_heads)
@@ -217,7 +219,7 @@ class Attention(KeyValueProjection):
             new = padded(k_BTKH, wide), padded(v_BTKH, wide)
             kv = new if cache is None else cache.append(new)
         q_BTNH = padded(q_BTNH, wide)
-        # The factor on queries and on keys is one factor on their product.
+        # qk_scale multiplies queries and keys, so its square multiplies their product.
         scale = (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.qk_dim)
         scale = c.attention_scale or scale
         options = AttentionOptions(
@@ -230,7 +232,7 @@ class Attention(KeyValueProjection):
             assert isinstance(k_BTKH, Array) and isinstance(v_BTKH, Array)
             y_BTNH = inputs.attend(q_BTNH, k_BTKH, v_BTKH, options)
         else:
-            # No layer looks back further than the trained context: text of any length stays stable.
+            # No layer attends beyond the trained context, so sequences of any length stay stable.
             window = spec.window or c.context_length + c.virtual - 1
             y_BTNH = cache.attend(q_BTNH, kv, window, c.attention_softcap, scale)
         return y_BTNH[..., : c.head_dim] if wide > c.head_dim else y_BTNH, kv
@@ -242,8 +244,8 @@ class Attention(KeyValueProjection):
         inputs: LayerInputs,
         value_BTC: Float[Array, "B T C"] | None,
     ) -> Float[Array, "B T N H"] | None:
-        """The heads, where q, k and v are projected by one matmul; None where their forms have a
-        product of their own (LoRA).
+        """Heads before the output projection, with q, k and v projected by one matmul. None if the
+        weights' forms have their own matmuls (LoRA).
         """
         c, (B, T, _) = self.config, x_BTD.shape
         rope = inputs.short_rope if spec.short_rope else inputs.rope
@@ -263,7 +265,7 @@ class Attention(KeyValueProjection):
     def norm_and_rope(
         self, x_BTNH: Float[Array, "B T N H"], rope: Rotary | None, gain: nnx.Param | None
     ) -> Float[Array, "B T N H"]:
-        """Queries or keys normed and rotated. A gain is per channel: it comes before the turn."""
+        """Norm and rotate queries or keys. A gain is per channel, so it precedes the rotation."""
         eps = self.config.norm_eps if self.config.qk_norm else None
         if eps is not None and (gain is not None or rope is None):
             x_BTNH = rms_norm(x_BTNH, None if gain is None else gain[...], eps=eps)
@@ -272,6 +274,6 @@ class Attention(KeyValueProjection):
 
 
 def padded(x_BTNH: Float[Array, "B T N H"], size: int) -> Float[Array, "B T N h"]:
-    """Heads with zeros behind their channels: products and sums with them stay what they are."""
+    """Zero-pad each head's channels to `size`; products and sums do not change."""
     missing = size - x_BTNH.shape[-1]
     return jnp.pad(x_BTNH, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x_BTNH

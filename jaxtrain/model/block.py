@@ -1,4 +1,4 @@
-"""One layer: attention and feed-forward, each on the normed stream and added to it."""
+"""One layer: attention and feed-forward network; each reads the normed stream and adds to it."""
 
 from typing import NamedTuple
 
@@ -25,11 +25,11 @@ from jaxtrain.weights.params import declare
 
 
 class BlockOutput(NamedTuple):
-    """What a layer hands on.
+    """Outputs of a layer.
 
-    x_BTD: the stream after attention. branch_BTD: what the feed-forward network adds to it. kv:
+    x_BTD: the stream after attention. branch_BTD: the feed-forward output, still to be added. kv:
     keys and values of these tokens, or the updated cache; None with kernels.qkv. balance_B: the
-    experts' balance loss of each row, None without experts.
+    experts' balance loss of each sequence, None without experts.
     """
 
     x_BTD: Array
@@ -39,7 +39,7 @@ class BlockOutput(NamedTuple):
 
 
 class Block(nnx.Module):
-    """Attention and feed-forward, each on the normed stream and added to it."""
+    """Attention and feed-forward network; each reads the normed stream and adds to it."""
 
     def __init__(self, c: ResolvedModel, layers: int):
         self.attention = (LatentAttention if c.mla else Attention)(c, layers)
@@ -72,8 +72,8 @@ class Block(nnx.Module):
         ffn: FeedForward | MixtureOfExperts | None = None,
         source: KeyValueProjection | KeysValues | None = None,
     ) -> BlockOutput:
-        """h_BTD: the normed stream, where it is known. ffn: the network, where the block has none.
-        source: of keys and values (`Attention`), where the block has none.
+        """h_BTD: the normed stream, if already computed. ffn: the network, if the block has none.
+        source: of keys and values (see `Attention`), if the block has none.
 
         value: the layer's value embedding, if it has one; virtual tokens (no tokens_BT) skip it.
         """
@@ -109,20 +109,20 @@ class Block(nnx.Module):
     def pre_norm(
         self, x_BTD: Float[Array, "B T D"], gain: nnx.Param | None, shift: nnx.Param | None
     ) -> Float[Array, "B T D"]:
-        """What a branch sees of the stream."""
+        """Input of a branch: the stream, normed with `block_norm`."""
         return normed(self.config, x_BTD, gain, shift) if self.config.block_norm else x_BTD
 
     def post_norm(
         self, y_BTD: Float[Array, "B T D"], gain: nnx.Param | None, shift: nnx.Param | None
     ) -> Float[Array, "B T D"]:
-        """What a branch adds to the stream."""
+        """Output of a branch, normed with `post_norm`."""
         return normed(self.config, y_BTD, gain, shift) if self.config.post_norm else y_BTD
 
 
 def declare_norm(
     c: ResolvedModel, stack: tuple[int, ...]
 ) -> tuple[nnx.Param | None, nnx.Param | None]:
-    """The gain and the shift of a norm, [*stack, D], or None where there is none."""
+    """Declare the gain and shift of a norm, each [*stack, D] or None if the norm lacks it."""
     axes = (*("layers" for _ in stack), None)
     vector = lambda start, group: declare(
         (*stack, c.width), axes, constant(start), "gain", group=group
@@ -134,7 +134,7 @@ def declare_norm(
 def normed(
     c: ResolvedModel, x: Float[Array, "*B D"], gain: nnx.Param | None, shift: nnx.Param | None
 ) -> Float[Array, "*B D"]:
-    """The norm that the configuration names."""
+    """Apply the norm that the configuration names."""
     gain_D = None if gain is None else gain[...]
     if c.norm == "rms":
         return rms_norm(x, gain_D, eps=c.norm_eps)
@@ -142,5 +142,5 @@ def normed(
 
 
 def scaled(y_BTD: Array, scale: nnx.Param | None) -> Array:
-    """A branch times its learned scale if there is one."""
+    """A branch's output times its learned scale, if it has one."""
     return y_BTD if scale is None else (scale[...] * y_BTD).astype(y_BTD.dtype)

@@ -1,9 +1,9 @@
-"""Rows that branch: several continuations of one text, which is computed once.
+"""Branched rows: several continuations of one prompt, which is computed once.
 
-A row is a trunk of packed texts and, behind it, R tokens of branches. A branch token sees its own
-branch up to itself and the trunk text that it continues; the trunk does not see the branches. So
-the answers of a multiple-choice question cost their own tokens alone, and each gets the numbers of
-question and answer read as one text.
+A row is a trunk of packed prompts followed by R branch tokens. A branch token attends to its own
+branch up to itself and to the trunk prompt that it continues; the trunk does not attend to the
+branches. So the answers of a multiple-choice question cost only their own tokens, and each has the
+same results as question and answer read as one sequence.
 """
 
 from typing import Any, NamedTuple
@@ -14,15 +14,15 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain.model.attention import AttentionOptions, attend_rows
 
-FLOOR = -1e30  # finite, so that padding, which sees nothing, gives no NaN
+FLOOR = -1e30  # finite, so that padding, which attends to nothing, gives no NaN
 
 
 class Branches(NamedTuple):
-    """What the last R tokens of each row continue."""
+    """The prompts that the last R tokens of each row continue."""
 
-    parents_BR: Array  # segment of the trunk text in front of the branch; 0 is padding
-    before_BR: Array  # place in the row of the token before
-    positions_BT: Array  # of the whole row: a branch goes on where its parent ends
+    parents_BR: Array  # segment id of the trunk prompt that the branch continues; 0 is padding
+    before_BR: Array  # index in the row of the previous token
+    positions_BT: Array  # of the whole row: a branch's positions continue its parent's
 
 
 def branched_attention(
@@ -34,7 +34,7 @@ def branched_attention(
     branches: Branches,
     return_lse: bool = False,
 ) -> Any:
-    """As `attend_rows`: its kernel for the trunk, plain matmuls for the branches."""
+    """Attention as `attend_rows`: its kernel for the trunk, plain matmuls for the branches."""
     window, segments_BT, softcap, scale, *_ = options
     assert segments_BT is not None, "what is a branch's parent without segments"
     split = q_BTNH.shape[1] - branches.parents_BR.shape[1]
@@ -61,7 +61,7 @@ def branched_attention(
 
 
 def visible(branches: Branches, segments_BT: Int[Array, "B T"], window: int | None) -> Array:
-    """bool [B, R, T]: which tokens of its row each branch token attends to."""
+    """Attention mask of the branch tokens over their row, bool [B, R, T]."""
     R, T = branches.parents_BR.shape[1], segments_BT.shape[1]
     own_BRT = segments_BT[:, -R:, None] == segments_BT[:, None, :]
     earlier_RT = jnp.arange(T)[None, :] <= jnp.arange(T - R, T)[:, None]
@@ -76,7 +76,7 @@ def visible(branches: Branches, segments_BT: Int[Array, "B T"], window: int | No
 def take_before(
     before_BTD: Float[Array, "B T D"], plain_BTD: Float[Array, "B T D"], branches: Branches
 ) -> Float[Array, "B T D"]:
-    """`before_BTD`, but for branch tokens the embedding of the token that they really follow."""
+    """`before_BTD` with, for branch tokens, the embedding of the token that they really follow."""
     R = branches.before_BR.shape[1]
     taken_BRD = jnp.take_along_axis(plain_BTD, branches.before_BR[..., None], axis=1)
     return jnp.concatenate([before_BTD[:, :-R], taken_BRD], axis=1)

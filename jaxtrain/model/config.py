@@ -1,4 +1,4 @@
-"""The model's configuration, and what follows from its depth."""
+"""The model's configuration, and the sizes derived from its depth."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ from jaxtrain.settings import Settings, UserError, derived_field
 
 
 def check_heads(width: int | None, heads: int | None, kv_heads: int | None, head_dim: int) -> None:
-    """Raises ValueError for sizes that do not divide."""
+    """Raise ValueError for sizes that do not divide."""
     if width and heads is None and width % head_dim:
         raise ValueError(
             f"width {width} is not a multiple of head_dim {head_dim}; set model.head_dim"
@@ -23,7 +23,7 @@ def check_heads(width: int | None, heads: int | None, kv_heads: int | None, head
 
 
 class ModelFields[Size: int | None](Settings):
-    """The fields of ModelConfig, where a Size may be open, and of ResolvedModel, where none is."""
+    """Fields of ModelConfig, where a Size may be None, and of ResolvedModel, where none is."""
 
     depth: int = Field(
         12,
@@ -252,22 +252,22 @@ class ModelFields[Size: int | None](Settings):
 
     @property
     def layers_per_set(self) -> int:
-        """Layers that use one set of weights."""
+        """Number of layers that share one set of weights."""
         return layers_of_set(self.share_layers, self.depth)
 
     @property
     def fits_norm_kernel(self) -> bool:
-        """Whether the kernels' norm is this model's."""
+        """Whether the norm kernels compute this model's norm."""
         return self.norm == "rms" and not self.norm_gain and self.block_norm
 
     @property
     def fits_rope_kernel(self) -> bool:
-        """Whether the kernels' rotation with a norm is this model's."""
+        """Whether the kernels that fuse RoPE and QK norm compute this model's."""
         return self.qk_norm and not self.qk_norm_gain and self.position_embedding == "rotary"
 
     @property
     def fits_joined_heads(self) -> bool:
-        """Whether queries, keys and values can stand in one array from their matmul on."""
+        """Whether queries, keys and values can stay in one array from their matmul on."""
         plain = not (self.qkv_bias or self.share_kv or self.mla or self.rope_scaling)
         return self.fits_rope_kernel and plain and self.qk_head_dim in (None, self.head_dim)
 
@@ -335,12 +335,12 @@ class ModelFields[Size: int | None](Settings):
 class ModelConfig(ModelFields[int | None]):
     """One Transformer for all families; every feature is a switch.
 
-    Fields that are None follow from `depth` (`resolve_model`), as in nanochat.
+    Fields that are None are derived from `depth` (`resolve_model`), as in nanochat.
     """
 
 
 class ResolvedModel(ModelFields[int]):
-    """A ModelConfig with nothing left open: what the modules are built from."""
+    """A ModelConfig with all sizes set; the modules are built from it."""
 
     @property
     def draws(self) -> bool:
@@ -352,24 +352,24 @@ class ResolvedModel(ModelFields[int]):
 
     @property
     def qk_dim(self) -> int:
-        """Channels of a head's query and key."""
+        """Number of channels of a head's query and key."""
         if self.mla is None:
             return self.qk_head_dim or self.head_dim
         return self.rope_dim + (self.mla.nope_dim or self.head_dim - self.rope_dim)
 
     @property
     def rope_dim(self) -> int:
-        """Those that are rotated."""
+        """Number of channels of a head's query and key that are rotated."""
         return self.qk_dim if self.mla is None else self.mla.rope_dim
 
     @property
     def virtual(self) -> int:
-        """Virtual tokens in front of every text."""
+        """Number of virtual tokens before every sequence."""
         return self.prompt or self.prefix or 0
 
 
 def check_decoder(c: ResolvedModel) -> None:
-    """Raises UserError for a model that cannot continue a text."""
+    """Raise UserError for a model that cannot generate text (an encoder)."""
     if not c.causal:
         raise UserError(
             "this model is an encoder (model.causal=false): it fills in hidden tokens and cannot "
@@ -382,7 +382,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def resolve_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
-    """Fill in what follows from the depth and the context length; anything set by hand wins."""
+    """Fill in the sizes derived from depth and sequence length; fields that are set stay."""
     length = sequence_length + (c.prompt or c.prefix or 0)
     if c.position_embedding == "learned" and (c.context_length or length) < length:
         behind = f" behind {length - sequence_length} virtual tokens"
@@ -408,7 +408,7 @@ def resolve_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
     }
     try:
         return ResolvedModel.model_validate({**c.model_dump(), **derived})
-    except ValidationError as error:  # of derived values: what was given has been checked
+    except ValidationError as error:  # from a derived value: given values were validated before
         raise UserError(
             f"model: {error.errors()[0]['msg'].removeprefix('Value error, ')}"
         ) from None

@@ -14,13 +14,12 @@ def flops_per_token(
 ) -> float:
     """Forward and backward FLOPs of one token: 6 per matmul weight, and attention.
 
-    trained: the parameters that train, where these are not all of `specs`: a part of them, or
-    others beside them as LoRA's. A frozen weight counts 4, since it has no gradient of its own.
-    A layer that `model.frozen_layers` names has its forward pass alone, and with
-    `model.token_dropping` a layer counts for the tokens that it takes. With
-    `model.stochastic_depth` it counts as often as it is kept.
-    Attention counts 6 x N x (H of queries + H of values) x min(window, T) a layer, without halving
-    for causality, so that MFU compares with nanochat's figures.
+    trained: the trainable parameters, if not all of `specs`: a subset, or added ones such as
+    LoRA's. A frozen weight counts 4 FLOPs, since it has no weight gradient. The layers of
+    `model.frozen_layers` count their forward pass only. With `model.token_dropping` a layer counts
+    for the tokens that it keeps, with `model.stochastic_depth` by its keep probability.
+    Attention counts 6 x N x (H of queries + H of values) x min(window, T) per layer, without
+    halving for causality, so that MFU is comparable with nanochat's.
     """
     trained = specs if trained is None else trained
     of_group = lambda name: (
@@ -43,10 +42,10 @@ def flops_per_token(
 
 
 def active(c: ResolvedModel, specs: Specs) -> float:
-    """Weights of matrices and head in one token's forward pass.
+    """Number of active weights, of matrices and head, in one token's forward pass.
 
-    `top_k` experts of a layer count. Shared weights count once for each layer that uses them, and
-    the head once more for each module of multi-token prediction.
+    `top_k` experts of a layer count. Shared weights count once per layer that uses them. The head
+    counts once more per module of multi-token prediction.
     """
     weights: float = count(specs, "matrix")
     weights += (c.layers_per_set - 1) * count(specs.get("blocks", {}), "matrix")
@@ -58,7 +57,7 @@ def active(c: ResolvedModel, specs: Specs) -> float:
 
 
 def sizes(specs: Specs) -> dict[str, int]:
-    """Number of parameters by optimizer group, and in all."""
+    """Number of parameters by optimizer group, and in total."""
     table: dict[str, int] = {}
     for spec in jax.tree.leaves(specs):
         table[spec.group] = table.get(spec.group, 0) + spec.size

@@ -1,4 +1,4 @@
-"""The passes over activations between the matmuls: which are kernels, and how they are called."""
+"""Fused passes over activations between the matmuls: choice and calls of their kernels."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ PLAIN = FusedOps.model_validate("xla")
 
 
 def fastest(fused: FusedOps, c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStruct) -> FusedOps:
-    """`fused` with a choice where there is none: XLA, where no kernel serves a model `c`."""
+    """Resolve the unset ops of `fused` for model `c`: XLA where no kernel supports it."""
     serves = lambda op, *shape: kernels.serves(op, jax.ShapeDtypeStruct(shape, x_BTD.dtype))
     changes = {}
     if fused.norm is None and not (c.fits_norm_kernel and serves("mixed_norm", *x_BTD.shape)):
@@ -37,9 +37,9 @@ def fastest(fused: FusedOps, c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStru
 def gains_by_joining(
     fused: FusedOps, c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStruct
 ) -> bool:
-    """Whether one array of queries, keys and values is faster: where it was measured to be so.
+    """Whether one joint QKV array is faster, by our measurements.
 
-    That is in bf16 matmuls, with nothing recomputed, on one device or several with whole weights.
+    That is with bf16 matmuls and no recomputation, on one device or with replicated weights.
     """
     chosen = c.attention or fused.rope or c.fp8 or c.weight_form or c.deterministic_attention
     remat = {c.remat, c.remat_short or c.remat} != {"none"}
@@ -55,7 +55,7 @@ def gains_by_joining(
 
 
 def of_decoding(c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStruct) -> FusedOps:
-    """The passes of a step with a cache: Triton's where they serve, else XLA's."""
+    """Backends for a step with a KV cache: Triton where it supports the op, else XLA."""
     if not few_rows.are_fused():
         return PLAIN
     B, T, _ = x_BTD.shape
@@ -72,9 +72,9 @@ def of_decoding(c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStruct) -> FusedO
 class Stream(NamedTuple):
     """The residual stream between layers.
 
-    branch: what the last layer still has to add; the next one's first pass does. x0: the embedding
-    as the last layer handed it on, so that its gradient is summed in the layers' own passes.
-    balance_B: losses of each row besides the prediction's, summed over the layers so far.
+    branch: the last layer's output still to be added; the next layer's first pass adds it. x0: the
+    embedding, passed from layer to layer, so that the layers' own passes sum its gradient.
+    balance_B: auxiliary losses of each sequence, summed over the layers so far.
     """
 
     x_BTD: Array
@@ -89,9 +89,9 @@ class Stream(NamedTuple):
 def prenorm(
     stream: Stream, x0_BTD: Array, scales: tuple[Array, Array] | None, eps: float, norm: str | None
 ) -> tuple[Array, Array | None, Array | None]:
-    """A layer's first pass: (x, its RMS norm, x0) of x scaled, with x0 mixed in.
+    """A layer's first pass: scale the stream x, mix in x0, norm; returns (x, RMS norm of x, x0).
 
-    scales: of the stream and of x0, if there are any. Where XLA fuses there is no norm yet.
+    scales: of the stream and of x0, if the model has them. With XLA's fusion the norm is None.
     """
     x_BTD, branch_BTD, own_BTD, _ = stream
     x0_BTD = x0_BTD if own_BTD is None else own_BTD
@@ -118,7 +118,7 @@ def add_norm(
 def residual_out(
     x_BTD: Array, y_BTD: Array, x0_BTD: Array | None, balance_B: Array | None = None
 ) -> Stream:
-    """After a layer's last branch; with x0 the addition is left to the next layer."""
+    """The stream after a layer's last branch; with x0 the next layer adds the branch."""
     if x0_BTD is None:
         return Stream(constrain(x_BTD + y_BTD, "batch", "sequence", None), balance_B=balance_B)
     return Stream(x_BTD, constrain(y_BTD, "batch", "sequence", None), x0_BTD, balance_B)
@@ -131,7 +131,7 @@ def rope_norm(
     eps: float,
     by: str | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-    """Queries and keys rotated and normed; rope: a `Rotary`."""
+    """Rotate and norm queries and keys; rope: a `Rotary`."""
     cos_BTH, sin_BTH = (jax.lax.squeeze(x, [2]) for x in rope)
     run = lambda *arrays: kernels.rope_norm(*arrays, eps=eps, implementation=by)
     return parallel.shard_map_tokens(

@@ -1,4 +1,4 @@
-"""Initial values: the distributions, and the schemes that assign them to a model's parts."""
+"""Initialization: distributions, and schemes that assign them to the parameters of a model."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ def constant(value: float | np.ndarray) -> Initializer:
 
 
 def fan_in(gain: float = 1.0) -> Initializer:
-    """N(0, gain^2 / in): keeps the scale of what passes through (LeCun et al. 1998)."""
+    """N(0, gain^2 / in): preserves the scale of the activations (LeCun et al. 1998)."""
     return Initializer(lambda key, shape: normal(gain / math.sqrt(shape[-2]))(key, shape))
 
 
@@ -46,7 +46,7 @@ def orthogonal_matrix(gain: float = 1.0) -> Initializer:
 class Scheme(NamedTuple):
     """An initializer for each kind of matrix.
 
-    `branch_scale`: attention and feed-forward are added times a learned scalar that starts here.
+    `branch_scale`: initial value of the learned scalar on attention and feed-forward outputs.
     """
 
     embed: Initializer
@@ -61,7 +61,7 @@ class Scheme(NamedTuple):
 
 
 def speedrun(c: ResolvedModel) -> Scheme:
-    """nanochat: uniform in, zero out, so that each block starts as the identity."""
+    """nanochat: uniform input matrices, zero output ones: each block starts as the identity."""
     s = math.sqrt(3 / c.width)
     return Scheme(
         embed=normal(0.8),
@@ -83,13 +83,14 @@ def gpt2(c: ResolvedModel) -> Scheme:
 
 
 def matrices(c: ResolvedModel, inside: Initializer, out: Initializer) -> Scheme:
-    """One initializer for what reads the stream, one for what adds to it."""
+    """Use `inside` for matrices that read the stream and `out` for those that add to it."""
     table = normal(1 / math.sqrt(c.width))
     return Scheme(table, fan_in(), inside, inside, out, inside, out, table)
 
 
 def depth_scaled(c: ResolvedModel) -> Scheme:
-    """All 2 depth branches together add as much as one would (GPT-2's factor, at any width)."""
+    """Scale output matrices by 1/sqrt(2 depth): all branches together add the variance of one
+    (GPT-2's factor, at any width)."""
     return matrices(c, fan_in(), fan_in(1 / math.sqrt(2 * c.depth)))
 
 
@@ -99,10 +100,11 @@ def orthogonal(c: ResolvedModel) -> Scheme:
 
 
 def mup(c: ResolvedModel) -> Scheme:
-    """muP (Yang et al. 2022, table 3): the best rates at base_width are the best at any width.
+    """muP (Yang et al. 2022, table 3): the best learning rates at base_width are best at any width.
 
-    Variance 1/in inside, 1/in^2 in the head, free of the width in the embeddings; the rates' side
-    is optim.groups.TRANSFER. Head dim and depth stay as they are: the width is in the heads.
+    Variance 1/in inside, 1/in^2 in the head, independent of the width in the embeddings. The
+    learning rates' factors are `optim.param_groups.MUP_RULES`. Head dim and depth stay; the number
+    of heads grows with the width.
     """
     m = c.width / c.base_width
     wide = lambda init, *wider: dataclasses.replace(init, wider=wider)
@@ -116,18 +118,19 @@ def mup(c: ResolvedModel) -> Scheme:
 
 
 def fixup(c: ResolvedModel) -> Scheme:
-    """Fixup (Zhang et al. 2019): zero last matrices and head, the other one by 1/sqrt(branches).
+    """Fixup (Zhang et al. 2019): output matrices and head are zero; the others are scaled by
+    1/sqrt(branches).
 
-    That is branches^(-1/(2m-2)) with m = 2 matrices in a branch. Without its scalar biases.
+    That is branches^(-1/(2m-2)) with m = 2 matrices per branch. Its scalar biases are left out.
     """
     inside = fan_in(1 / math.sqrt(2 * c.depth))
     return matrices(c, inside, constant(0.0))._replace(head=constant(0.0), branch_scale=1.0)
 
 
 def tfixup(c: ResolvedModel) -> Scheme:
-    """T-Fixup (Huang et al. 2020): Xavier, what carries values scaled by 0.67 depth^-1/4.
+    """T-Fixup (Huang et al. 2020): Xavier; value, output and FFN matrices times 0.67 depth^-1/4.
 
-    A layer has two branches, as those of its encoder; the embeddings by (9 depth)^-1/4.
+    A layer has two branches, as in the paper's encoder. Embeddings are scaled by (9 depth)^-1/4.
     """
     value = xavier(0.67 * c.depth**-0.25)
     table = normal((9 * c.depth) ** -0.25 / math.sqrt(c.width))
@@ -140,7 +143,7 @@ def rezero(c: ResolvedModel) -> Scheme:
 
 
 def skipinit(c: ResolvedModel) -> Scheme:
-    """SkipInit (De & Smith 2020): the same, from 1/sqrt(branches)."""
+    """SkipInit (De & Smith 2020): as ReZero, but the scalar starts at 1/sqrt(branches)."""
     return matrices(c, fan_in(), fan_in())._replace(branch_scale=1 / math.sqrt(2 * c.depth))
 
 

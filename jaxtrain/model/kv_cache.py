@@ -1,8 +1,8 @@
-"""Caches of keys and values: one array of rows (`Cache`), or pages that rows share (`PagedCache`).
+"""KV caches: contiguous, one row per sequence (`Cache`), or paged, pages shared (`PagedCache`).
 
-A layer sees its own part: `append` writes the keys and values of new tokens, `attend` reads them
-back. An inference engine keeps them in pages: rows have any length, and no row moves when another
-begins or ends (Kwon et al. 2023, arXiv:2309.06180).
+A layer gets its own slice: `append` writes the keys and values of new tokens, `attend` reads them.
+The inference engine uses pages: sequences have any length, and none moves when another begins or
+ends (PagedAttention, Kwon et al. 2023, arXiv:2309.06180).
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from jaxtrain.model.plan import make_plan
 
 CacheArray = Array | kernels.Quantized
 CACHE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
-# Of a layer: k_BTKH and v_BTKH, or k_BSKH and v_BSKH; with `model.mla` one array, of latents.
+# One layer's k_BTKH and v_BTKH, or k_BSKH and v_BSKH; with `model.mla` a single array of latents.
 KeysValues = tuple[CacheArray, ...]
 
 
@@ -30,7 +30,7 @@ class RowsOfLayer(NamedTuple):
     lengths_B: Array
 
     def append(self, new: tuple[Array, ...]) -> KeysValues:
-        """The cache with one more token a row, its last; new: keys, values, each [B, 1, K, H]."""
+        """The cache with one more token per sequence, its last; new: keys, values [B, 1, K, H]."""
         rows = jnp.arange(new[0].shape[0])
 
         def put(cache_BSKH: CacheArray, x_B1KH: Array) -> CacheArray:
@@ -47,7 +47,7 @@ class RowsOfLayer(NamedTuple):
         softcap: float | None,
         scale: float,
     ) -> Float[Array, "B 1 N H"]:
-        """One token a row attends to the last `window` tokens of the cache and itself, its last."""
+        """Attention of each sequence's last token to itself and the `window` tokens before it."""
         k_BSKH, v_BSKH = kv
         y_BNH = kernels.decode_attention(
             q_B1NH[:, 0], k_BSKH, v_BSKH, self.lengths_B, window=window, softcap=softcap,
@@ -59,7 +59,8 @@ class RowsOfLayer(NamedTuple):
 class PagesOfLayer(NamedTuple):
     """Keys and values of one layer in pages: arrays [pages, page size, K, H].
 
-    Row b has the pages table_BW[b] and new tokens at starts_B[b] .. starts_B[b] + counts_B[b] - 1.
+    Sequence b has the pages table_BW[b]; its new tokens are at positions starts_B[b] ..
+    starts_B[b] + counts_B[b] - 1.
     """
 
     kv: KeysValues
@@ -68,7 +69,7 @@ class PagesOfLayer(NamedTuple):
     counts_B: Array
 
     def append(self, new: tuple[Array, ...]) -> KeysValues:
-        """The pages with the new tokens of each row, [B, T, K, H]; of padding nothing is kept."""
+        """The pages with each sequence's new tokens, [B, T, K, H]; padding is not written."""
         stored = tuple(map(as_stored, new, self.kv))
         (pages, form), fresh = jax.tree.flatten(self.kv), jax.tree.leaves(stored)
         where = self.table_BW, self.starts_B, self.counts_B
@@ -82,7 +83,7 @@ class PagesOfLayer(NamedTuple):
         softcap: float | None,
         scale: float,
     ) -> Float[Array, "B T N H"]:
-        """The new tokens attend to the last `window` tokens before each, and to itself."""
+        """Attention of each new token to itself and the `window` tokens before it."""
         k_PpKH, v_PpKH = kv
         return parallel.paged_attention(
             q_BTNH, k_PpKH, v_PpKH, self.table_BW, self.starts_B, self.counts_B, window=window,
@@ -94,8 +95,8 @@ LayerCache = RowsOfLayer | PagesOfLayer
 
 
 class Cache(NamedTuple):
-    """What decoding keeps: keys and values per layer, and of each row's last token the embedding
-    (for the smear) and the id (for `model.bigram_rows`)."""
+    """State of decoding: keys and values per layer, and each sequence's last token, as embedding
+    (for the smear) and as id (for `model.bigram_rows`)."""
 
     kv: tuple[KeysValues, ...]  # k_BSKH, v_BSKH of each layer that has its own
     lengths_B: Array
@@ -103,12 +104,12 @@ class Cache(NamedTuple):
     last_B: Array
 
     def layer(self, kv: KeysValues) -> RowsOfLayer:
-        """What a layer with these keys and values sees."""
+        """The cache of one layer, with its keys and values `kv`."""
         return RowsOfLayer(kv, self.lengths_B)
 
 
 class StackedPages(NamedTuple):
-    """Pages of all layers, [L, pages, page size, K, H]: what one kernel of all layers reads."""
+    """Pages of all layers, [L, pages, page size, K, H], for the kernel that runs all layers."""
 
     k_LPpKH: Array
     v_LPpKH: Array
@@ -119,7 +120,7 @@ class StackedPages(NamedTuple):
 
     @classmethod
     def of(cls, kv: Iterable[KeysValues]) -> "StackedPages":
-        """The pages of each layer, stacked."""
+        """Stack the pages of the layers."""
         return cls(*(jnp.stack(arrays) for arrays in zip(*kv, strict=True)))
 
 
@@ -127,12 +128,12 @@ LayerPages = tuple[KeysValues, ...] | StackedPages
 
 
 class PagedCache(NamedTuple):
-    """Pages of keys and values per layer, and where each row's new tokens go.
+    """KV pages per layer, and the page table and positions of each sequence's new tokens.
 
-    table_BW: the numbers of each row's pages, in its order; behind its last, any. The first ones
-    hold the model's virtual tokens, if it has some. starts_B: tokens of each row that the pages
-    hold already, virtual ones not counted. counts_B: its new tokens, 0 in an idle row. before_B:
-    the token in front of the new ones; any at the start of a text.
+    table_BW: page table, the page indices of each sequence in order; entries after its last page
+    are arbitrary. The first pages hold the model's virtual tokens, if any. starts_B: tokens of each
+    sequence already in its pages, without virtual tokens. counts_B: number of new tokens, 0 in an
+    idle slot. before_B: the token before the new ones; arbitrary at the start of a sequence.
     """
 
     kv: LayerPages  # of each layer that has its own
@@ -142,7 +143,7 @@ class PagedCache(NamedTuple):
     before_B: Int[Array, "B"]
 
     def layer(self, kv: KeysValues) -> PagesOfLayer:
-        """What a layer with these keys and values sees."""
+        """The paged cache of one layer, with its keys and values `kv`."""
         return PagesOfLayer(kv, self.table_BW, self.starts_B, self.counts_B)
 
 
@@ -151,7 +152,7 @@ def page_shapes(
 ) -> PyTree:
     """Shapes of one page, [1, page_size, K, H], of each layer that has its own keys and values.
 
-    dtype: of the computation. cache_dtype: of CACHE_DTYPES, or None: that of the computation.
+    dtype: the compute dtype. cache_dtype: a key of CACHE_DTYPES, or None for the compute dtype.
     """
     layers = sum(not spec.kv_from for spec in make_plan(c))
     if c.mla is not None:
@@ -165,14 +166,15 @@ def page_shapes(
 
 
 def init_kv_cache(x_BTKH: Float[Array, "B T K H"], capacity: int, dtype: str | None) -> CacheArray:
-    """The start of a cache with room for `capacity` tokens; dtype: of CACHE_DTYPES, or None as it
-    is."""
+    """A new cache that starts with `x` and has room for `capacity` tokens.
+
+    dtype: a key of CACHE_DTYPES, or None for x's dtype."""
     x_BSKH = jnp.pad(x_BTKH, ((0, 0), (0, capacity - x_BTKH.shape[1]), (0, 0), (0, 0)))
     return x_BSKH if dtype is None else kernels.quantize(x_BSKH, CACHE_DTYPES[dtype])
 
 
 def as_stored(x_BTKH: Array, cache: CacheArray) -> CacheArray:
-    """New keys or values in the form of a cache."""
+    """Cast or quantize new keys or values to the cache's dtype."""
     if isinstance(cache, kernels.Quantized):
         return kernels.quantize(x_BTKH, cache.values_BSKH.dtype)
     return x_BTKH.astype(cache.dtype)

@@ -1,12 +1,12 @@
 """Multi-head latent attention (MLA; DeepSeek-V2, DeepSeek-AI 2024, arXiv:2405.04434).
 
-    x -> latent c (RMS norm) -> keys and values of each head     positions do not enter here
+    x -> latent c (RMS norm) -> keys and values of each head     no positions here
     x -> one rotated key r for all heads                         decoupled RoPE
 
-A head's query and key are [nope, rope] channels, its value has `head_dim`. The cache holds (c, r)
-alone: decoding multiplies queries by the keys' projection up, attends to the latents themselves,
-and projects what comes out up to values. Training projects up first and uses the kernels of
-`Attend`, whose heads are of one size: what is narrower, keys or values, is padded with zeros.
+A head's query and key have [nope, rope] channels, its value has `head_dim`. The cache holds only
+(c, r). Decoding multiplies queries by the keys' up-projection, attends to the latents, and
+up-projects the result to values. Training up-projects first and uses the kernels of `Attend`. Their
+heads have one size, so the narrower of keys and values is zero-padded.
 """
 
 import math
@@ -35,7 +35,7 @@ class LatentAttention(nnx.Module):
         L, D, N, R, Q = layers, c.width, c.heads, m.kv_rank, m.q_rank
         nope = c.qk_dim - m.rope_dim
         wide = lambda size: declare((L, D, size), ("layers", "embed", None), scheme.qk, "matrix")
-        # Latents are normed: their projections up start with the variance 1 / rank.
+        # Latents are normed, so the up-projections are initialized with variance 1 / rank.
         up = lambda rank, size: declare(
             (L, rank, N * size), ("layers", None, "heads"), fan_in(), "matrix"
         )
@@ -62,8 +62,8 @@ class LatentAttention(nnx.Module):
         cache: LayerCache | None,
         source: KeyValueProjection | KeysValues | None = None,
     ) -> tuple[Float[Array, "B T D"], KeysValues]:
-        """Returns the output and the latents with their rotated keys, [B, T, 1, R + r]: of these
-        tokens, or the updated cache."""
+        """Return the output, and the latents joined with the rotated keys, [B, T, 1, R + r], of
+        these tokens; when decoding, the updated cache instead."""
         c = self.config
         assert value_BTC is None and source is None and c.mla is not None
         B, T, _ = x_BTD.shape
@@ -102,7 +102,7 @@ class LatentAttention(nnx.Module):
         return dense(y_BTNH.reshape(B, T, -1), self.out), kv
 
     def queries(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T C"]:
-        """Of all heads, projected directly or through a latent of their own."""
+        """Queries of all heads, projected directly or through their own latent."""
         if self.config.mla is None or self.config.mla.q_rank is None:
             return dense(x_BTD, self.q)
         latent_BTQ = dense(x_BTD, self.q_down)

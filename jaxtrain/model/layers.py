@@ -1,4 +1,4 @@
-"""The small pieces that every layer uses: norms, rotary positions, feed-forward."""
+"""Building blocks of every layer: norms, rotary positions, feed-forward network."""
 
 from typing import NamedTuple
 
@@ -42,12 +42,12 @@ def layer_norm(
 
 
 def declare_bias(layers: int, size: int, axis: str | None) -> nnx.Param:
-    """A shift of every layer, [L, size]; it starts at zero."""
+    """Declare a bias for every layer, [L, size]; it starts at zero."""
     return declare((layers, size), ("layers", axis), constant(0.0), "gain", group="bias")
 
 
 def add_bias(y: Float[Array, "*B D"], bias: nnx.Param | None) -> Float[Array, "*B D"]:
-    """y + bias in y's dtype, or y."""
+    """Add the bias, if there is one, in y's dtype."""
     if bias is None:
         return y
     return y + jnp.expand_dims(bias[...].astype(y.dtype), range(y.ndim - 1))
@@ -55,9 +55,9 @@ def add_bias(y: Float[Array, "*B D"], bias: nnx.Param | None) -> Float[Array, "*
 
 @jax.custom_vjp
 def lookup(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Rows of an embedding. Its gradient is summed in float32, whatever the table's dtype.
+    """Look up rows of an embedding. Its gradient is summed in float32, whatever the table's dtype.
 
-    A frequent token gathers thousands of rows: in bfloat16 their sum would stop growing. (Sums of
+    A frequent token sums thousands of rows; in bfloat16 the sum would stop growing. (The sums of
     several devices are then added in the table's dtype, as all gradients are.)
     """
     return embedding_lookup(table_VD, tokens_BT)
@@ -76,7 +76,7 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 class Rotary(NamedTuple):
-    """Cosines of the rotary angles and signed sines, ready to broadcast over heads."""
+    """Cosines and signed sines of the rotary angles, ready to broadcast over heads."""
 
     cos_BT1H: Array
     sin_BT1H: Array
@@ -88,7 +88,7 @@ def rotary(
     base: float,
     scaling: RopeScaling | Divisors | None = None,
 ) -> Rotary:
-    """Angles of each position (Su et al. 2021); h is half the head dim."""
+    """Rotary angles of each position (Su et al. 2021); h is half the head dim."""
     frequency, factor = frequencies(head_dim, base, scaling, positions_BT)
     angle_BT1h = positions_BT[:, :, None, None].astype(jnp.float32) * frequency.reshape(
         -1, 1, 1, head_dim // 2
@@ -104,9 +104,9 @@ def rotate(
 ) -> Float[Array, "B T N H"]:
     """Rotate the pairs (i, i + H/2), the half-split layout of Llama; then RMS-normalise.
 
-    A rotation keeps the norm, so that its statistics come from x itself: one pass to reduce, one to
-    rotate and scale, with the halves swapped by a reversal that fuses (a concatenation does not).
-    norm_eps None leaves the norm out.
+    A rotation preserves the norm, so the statistics come from x itself: one pass reduces, one
+    rotates and scales. The halves are swapped by a reversal, which fuses (a concatenation does
+    not). norm_eps None: no norm.
     """
     x32 = x_BTNH.astype(jnp.float32)
     halves = x32.reshape(*x32.shape[:-1], 2, -1)
@@ -140,7 +140,7 @@ class Adapter(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Position-wise network; the gated kinds multiply a second projection in (Shazeer 2020)."""
+    """Position-wise network; gated kinds multiply by a second projection (Shazeer 2020)."""
 
     def __init__(self, c: ResolvedModel, layers: int):
         scheme = SCHEMES[c.init](c)

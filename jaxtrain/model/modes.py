@@ -1,9 +1,9 @@
-"""What a Transformer is called for: whole rows, stages of a pipeline, a prompt, or one more token.
+"""Modes of calling a Transformer: whole sequences, pipeline stages, prefill, or decoding.
 
 out = model(tokens_BT, positions_BT, segments_BT)                # Forward: states of all tokens
 out = model(tokens_BT, mode=Prefill(lengths_B, capacity=256))    # prompts; fills a KV cache
-out = model(tokens_B1, mode=Decode(out.cache))                   # one token a row, and so on
-out = model(tokens_BT, mode=Paged(cache))                        # more tokens of rows in pages
+out = model(tokens_B1, mode=Decode(out.cache))                   # one token per sequence
+out = model(tokens_BT, mode=Paged(cache))                        # tokens of sequences in KV pages
 """
 
 from typing import NamedTuple
@@ -17,13 +17,13 @@ from jaxtrain.model.rope import Divisors
 
 
 class Forward(NamedTuple):
-    """Whole rows at once: training, evaluation, scoring.
+    """Whole sequences at once: training, evaluation, scoring.
 
-    key: of a training step, for layers that draw (stochastic depth) or round (low-bit training);
-    None in evaluation. zigzag: rows are split over the mesh's axis `context`; the states come in
-    the order of `parallel.zigzag_shard`. document_mask: whether tokens attend inside their own
-    segment alone; default `model.document_mask`. branches: what the last tokens of each row
-    continue. rope: in the place of `model.rope_scaling`.
+    key: PRNG key of a training step, for stochastic depth, token dropping and stochastic rounding;
+    None in evaluation. zigzag: sequences are sharded over the mesh's axis `context`; the states are
+    in the order of `parallel.zigzag_shard`. document_mask: whether tokens attend only within their
+    own segment; default `model.document_mask`. branches: see `Branches`. rope: replaces
+    `model.rope_scaling`.
     """
 
     key: Array | None = None
@@ -34,18 +34,18 @@ class Forward(NamedTuple):
 
 
 class Pipelined(NamedTuple):
-    """Microbatches [M, B, T] through the stages of the mesh's axis `pipeline`; as with zigzag.
+    """Microbatches [M, B, T] through the stages of the mesh's axis `pipeline`, zigzag-sharded.
 
-    repeats: chunks of layers of one stage (`mesh.pipeline_repeats`).
+    repeats: chunks of layers per stage (`mesh.pipeline_repeats`).
     """
 
     repeats: int = 1
 
 
 class Prefill(NamedTuple):
-    """Prompts padded on the right: fill a KV cache with room for `capacity` tokens.
+    """Right-padded prompts, which fill a KV cache with room for `capacity` tokens.
 
-    lengths_B: tokens of each prompt. cache_dtype: int8, float8, or None: the compute dtype.
+    lengths_B: length of each prompt. cache_dtype: int8, float8, or None for the compute dtype.
     """
 
     lengths_B: Array
@@ -54,18 +54,18 @@ class Prefill(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """One more token of each row, [B, 1]; its keys and values are appended to the cache."""
+    """One more token of each sequence, [B, 1]; its keys and values are appended to the cache."""
 
     cache: Cache
 
 
 class Paged(NamedTuple):
-    """More tokens of each row, [B, T]: a part of a prompt, one new token, or several drafts.
+    """More tokens of each sequence, [B, T]: a prefill chunk, one new token, or draft tokens.
 
-    Only the first `cache.counts_B` of a row count; the states have all T. packed: the layers'
-    weights for one kernel of all layers, which runs where there is one row with one token.
-    begins: no row has tokens in its pages yet, so that the new ones attend to each other alone, by
-    the kernels of whole rows."""
+    Only the first `cache.counts_B` tokens of a sequence are valid; the states have all T. packed:
+    the layers' weights for the kernel that runs all layers, used for one sequence with one token.
+    begins: no sequence has tokens in its pages yet. The new tokens then attend only to each other,
+    with the kernels for whole sequences."""
 
     cache: PagedCache
     packed: PackedLayers | None = None
@@ -77,9 +77,9 @@ FORWARD = Forward()
 
 
 class Output(NamedTuple):
-    """states: after the final norm, what the head reads: [B, T, D] (pipelined [M, B, T, D]); of
-    Prefill and Decode [B, D], those of each row's last token. balance_B: each row's sum of the
-    experts' balance losses, None without experts. cache: of Prefill, Decode and Paged."""
+    """states: after the final norm, for the head: [B, T, D] (pipelined [M, B, T, D]); from Prefill
+    and Decode [B, D], the last token of each sequence. balance_B: each sequence's sum of the
+    experts' balance losses, None without experts. cache: from Prefill, Decode and Paged."""
 
     states: Array
     balance_B: Array | None = None

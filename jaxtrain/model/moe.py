@@ -1,9 +1,9 @@
-"""A mixture of experts: a float32 router, dropless dispatch, balance by bias and by loss.
+"""Mixture of experts: a float32 router, dropless dispatch, load balancing by bias and by loss.
 
-The bias that balances is a parameter that the loss does not see: its gradient is the number of
-tokens that each expert got in the step. Summed over microbatches and devices like any gradient, it
-reaches the optimizer's group `router_bias`, which lowers the bias where the load is above the mean
-(Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing"); and it is what the load is reported from.
+The balancing bias is a parameter that does not enter the loss: its gradient is the number of
+tokens per expert in the step (the load). That is summed over microbatches and devices like any
+gradient. The optimizer's group `router_bias` lowers the bias where the load is above the mean (Wang
+et al. 2024, "Auxiliary-Loss-Free Load Balancing"). The load metrics come from it too.
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ from jaxtrain.weights.params import BALANCE_GROUPS, declare
 
 
 class Route(NamedTuple):
-    """Where tokens go."""
+    """Routing of tokens to experts."""
 
     chosen_BTk: Array
-    weights_BTk: Array  # float32, of one token they sum to 1
-    loss_B: Array  # balance and z loss of each row, weighted
+    weights_BTk: Array  # float32; a token's weights sum to 1
+    loss_B: Array  # balance and z loss of each sequence, weighted
 
 
 class MixtureOfExperts(nnx.Module):
@@ -62,13 +62,13 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x_BTD: Float[Array, "B T D"], relu2_by: str | None = None, by: str | None = None
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B"]]:
-        """What the experts make of each token, and the balance loss of each row.
+        """Return the experts' output for each token, and the balance loss of each sequence.
 
-        Rows are routed as a whole, whatever the tiles: so balance loss and load are theirs.
+        Whole sequences are routed, so balance loss and load do not depend on the tiles.
         """
-        # Router, experts and shared ones take and give each token in one place. Free to choose,
-        # XLA moves tokens over `context` or, with `tensor` as well, aborts (JAX 0.11: a check fails
-        # where the shared experts' gradients multiply states that are split in two ways).
+        # Inputs and outputs of router, experts and shared experts have the same sharding. Left
+        # free, XLA moves tokens over `context` or, with `tensor` as well, aborts (JAX 0.11: a check
+        # fails where the shared experts' gradients multiply states that are sharded in two ways).
         here = lambda y_BTD: parallel.constrain(y_BTD, "batch", "tokens", None)
         x_BTD = gathered(x_BTD)
         route = self.route(x_BTD)
@@ -85,7 +85,7 @@ class MixtureOfExperts(nnx.Module):
         return here(y_BTD), route.loss_B
 
     def route(self, x_BTD: Float[Array, "B T D"]) -> Route:
-        """Choose by score plus bias, weigh by score."""
+        """Choose experts by score plus bias; weight their outputs by score."""
         c = self.config
         logits_BTE = router_logits(x_BTD, self.router[...])
         score = jax.nn.sigmoid if c.score_function == "sigmoid" else jax.nn.softmax
@@ -94,7 +94,7 @@ class MixtureOfExperts(nnx.Module):
         if c.balance_bias:
             ranked_BTE += jax.lax.stop_gradient(self.bias[...])[None, None]
         best = lambda r_BTE: jax.lax.top_k(r_BTE, c.top_k)[1]
-        # Left to XLA, each device would rank the tokens of all.
+        # Left to XLA, each device would rank the tokens of all devices.
         chosen_BTk = parallel.shard_map_tokens(best, ranked_BTE, tokens="tokens")
         picked_BTk = jnp.take_along_axis(scores_BTE, chosen_BTk, axis=-1)
         weights_BTk = picked_BTk / jnp.sum(picked_BTk, axis=-1, keepdims=True)
@@ -110,7 +110,7 @@ class MixtureOfExperts(nnx.Module):
         down_EFD: Float[Array, "E F D"],
         sizes_E: Int[Array, "E"],
     ) -> Float[Array, "M D"]:
-        """Rows in groups, each group through its expert, times its weight."""
+        """Run each group of rows through its expert, times the rows' weights."""
         act = ACTIVATIONS[self.kind]
         first, *second = (kernels.grouped_matmul(x_MD, up_EDF, sizes_E) for up_EDF in ups)
         h_MF = act(first) * second[0] if second else act(first)
@@ -118,21 +118,21 @@ class MixtureOfExperts(nnx.Module):
         return kernels.grouped_matmul(h_MF, down_EFD, sizes_E)
 
 
-@jax.checkpoint  # the states in float32 would be kept, beside those in 16 bits
+@jax.checkpoint  # otherwise the float32 states would be saved besides the 16-bit ones
 def router_logits(
     x_BTD: Float[Array, "B T D"], router_DE: Float[Array, "D E"]
 ) -> Float[Array, "B T E"]:
-    """float32, whatever the states are."""
+    """Router logits in float32, whatever the states' dtype."""
     return jnp.matmul(x_BTD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
 
 
 def balance_loss(
     scores_BTE: Float[Array, "B T E"], chosen_BTk: Int[Array, "B T k"]
 ) -> Float[Array, "B"]:
-    """E sum_e f_e p_e of each row: its share of the choices times its mean share of the scores.
+    """E sum_e f_e p_e of each sequence: expert e's share of the choices times its mean score share.
 
-    1 where the load is even. Of rows, not of the batch, as in DeepSeek-V3: so accumulated and
-    sharded batches have the loss of the whole.
+    It is 1 if the load is even. It is per sequence, not per batch, as in DeepSeek-V3, so gradient
+    accumulation and sharding do not change it.
     """
     E, choices = scores_BTE.shape[-1], chosen_BTk.shape[1] * chosen_BTk.shape[2]
     hits_BE = jnp.sum(chosen_BTk[..., None] == jnp.arange(E)[None, None, None], axis=(1, 2))
@@ -142,7 +142,7 @@ def balance_loss(
 
 @jax.custom_vjp
 def with_load(y_BTD: Array, bias_E: Array, load_E: Array) -> Array:
-    """y; to the bias, the gradient is the load."""
+    """Return y; in the backward pass the bias's gradient is the load."""
     return y_BTD
 
 
@@ -154,7 +154,7 @@ with_load.defvjp(
 
 @jax.custom_vjp
 def gathered(x_BTD: Array) -> Array:
-    """All of a row's tokens on each device of `tensor`; their gradient back to where they were."""
+    """Gather each sequence's tokens over `tensor`; the gradient is sharded over it again."""
     return parallel.constrain(x_BTD, "batch", "tokens", None)
 
 

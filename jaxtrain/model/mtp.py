@@ -1,12 +1,12 @@
 """Modules of multi-token prediction (MTP; DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-    h' = W [norm(h of place t); norm(embed(token t + k))]    module k; h: of module k - 1
-    states = final norm(layer(h'))                           the head gives token t + k + 1
+    h' = W [norm(h at position t); norm(embed(token t + k))]    module k; h: from module k - 1
+    states = final norm(layer(h'))                              the head predicts token t + k + 1
 
-Embedding, final norm and head are the model's. A module's layer is one of the model's kind with
-full attention: no experts, no value embedding, no scales of the stream. The states of module 0 are
-those that the head reads of the model itself. Training adds the modules' losses
-(`objectives/mtp.py`); decoding drafts with the first module (`inference/engine/drafts.py`).
+Embedding, final norm and head are shared with the model. A module's layer is like the model's, with
+full attention, and without experts, value embedding or residual scales. The states of module 0 are
+the model's own, which the head reads. Training adds the modules' losses (`objectives/mtp.py`).
+Decoding drafts with the first module (`inference/engine/drafts.py`).
 """
 
 import dataclasses
@@ -28,15 +28,15 @@ from jaxtrain.model.stack import LayerWeights, unstack
 from jaxtrain.weights.contract import dense
 from jaxtrain.weights.params import ParamSpec, declare
 
-GROUP = "mtp"  # of the modules' matrices: float8, quantization and pruning leave them alone
+GROUP = "mtp"  # of the modules' matrices; float8, quantization and pruning skip it
 
 
 class MultiTokenPrediction(nnx.Module):
-    """The modules, stacked: `model.mtp` of them."""
+    """All `model.mtp` modules, stacked."""
 
     def __init__(self, c: ResolvedModel):
         self.config = layer_config(c)
-        self.first = c.depth  # the number of the first module's layer, behind those of the model
+        self.first = c.depth  # index of the first module's layer, after the model's layers
         K, D = self.config.depth, c.width
         self.state_gain, self.state_shift = declare_norm(c, (K,))
         self.embed_gain, self.embed_shift = declare_norm(c, (K,))
@@ -56,9 +56,9 @@ class MultiTokenPrediction(nnx.Module):
         inputs: LayerInputs,
         cache: LayerCache | None = None,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
-        """What module number `module` (from 0) puts out before the final norm; keys and values as
-        a block's. states_BTD: of the module before. next_BTD: embeddings of the tokens `module` + 1
-        places later."""
+        """Output of module `module` (from 0) before the final norm, and its keys and values as a
+        block returns them. states_BTD: of the previous module. next_BTD: embeddings of the tokens
+        `module` + 1 positions later."""
         graphdef, stacked = nnx.split(self)
         one = nnx.merge(graphdef, unstack(stacked, self.config.depth)[module])
         state_BTD = normed(self.config, states_BTD, one.state_gain, one.state_shift)
@@ -75,7 +75,7 @@ class MultiTokenPrediction(nnx.Module):
 
 
 def layer_config(c: ResolvedModel) -> ResolvedModel:
-    """The configuration of the modules' layers."""
+    """Configuration of the modules' layers."""
     assert c.mtp is not None
     plain = {"depth": c.mtp, "window_pattern": "L", "rope_base_short": None}
     plain |= dict.fromkeys(("moe", "share_layers", "share_kv", "weight_form", "adapter", "mtp"))
@@ -85,10 +85,10 @@ def layer_config(c: ResolvedModel) -> ResolvedModel:
 
 
 def in_group(spec: ParamSpec) -> ParamSpec:
-    """The declaration of one of the modules' matrices."""
+    """The declaration with the modules' group."""
     return dataclasses.replace(spec, group=GROUP)
 
 
 def tokens_later(tokens_BT: Array, distance: int) -> Array:
-    """The token `distance` places later in each row; 0 past its end."""
+    """The token `distance` positions later in each row; 0 past its end."""
     return jnp.pad(tokens_BT[:, distance:], ((0, 0), (0, distance)))

@@ -1,7 +1,7 @@
-"""A decode step of one row with all layers in one kernel (`jaxtrain_kernels.decode_layers`).
+"""A decode step of one sequence with all layers in one kernel (`jaxtrain_kernels.decode_layers`).
 
-The kernel has its own copy of the layers' matrices, packed once (`pack_layers`), and the pages of
-all layers in two arrays (`StackedPages`). `why_not_packed` says what keeps a model from it.
+The kernel has its own copy of the layers' matrices, packed once (`pack_layers`), and the KV pages
+of all layers in two arrays (`StackedPages`). `why_not_packed` explains why a model cannot use it.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from jaxtrain.weights.params import Params
 if TYPE_CHECKING:
     from jaxtrain.model.transformer import Transformer
 
-# What the kernel computes: all other values of these fields have another formula.
+# Field values that the kernel requires; it does not implement any other.
 NEEDED: dict[str, Any] = {
     "qk_head_dim": None, "ffn": "relu2", "moe": None, "position_embedding": "rotary",
     "rope_base_short": None, "qk_norm": True, "qk_norm_gain": False, "qkv_bias": False,
@@ -36,10 +36,10 @@ NEEDED: dict[str, Any] = {
     "prompt": None, "prefix": None, "block_norm": True, "weight_form": None, "share_layers": None,
     "mla": None, "share_kv": None,
 }  # fmt: skip
-# Schemes whose branches have a learned scale.
+# Initialization schemes whose branches have a learned scale.
 SCALED_INITS = {"fixup", "tfixup", "rezero", "skipinit"}
-# Sizes and constants that the kernel takes as they are, what is before or behind the layers, and
-# what is of training alone.
+# Fields with any value: sizes and constants that are the kernel's arguments, fields of what runs
+# before or after the layers, and fields that only affect training.
 ANY = {
     "depth", "width", "head_dim", "heads", "kv_heads", "hidden", "vocab_multiple", "rope_base",
     "rope_scaling", "qk_scale", "attention_scale", "window_pattern", "last_layer_full",
@@ -52,7 +52,7 @@ ANY = {
 
 
 def layers_shape(c: ResolvedModel) -> LayersShape:
-    """The layers as the kernel knows them."""
+    """The layers' sizes and constants for the kernel."""
     whole = c.context_length - 1
     windows = tuple(spec.window or whole for spec in make_plan(c))
     scale = c.attention_scale or c.qk_scale**2 / c.head_dim**0.5
@@ -63,8 +63,9 @@ def layers_shape(c: ResolvedModel) -> LayersShape:
 def why_not_packed(
     c: ResolvedModel, params: Params, pages: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 ) -> str | None:
-    """Why a model's layers cannot be one kernel on this device; None = they can. pages: keys and
-    values of all layers, [L, pages, page size, K, H]."""
+    """Reason why the model's layers cannot run in one kernel on this device; None if they can.
+
+    pages: keys and values of all layers, [L, pages, page size, K, H]."""
     for name in type(c).model_fields:
         if name in NEEDED and getattr(c, name) != NEEDED[name]:
             return f"needs model.{name}={NEEDED[name]}, got {getattr(c, name)}"
@@ -80,13 +81,13 @@ def why_not_packed(
 
 
 def unstacked(leaf: Any) -> Sequence[Array]:
-    """A stack's layers."""
+    """The layers of a stack, as a sequence of arrays."""
     return leaf.layers if is_apart(leaf) else list(leaf)
 
 
 @jax.jit(static_argnames="graphdef")
 def pack_layers(graphdef: nnx.GraphDef, params: Params) -> PackedLayers:
-    """The layers' matrices as the kernel reads them; those of `params` stay."""
+    """Copy the layers' matrices into the kernel's layout; `params` is not changed."""
     model = nnx.merge(graphdef, params)
     c, block = model.config, model.blocks
     shape = layers_shape(c)
@@ -107,8 +108,8 @@ def pack_layers(graphdef: nnx.GraphDef, params: Params) -> PackedLayers:
 
 
 def run_stacked(model: "Transformer", tokens_BT: Int[Array, "B T"], mode: Paged) -> Output:
-    """As the model with pages of each layer: in one kernel where a row has one new token, else
-    layer by layer, with the pages taken apart for it."""
+    """Run the model with stacked pages: in one kernel for one sequence with one new token, else
+    layer by layer, for which the pages are unstacked."""
     cache, packed = mode.cache, mode.packed
     assert isinstance(cache.kv, StackedPages)
     if packed is not None and tokens_BT.shape == (1, 1):
@@ -125,7 +126,7 @@ def run_packed(
     model: "Transformer", packed: PackedLayers, x_11D: Float[Array, "1 1 D"],
     tokens_11: Int[Array, "1 1"], cache: PagedCache,
 ) -> tuple[Float[Array, "1 1 D"], Float[Array, "1 1 D"], StackedPages]:  # fmt: skip
-    """The stream behind the last and behind the middle layer, and the pages with the token."""
+    """The stream after the last and after the middle layer, and the pages with the new token."""
     c = model.config
     assert isinstance(cache.kv, StackedPages)
     place_11 = cache.starts_B[:, None]

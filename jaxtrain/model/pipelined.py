@@ -1,4 +1,4 @@
-"""The layers in chunks over the stages of a pipeline: what `parallel/pipeline.py` runs each tick.
+"""Chunks of layers on the stages of a pipeline; `parallel/pipeline.py` runs them each tick.
 
     plan      layer 0  1 | 2  3 | 4  5 | 6  7      4 chunks: 2 stages x 2 repeats
     stage          0     |  1   |  0   |  1
@@ -24,10 +24,10 @@ Texts = tuple[Array, Array, Array | None]  # tokens, positions and segments
 
 
 class PipelineParts(NamedTuple):
-    """What goes through the stages, and what they compute.
+    """Inputs of the pipeline, and the computation of its stages.
 
     texts: microbatches [M, B, T]. embed: a microbatch -> x_BTD. inputs_of: (x_BTD, the microbatch)
-    -> what every layer reads. repeats: chunks of layers of one stage.
+    -> inputs of every layer. repeats: chunks of layers per stage.
     """
 
     modules: LayerModules
@@ -39,7 +39,7 @@ class PipelineParts(NamedTuple):
     repeats: int
 
     def first(self, micro: tuple[Array, Texts]) -> tuple[Array, ...]:
-        """What the first chunk gets."""
+        """Input of the first chunk."""
         x_BTD, _ = micro
         moe = self.modules.config.moe
         return x_BTD, x_BTD, *((jnp.zeros(len(x_BTD), jnp.float32),) if moe else ())
@@ -47,7 +47,7 @@ class PipelineParts(NamedTuple):
     def stage(
         self, chunk: Plan, stack: Stack, states: tuple[Array, ...], micro: tuple[Array, Texts]
     ) -> tuple[Array, ...]:
-        """What a chunk makes of what the one before it made."""
+        """Output of a chunk, given the output of the previous chunk."""
         runs = make_runs(chunk, self.modules.config.scan_layers)
         x_BTD, middle_BTD, *balance = states
         out = run_layers(self.modules, stack, runs, (x_BTD, middle_BTD), self.inputs_of(*micro))
@@ -56,7 +56,7 @@ class PipelineParts(NamedTuple):
         return out.x_BTD, out.middle_BTD, *balance
 
     def chunks(self) -> tuple[list[Plan], Stack]:
-        """The plan of each chunk, and the weights of all."""
+        """The plan of each chunk, and the weights of all chunks."""
         chunks = parallel.split_layers(self.plan, parallel.pipeline_size() * self.repeats)
         sizes = lambda name: [part_sizes(chunk, [name])[name] for chunk in chunks]
         layers = parallel.pad_chunks(self.stack.layers, [len(chunk) for chunk in chunks])
@@ -65,14 +65,14 @@ class PipelineParts(NamedTuple):
         return chunks, Stack(layers, parts, {})
 
     def microbatches(self) -> tuple[Array, Texts]:
-        """Each embedded, as the devices have its tokens; the stages divide the microbatches."""
+        """Embedded microbatches, tokens zigzag-sharded and microbatches sharded over the stages."""
         texts = jax.vmap(parallel.zigzag_shard)(self.texts)
         x_MBTD = jax.vmap(self.embed)(texts)
         return parallel.constrain(x_MBTD, "micro", "batch", "tokens", None), texts
 
 
 def run_pipelined(p: PipelineParts) -> LayersOutput:
-    """`run_layers` of microbatches [M, B, T]; arrays of the output have M in front."""
+    """`run_layers` for microbatches [M, B, T]; the output's arrays have a leading dim M."""
     micro, (chunks, stack), moe = p.microbatches(), p.chunks(), p.modules.config.moe
     x_MBTD, middle_MBTD, *balance = parallel.run_pipeline(
         p.stage, chunks, p.first, stack, micro, p.repeats, loads=moe is not None
@@ -86,9 +86,9 @@ def run_pipelined_loss(
     labels: PyTree,
     head: PyTree,
 ) -> Float[Array, ""]:
-    """The sum of all microbatches' losses, with their gradients by the schedule 1F1B.
+    """Sum of all microbatches' losses, with gradients computed by the 1F1B schedule.
 
-    finish: (head, what the last chunk makes of some rows, their labels) -> the sum of their losses.
+    finish: (head, the last chunk's output for some rows, their labels) -> the sum of their losses.
     """
     micro, (chunks, stack) = p.microbatches(), p.chunks()
     return parallel.pipeline_loss(p.stage, chunks, p.first, finish, stack, micro, labels, head)

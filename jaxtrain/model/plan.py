@@ -1,4 +1,4 @@
-"""What differs from layer to layer is data, decided here before anything is traced."""
+"""Per-layer settings as data (`LayerSpec`), decided before anything is traced."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,15 +9,15 @@ from jaxtrain.model.sharing import kv_sources
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer. `window`: keys left of the query that stay visible (None: all).
+    """Settings of one layer. `window`: keys left of the query that stay visible (None: all).
 
-    `short_rope`: the rotary frequencies are those of `rope_base_short`. `ffn`: the module that is
-    its feed-forward network: the block's own, or with `model.moe` one that only some layers have.
-    `remat`: a key of POLICIES. `block`: which weights it has: its own (or those of all layers), the
-    first use of a set that several layers in a row share, or that of the layer before. `frozen`: it
-    does not train, nor does what lies below it. `kv_from`: with `model.share_kv`, how many layers
-    before it is the one whose keys and values it reads; 0: its own. None: the block has them.
-    `drops_tokens`: some tokens skip it in training (`model.token_dropping`).
+    `short_rope`: the rotary frequencies are those of `rope_base_short`. `ffn`: its feed-forward
+    module: the block's own or, with `model.moe`, one that only some layers have. `remat`: a value
+    of `model.remat`. `block`: its weights: its own (or one set for all layers), the first use of a
+    set that adjacent layers share, or the previous layer's set. `frozen`: neither it nor the
+    layers below train. `kv_from`: with `model.share_kv`, it reads the keys and values of the layer
+    this many layers before; 0: its own. None: the block has them. `drops_tokens`: some tokens skip
+    it in training (`model.token_dropping`).
     """
 
     window: int | None
@@ -32,7 +32,7 @@ class LayerSpec:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The modules of the Transformer that this layer has and others may not."""
+        """Names of the Transformer's modules that this layer has and others may not."""
         value = ("value_embed",) if self.value_embed else ()
         block = ("block",) if self.block == "shared" else ()
         kv = ("kv",) if self.kv_from == 0 else ()
@@ -43,8 +43,8 @@ Plan = tuple[LayerSpec, ...]
 
 
 def make_plan(c: ResolvedModel) -> Plan:
-    """Window pattern tiled over the depth, value embeddings on every other layer, last included: of
-    those that have values of their own."""
+    """The window pattern tiled over the depth. Value embeddings are on every other layer, last
+    included, among the layers with their own values."""
     pattern = (c.window_pattern * c.depth)[: c.depth]
     kinds = pattern[:-1] + "L" if c.last_layer_full else pattern
     kv_from = kv_sources(c.share_kv, kinds)
@@ -71,14 +71,14 @@ def make_plan(c: ResolvedModel) -> Plan:
 
 
 def ffn_of(c: ResolvedModel, i: int) -> Literal["own", "dense", "experts"]:
-    """Which feed-forward network layer i has."""
+    """The feed-forward network of layer i."""
     if c.moe is None:
         return "own"
     return "dense" if (c.depth - 1 - i) % c.moe.every else "experts"
 
 
 def block_of(c: ResolvedModel, i: int) -> Literal["own", "shared", "before"]:
-    """Which weights layer i has."""
+    """The block weights of layer i."""
     if c.share_layers is None or c.share_layers.name == "all":
         return "own"
     return "before" if i % c.layers_per_set else "shared"
@@ -92,7 +92,8 @@ def make_runs(plan: Plan, scan: bool) -> list[tuple[Plan, int]]:
 def scan_groups(plan: Plan) -> list[tuple[Plan, int]]:
     """The plan as runs of (period, repeats); their concatenation is the plan.
 
-    Twelve SSSL layers are one period of four, three times; what repeats nothing has one repeat.
+    Twelve SSSL layers are one period of four, three times; layers that do not repeat have one
+    repeat.
     """
     runs: list[tuple[Plan, int]] = []
     rest = plan

@@ -1,14 +1,14 @@
-"""Virtual tokens: what every text begins with that is no text, but learned.
+"""Virtual tokens: learned tokens before every sequence (prompt tuning and prefix tuning).
 
 Prompt tuning (Lester et al. 2021, arXiv:2104.08691) learns their embeddings, prefix tuning (Li &
-Liang 2021, arXiv:2101.00190) the keys and values of every layer. Either way they see nothing but
-each other, so their keys and values are the same before every text: they are computed once a
-microbatch, in a row of their own, and every text attends to them. With segments a text is one
-segment of a row, without it is the row; so a packed document gets exactly what it gets alone, and
-a prompt takes no place in the rows of the data.
+Liang 2021, arXiv:2101.00190) the keys and values of every layer. In both cases they attend only to
+each other, so their keys and values are the same for every sequence. They are computed once per
+microbatch, in a separate row, and every sequence attends to them. With segment ids, a sequence is
+one segment of a row, else the whole row. So a packed document gets exactly the same result as
+alone, and virtual tokens take no positions in the rows of the data.
 
-They stand at the positions 0 .. P-1 and the text from P on: rotary angles, learned positions and
-windows count them, as in peft. The text's first token takes nothing from them through the smear.
+They have the positions 0 .. P-1, and the sequence starts at P: rotary angles, learned positions and
+windows count them, as in peft. The smear does not mix them into the sequence's first token.
 """
 
 import functools
@@ -24,14 +24,14 @@ from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import normal
 from jaxtrain.weights.params import declare
 
-FLOOR = -1e30  # finite, so that a query out of reach of all virtual tokens gives no NaN
+FLOOR = -1e30  # finite, so that a query whose window has no virtual token gives no NaN
 KeysValues = tuple[Array, Array]
 
 
 class Prefix(nnx.Module):
-    """Keys and values of P virtual tokens in every layer, as attention sees them (after the rope).
+    """Keys and values of P virtual tokens in every layer, after RoPE.
 
-    They start near zero: at first they but take weight from the text's.
+    They start near zero, so at first they only take attention weight from the sequence.
     """
 
     def __init__(self, c: ResolvedModel):
@@ -48,13 +48,13 @@ class Prefix(nnx.Module):
 
 
 def stacked(kv: list[Any]) -> KeysValues:
-    """Keys and values [1, P, K, H] of each layer as k_LPKH, v_LPKH."""
+    """Stack keys and values [1, P, K, H] of each layer into k_LPKH, v_LPKH."""
     k, v = zip(*kv, strict=True)
     return jnp.concatenate(k), jnp.concatenate(v)
 
 
 def prepend_kv(virtual: KeysValues, kv: list[Any]) -> list[Any]:
-    """The virtual tokens' keys and values in front of each layer's [B, T, K, H]."""
+    """Prepend the virtual tokens' keys and values to each layer's [B, T, K, H]."""
 
     def prepend(own_PKH: Array, x_BTKH: Array) -> Array:
         rows = jnp.broadcast_to(own_PKH.astype(x_BTKH.dtype), (len(x_BTKH), *own_PKH.shape))
@@ -67,19 +67,19 @@ def prepend_kv(virtual: KeysValues, kv: list[Any]) -> list[Any]:
 def self_attention_only(
     q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, options: AttentionOptions, **more: Any
 ) -> Any:
-    """`attend_rows` of the virtual tokens' own row, which is too short for most kernels."""
+    """`attend_rows` for the virtual tokens' own row, which is too short for most kernels."""
     return attend_rows(q_BTNH, k_BTKH, v_BTKH, options._replace(implementation="xla"), **more)
 
 
 def offset_positions(positions_BT: Array | None, T: int, count: int) -> Array:
-    """The positions of a text of T tokens behind so many virtual ones; None: from 0."""
+    """Positions of T tokens, shifted by `count` virtual tokens; positions_BT None: 0 .. T-1."""
     if positions_BT is None:
         positions_BT = jnp.arange(T, dtype=jnp.int32)[None]
     return positions_BT + count
 
 
 def with_prefix_kv(own: KeysValues | None, attend: Attend, positions_BT: Array) -> Attend:
-    """`attend` with a layer's virtual tokens, if there are any, in front of every text."""
+    """`attend` with a layer's virtual tokens, if there are any, before every sequence."""
     if own is None:
         return attend
     return functools.partial(attention, attend=attend, virtual=own, positions_BT=positions_BT)
@@ -95,9 +95,9 @@ def attention(
     virtual: KeysValues,
     positions_BT: Int[Array, "b T"],
 ) -> Float[Array, "B T N H"]:
-    """`attend` over the text and the virtual tokens: two softmaxes, joined by what they sum to.
+    """`attend` over the sequence and the virtual tokens: two softmaxes, merged by log-sum-exp.
 
-    virtual: k_PKH, v_PKH. positions_BT: of the queries, virtual tokens counted.
+    virtual: k_PKH, v_PKH. positions_BT: of the queries, including virtual tokens.
     """
     y_BTNH, lse_BNT = attend(q_BTNH, k_BTKH, v_BTKH, options, return_lse=True)
     window, _, softcap, scale, *_ = options
@@ -114,6 +114,6 @@ def attention(
     p_BTKGP = jax.nn.softmax(s_BTKGP, axis=-1).astype(q_BTNH.dtype)
     own_BTNH = product("btkgp,pkh->btkgh", p_BTKGP, v_PKH).reshape(B, T, N, H)
     own_BTN = jax.nn.logsumexp(s_BTKGP, axis=-1).reshape(B, T, N)
-    # Of padding, which sees no text, the log-sum-exp is -inf and the share 0.
+    # Padding attends to no token of the sequence: its log-sum-exp is -inf and the share 0.
     share_BTN1 = jax.nn.sigmoid(lse_BNT.swapaxes(1, 2) - own_BTN)[..., None]
     return (own_BTNH + share_BTN1 * (y_BTNH - own_BTNH)).astype(q_BTNH.dtype)

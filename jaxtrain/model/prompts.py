@@ -1,4 +1,4 @@
-"""The beginnings of texts as whole rows, whose keys and values a cache then holds."""
+"""Prefill: prompts run as whole sequences, and their keys and values fill a KV cache."""
 
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,11 @@ from jaxtrain.model.modes import Output, Prefill
 if TYPE_CHECKING:
     from jaxtrain.model.transformer import Transformer
 
-CACHE_MULTIPLE = 128  # of the tokens that a cache has room for, so that it can be split
+CACHE_MULTIPLE = 128  # room for virtual tokens is a multiple of this, so that a cache can be split
 
 
 def run_prompts(model: "Transformer", tokens_BT: Int[Array, "B T"], mode: Prefill) -> Output:
-    """Prompts, and a cache of rows with them."""
+    """Prefill prompts into a new contiguous cache."""
     check_decoder(model.config)
     rows, ends = jnp.arange(tokens_BT.shape[0]), mode.lengths_B - 1
     x_BTD, plain_BTD = model.embed_tokens(tokens_BT, None)
@@ -31,7 +31,7 @@ def run_prompts(model: "Transformer", tokens_BT: Int[Array, "B T"], mode: Prefil
 
 
 def begin_texts(model: "Transformer", tokens_BT: Int[Array, "B T"], cache: PagedCache) -> Output:
-    """Rows that have no tokens in their pages, nor virtual ones: no page is read."""
+    """Prefill sequences whose pages have no tokens, virtual ones included: no page is read."""
     x_BTD, _ = model.embed_tokens(tokens_BT, None)
     out = model.all_layers(x_BTD, tokens_BT, keep_kv=True)
     assert not isinstance(cache.kv, StackedPages)

@@ -1,7 +1,8 @@
-"""What the backward pass computes again instead of keeping it (Chen et al. 2016), by name.
+"""Activation checkpointing: policies for recomputing in the backward pass (Chen et al. 2016).
 
-`none` keeps everything. `attention` and `ffn` compute that half of a layer again, the others the
-whole layer but for what their policy keeps.
+`none` saves everything. `attention` and `ffn` recompute that half of a layer. The others recompute
+the whole layer except for the values that their policy saves (compressed ones:
+`saved_activations.py`).
 """
 
 from collections.abc import Callable
@@ -22,8 +23,8 @@ INPUT = "block_input"
 
 
 def matmuls(primitive: Primitive, *arrays: object, **options: object) -> bool:
-    """A policy of jax.checkpoint: keep what a matmul gives, and attention with its LSE."""
-    # cuDNN's is a primitive of JAX's own, ours are named.
+    """jax.checkpoint policy: save the results of matmuls, and of attention with its LSE."""
+    # cuDNN attention is a primitive of JAX; the results of our own kernels are named.
     return (
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *arrays, **options)
         or primitive.name.startswith("dot_product_attention_fwd")
@@ -32,16 +33,16 @@ def matmuls(primitive: Primitive, *arrays: object, **options: object) -> bool:
 
 
 def all_but_slices(primitive: Primitive, *_: object, **__: object) -> bool:
-    """A policy of jax.checkpoint: nothing is computed again, but weights are cut out again."""
+    """jax.checkpoint policy: recompute nothing but the slices of stacked weights."""
     return primitive.name not in ("slice", "squeeze", "split")
 
 
-# Value of `remat` -> the policy of jax.checkpoint; it says which values of the layer are kept.
+# Value of `remat` -> policy of jax.checkpoint, which selects the values of the layer to save.
 POLICIES: dict[str, Any] = {
     "block": None,
     **dict.fromkeys(COMPRESSIONS),
     "dots": matmuls,
-    # The layer's input is named, not its output: of a scan's output nothing would be moved.
+    # The layer's input is named, not its output: a scan's output would not be offloaded.
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[INPUT],
@@ -54,15 +55,15 @@ POLICIES: dict[str, Any] = {
 def layer(
     run: Callable[..., Any], remat: str, scanned: bool = False, key: jax.Array | None = None
 ) -> Callable[..., Any]:
-    """`run(stream, ...)` of a whole layer, recomputed as `remat` says.
+    """`run(stream, ...)` of a whole layer, with recomputation as `remat` specifies.
 
-    key: of a training step and a layer, for what is compressed with stochastic rounding.
+    key: PRNG key of a step and layer, for compression with stochastic rounding.
 
-    scanned: forward and backward are loops of their own, so that nothing need keep XLA from taking
-    the one's results for the other's. What does (a barrier in front of the backward pass) copies
-    all that was kept, and lets no collective start before.
+    scanned: forward and backward pass are separate loops, so XLA cannot merge recomputed values
+    with the forward pass's (CSE), and no barrier is needed. Such a barrier before the backward pass
+    copies all saved values, and no collective starts before it.
 
-    Raises UserError for an offload that the device has no host memory for.
+    Raises UserError for `offload` on a device without separate host memory.
     """
     if remat == "none" and scanned:
         return jax.checkpoint(run, policy=all_but_slices, prevent_cse=False)
@@ -85,16 +86,16 @@ def layer(
 
 
 def checkpoint_sublayer(name: str, run: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    """A layer's half of this name, recomputed if `remat` names it."""
+    """`run`, the half of a layer called `name`, recomputed if `remat` is that name."""
     return jax.checkpoint(run) if remat == name else run
 
 
 def tiled(run: Callable[[jax.Array], jax.Array], x_BTD: jax.Array, tiles: int) -> jax.Array:
-    """`run`, which takes each token by itself, over parts of the rows, one after another.
+    """Apply the token-wise function `run` to tiles of the sequences, one tile after another.
 
-    Only one part's intermediate values exist at a time, in the backward pass as well. Rows that do
-    not divide (prompts) are taken whole. A part has tokens of each device that holds some of the
-    row: parts of neighbours would lie on one device, and be sent to all.
+    Only one tile's intermediate values exist at a time, in the backward pass as well. Sequences
+    that do not divide (prompts) are one tile. A tile has tokens of every device that holds part of
+    the sequence: a tile of adjacent tokens would be on one device, and be sent to all.
     """
     B, T, D = x_BTD.shape
     if tiles == 1 or T % tiles:

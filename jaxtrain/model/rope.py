@@ -1,4 +1,4 @@
-"""Frequencies of the rotary positions, and the ways to stretch them over a longer context."""
+"""Rotary frequencies, and their scaling to a longer context."""
 
 import math
 from typing import Annotated, Literal, NamedTuple
@@ -32,7 +32,7 @@ class Llama3Scaling(Settings):
 
 
 class YarnScaling(Settings):
-    """YaRN (Peng et al. 2023): a ramp between kept and divided frequencies, and hotter scores."""
+    """YaRN (Peng et al. 2023): a ramp between kept and divided frequencies, and larger scores."""
 
     name: Literal["yarn"] = "yarn"
     factor: float = Field(gt=0, description="how many times longer the context becomes")
@@ -48,9 +48,9 @@ class YarnScaling(Settings):
 
 
 class LongRopeScaling(Settings):
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency has a divisor of its own.
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency has its own divisor.
 
-    A row that reaches beyond original_context has the long divisors, any other the short ones.
+    Sequences longer than original_context use the long divisors, others the short ones.
     """
 
     name: Literal["longrope"] = "longrope"
@@ -75,7 +75,7 @@ class LongRopeScaling(Settings):
         return given
 
     def check_size(self, rotated: int) -> None:
-        """Raises ValueError unless each of so many rotated channels' pairs has its divisors."""
+        """Raise ValueError unless there is one divisor per pair of the rotated channels."""
         if {len(self.short_factor), len(self.long_factor)} != {rotated // 2}:
             raise ValueError(
                 f"rope_scaling.short_factor and long_factor need head_dim / 2 = {rotated // 2} "
@@ -89,7 +89,7 @@ RopeScaling = Annotated[
 
 
 class Divisors(NamedTuple):
-    """The frequencies' divisors as arrays: other values do not compile anew (a search of them)."""
+    """Divisors of the frequencies as arrays, so that a search over them does not recompile."""
 
     divisors_h: Float[Array, "h"]
     factor: Float[Array, ""]  # on rotated queries and on rotated keys
@@ -98,7 +98,7 @@ class Divisors(NamedTuple):
 def long_rope(
     c: LongRopeScaling, plain_h: Float[Array, "h"], positions_BT: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B h"], float]:
-    """Each row's frequencies, by its furthest position, and the factor on what is rotated."""
+    """Frequencies of each row, chosen by its largest position; and the factor on queries, keys."""
     is_long_B1 = jnp.max(positions_BT, axis=1, keepdims=True) >= c.original_context
     short_1h, long_1h = (jnp.asarray([f], jnp.float32) for f in (c.short_factor, c.long_factor))
     grown = 1 + math.log(max(c.factor, 1.0)) / math.log(c.original_context)
@@ -112,8 +112,8 @@ def frequencies(
     scaling: RopeScaling | Divisors | None,
     positions_BT: Int[Array, "B T"],
 ) -> tuple[Float[Array, "*b h"], float | Float[Array, ""]]:
-    """Radians per token of each of the H/2 pairs, [h] or of each row [B, h], and the factor on what
-    is rotated."""
+    """Radians per token of the H/2 pairs, [h] or per row [B, h], and the factor on rotated queries
+    and keys."""
     plain_h = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return plain_h, 1.0
@@ -130,7 +130,7 @@ def frequencies(
         return kept_h * plain_h + (1 - kept_h) * plain_h / scaling.factor, 1.0
 
     def channel(turns: float) -> float:
-        """The pair that makes so many turns over the original context."""
+        """Index of the pair that makes `turns` full rotations over the original context."""
         wavelength = scaling.original_context / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(base))
 

@@ -1,8 +1,8 @@
-"""The layers one after the other, unrolled or as a scan over repeated periods.
+"""Run the layers in order, unrolled or as a scan over repeated periods.
 
 plan   S S S L S S S L S S S L   (`LayerSpec`s: S short window, L full context)
 runs   (SSSL, 3 repeats)         scanned: one period is compiled, `lax.scan` repeats it
-       (SSSLSSSLSSSL, 1)         unrolled: a cache needs each layer's own keys and values
+       (SSSLSSSLSSSL, 1)         unrolled: a KV cache needs each layer's own keys and values
 """
 
 import functools
@@ -25,20 +25,20 @@ from jaxtrain.model.stack import LayerWeights, Stack, in_form, layer_weights, on
 from jaxtrain.model.stochastic_depth import skippable
 from jaxtrain.model.token_dropping import draw_tokens, put_back, shorter
 
-Carry = tuple[Stream, Array]  # the residual stream, and the middle layer's output
+Carry = tuple[Stream, Array]  # residual stream, middle layer's output
 
 
 class LayerModules(NamedTuple):
-    """What layers compute: their modules without the parameters, by name (`block`, parts)."""
+    """Modules of the layers without parameters, by name (`block`, parts)."""
 
     config: ResolvedModel
     graphdefs: dict[str, nnx.GraphDef]
 
 
 class LayersOutput(NamedTuple):
-    """x_BTD: the stream after the last layer. middle_BTD: that after the middle one (backout). kv:
+    """x_BTD: the stream after the last layer. middle_BTD: after the middle layer (backout). kv:
     keys and values of each layer that has its own and is neither scanned nor skippable. balance_B:
-    of each row, the sum of the experts' balance losses."""
+    each sequence's sum of the experts' balance losses."""
 
     x_BTD: Array
     middle_BTD: Array
@@ -61,7 +61,7 @@ def run_layers(
     carry: Carry = Stream(x_BTD, balance_B=balance_B), middle_BTD
     kv: list[KeysValues] = []
     for period, repeats, weights in periods(stack, runs):
-        # Weights of all layers are a constant of the scan: their gradient is one sum.
+        # Weights shared by all layers are constants of the scan, so their gradient is one sum.
         run = functools.partial(
             run_period, modules, period, inputs, cache, repeats > 1, stack.shared
         )
@@ -84,8 +84,8 @@ def run_period(
     carry: Carry,
     stack: Stack,
 ) -> tuple[Carry, list[KeysValues]]:
-    """The layers of one period, whose weights are `stack` and `shared`; the keys and values of each
-    that has its own and is not skippable."""
+    """Run the layers of one period, with the weights `stack` and `shared`. Also returns the keys
+    and values of each layer that has its own and is not skippable."""
     c, (stream, middle_BTD) = modules.config, carry
     stack = stack._replace(shared=shared)
     kv: list[KeysValues | None] = []
@@ -109,8 +109,8 @@ def run_period(
 def with_kv[Source](
     source: Source, pick: Callable[[Source], LayerWeights], kv: KeysValues | None
 ) -> tuple[tuple[Source, KeysValues | None], Callable[..., LayerWeights]]:
-    """A layer's source and pick with keys and values of another layer: an input as its weights, so
-    that what computes the layer again keeps them."""
+    """Add another layer's keys and values to a layer's (source, pick). As an input, like weights,
+    they are saved when the layer is recomputed."""
     return (source, kv), lambda both: pick(both[0])._replace(kv=both[1])
 
 
@@ -124,13 +124,14 @@ def run_layer[Source](
     scanned: bool,
     stream: Stream,
 ) -> tuple[Stream, KeysValues | None]:
-    """One layer, recomputed or skipped as configured. pick(source): its weights."""
+    """Run one layer, with remat and layer or token dropping as configured. pick(source): its
+    weights."""
     c = modules.config
-    if spec.frozen:  # nothing below has a gradient, so no backward pass exists for this layer
+    if spec.frozen:  # nothing below has a gradient, so this layer has no backward pass
         source = jax.lax.stop_gradient(source)
     key = inputs.key if c.stochastic_depth else None
     drops = c.token_dropping > 0 and inputs.key is not None
-    # Such a layer returns one summed array, not a branch that the next layer adds.
+    # A `whole` layer returns one summed array, not a branch for the next layer to add.
     whole = c.scan_layers or spec.remat in remat.POLICIES or key is not None or drops
     whole = whole and cache is None
     before, places_BK = stream, None

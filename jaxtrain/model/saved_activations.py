@@ -1,14 +1,14 @@
-"""Activation-compressed training: what the backward pass is given is in 8, 4 or 2 bits.
+"""Activation-compressed training: activations saved for the backward pass have 8, 4 or 2 bits.
 
-Groups of 128 channels of a token have a least value and a step, in bfloat16; values are rounded
-to whole steps stochastically, so that their mean is right (ActNN, Chen et al. 2021,
-arXiv:2104.14129; GACT, Liu et al. 2022), and packed, up to four a byte. The forward pass is exact.
+Each group of 128 channels of a token has a minimum and a step size in bfloat16. Values are rounded
+stochastically to whole steps, so that they are unbiased (ActNN, Chen et al. 2021, arXiv:2104.14129;
+GACT, Liu et al. 2022), and packed, up to four per byte. The forward pass is exact.
 
-`int8`, `int4`, `int2` keep a layer's input, D (bits / 8 + 4 / 128) bytes a token in the place of
-2 D, and compute the layer again: its gradients are those of a point nearby. `actnn8`, `actnn4`,
-`actnn2` compute nothing again: they keep all that the gradient of a layer reads, with states,
-hidden layers and whatever else is [B, T, C] or [B T, C] compressed. Queries, keys and values,
-[B, T, N, H], stay as they are: attention's gradient is no linear function of them.
+`int8`, `int4`, `int2` save a layer's input, D (bits / 8 + 4 / 128) bytes per token instead of 2 D,
+and recompute the layer: its gradients are those at a nearby point. `actnn8`, `actnn4`, `actnn2`
+recompute nothing: they save all residuals of the layer's gradient, and compress states, hidden
+layers and all other arrays [B, T, C] or [B T, C]. Queries, keys and values, [B, T, N, H], are not
+compressed, since attention's gradient is not linear in them.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from jaxtyping import Array, ArrayLike, Float
 
 from jaxtrain.weights.formats import random_fraction
 
-GROUP = 128  # channels that share a scale, or all where they are not a multiple
-NARROW = 8  # channels that are not worth it
-# Constants of a layer, its compressed inputs, and its other inputs.
+GROUP = 128  # channels that share a scale; all channels if they are not a multiple of it
+NARROW = 8  # arrays with fewer channels are not compressed
+# A layer's constants, its compressed inputs, and its other inputs.
 InputResiduals = tuple[list[Any], list[Any], list[Any]]
 
 
 class Compression(NamedTuple):
-    """bits: of a value. recompute: keep a layer's input alone, and make the rest again."""
+    """bits: per value. recompute: save only a layer's input, and recompute the rest."""
 
     bits: int
     recompute: bool
@@ -58,10 +58,12 @@ class Compressed:
 
 
 def compress(x: Float[Array, "*B D"], bits: int, key: Array | None) -> Compressed:
-    """Each group in 2^bits - 1 steps from its least to its largest value; key None: to nearest."""
+    """Quantize each group in 2^bits - 1 steps from its minimum to its maximum.
+
+    key: for stochastic rounding; None: round to nearest."""
     D, values, most = x.shape[-1], 8 // bits, 2**bits - 1
     x32 = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, D if D % GROUP else GROUP)
-    # A bit wider than the values are, for what bfloat16 rounds off.
+    # The range is slightly wider than the values', since bfloat16 rounds minimum and step.
     least = jnp.min(x32, axis=-1)
     least = (least - jnp.abs(least) * 2.0**-8).astype(jnp.bfloat16)
     x32 = x32 - least.astype(jnp.float32)[..., None]
@@ -76,7 +78,7 @@ def compress(x: Float[Array, "*B D"], bits: int, key: Array | None) -> Compresse
 
 
 def decompress(c: Compressed) -> Array:
-    """The values that were rounded to."""
+    """Dequantize."""
     codes = (c.codes[..., None] >> shifts(c.bits, c.codes.ndim + 1)) & jnp.uint8(2**c.bits - 1)
     codes = codes.reshape(*c.codes.shape[:-1], -1)[..., : c.channels]
     grouped = codes.astype(jnp.float32).reshape(*c.least.shape, -1)
@@ -85,30 +87,30 @@ def decompress(c: Compressed) -> Array:
 
 
 def is_of_tokens(x: Array, rows: tuple[int, int]) -> bool:
-    """Whether an array in 16 or 32 bits has channels for each token of rows (B, T)."""
+    """Whether a 16-bit or 32-bit array has channels for each token; rows: (B, T)."""
     B, T = rows
     wide = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1 and x.ndim > 1
     return wide and x.shape[-1] >= NARROW and x.shape[:-1] in ((B, T), (B * T,))
 
 
 def draw_of_layer(key: Array, index: ArrayLike) -> Array:
-    """A layer's key, of a step's: another one than its matrices round with."""
+    """A layer's PRNG key from the step's, different from the key for rounding its matrices."""
     return jax.random.fold_in(jax.random.fold_in(key, index), 0x5A7ED)
 
 
 def shifts(bits: int, ndim: int) -> Array:
-    """Where the values of a byte begin, along the last of so many dims."""
+    """Bit offsets of the values in a byte, along the last of `ndim` dims."""
     return jnp.arange(0, 8, bits, dtype=jnp.uint8).reshape((1,) * (ndim - 1) + (-1,))
 
 
 def compress_all(arrays: list[Any], chosen: list[bool], bits: int, key: Array | None) -> list[Any]:
-    """The chosen arrays compressed, each with a draw of its own."""
+    """Compress the chosen arrays, each with its own PRNG key."""
     own = lambda i: None if key is None else jax.random.fold_in(key, i)
     return [compress(x, bits, own(i)) if chosen[i] else x for i, x in enumerate(arrays)]
 
 
 def decompress_all[Tree](tree: Tree) -> Tree:
-    """A tree with arrays in the place of what was compressed."""
+    """Decompress all compressed leaves of a tree."""
     is_compressed = lambda leaf: isinstance(leaf, Compressed)
     one = lambda leaf: decompress(leaf) if is_compressed(leaf) else leaf
     return jax.tree.map(one, tree, is_leaf=is_compressed)
@@ -121,11 +123,11 @@ def save_compressed(
     key: Array | None,
     policy: Callable[..., bool],
 ) -> Callable[..., Any]:
-    """`run(stream, source)`, whose backward pass is given compressed activations.
+    """`run(stream, source)` with compressed activations saved for its backward pass.
 
-    What `run` closes over and `source` are kept as they are, and so are arrays of the stream
-    without a dim of channels (sums of each row). key: of stochastic rounding, None to nearest.
-    policy: of jax.checkpoint; where layers are scanned, what it does not keep is made again.
+    Constants of `run` and `source` are saved uncompressed, and so are arrays of the stream without
+    a channel dim (sums per sequence). key: for stochastic rounding; None: round to nearest.
+    policy: of jax.checkpoint; if layers are scanned, values that it does not save are recomputed.
     """
 
     def saved(stream: Any, source: Any) -> Any:
@@ -148,7 +150,7 @@ def save_compressed(
 
         def compute_again(saved: InputResiduals, cotangents: list[Array]) -> Any:
             consts, kept, rest = saved
-            if not scanned:  # again when it is its turn, not all at the start
+            if not scanned:  # recompute when this layer's backward pass runs, not all at the start
                 kept, cotangents = jax.lax.optimization_barrier((kept, cotangents))
             again = [*decompress_all(kept), *rest]
             return *jax.vjp(call, consts, again)[1](cotangents), None

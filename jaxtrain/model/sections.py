@@ -1,4 +1,4 @@
-"""Sections of the model's configuration: backends of fused passes, experts, forms of weights."""
+"""Sections of the model's configuration: fused-op backends, experts, and forms of weights."""
 
 from typing import Any, Literal
 
@@ -13,17 +13,18 @@ Remat = Literal[
     "actnn2", "offload",
 ]  # fmt: skip
 
-# Backends of the loss with matmuls in float8.
+# Backends of the loss with float8 matmuls.
 FP8_LOSSES = ("fp8_head", "fp8_logits")
 
 
-# For training: those of a few rows, in Triton, are a decode step's.
+# Training backends. The Triton kernels are for few rows, as in a decode step.
 BACKENDS = tuple(name for name in rows.BACKENDS if name != "triton")
 
 
 class FusedOps(Settings):
     """Backends of the fused passes in training: mosaic; xla, which leaves them to XLA's fusion; or
-    reference. None is the fastest that serves. A name alone, `kernels: xla`, is for all of them.
+    reference. None is the fastest supported one. A name alone, as in `kernels: xla`, sets norm,
+    rope, ffn and loss.
     """
 
     norm: str | None = Field(None, description="residual additions with the RMS norm after them")
@@ -67,9 +68,9 @@ def known_backend(name: str | None, known: tuple[str, ...]) -> str | None:
 
 
 class Experts(Settings):
-    """A mixture of experts in the place of the feed-forward network: no token is dropped.
+    """Mixture of experts in place of the feed-forward network; no token is dropped.
 
-    Each token goes to `top_k` experts of `experts`; the router computes in float32.
+    Each token goes to `top_k` of `experts` experts; the router computes in float32.
     """
 
     experts: int = Field(8, ge=2, description="experts E of a layer")
@@ -109,12 +110,12 @@ class Experts(Settings):
 
 
 class WeightForm(Settings):
-    """How the matrices of the blocks are rounded where a layer uses them, by name.
+    """Rounding or sparsity of the blocks' matrices where a layer uses them, by name.
 
-    fake_int8, fake_int4: the matrix as `jaxtrain quantize` stores it, and its inputs if asked for,
-    in evaluation too. sparse_2_4: two of each four inputs, in evaluation and in saved models too.
-    The others round all operands of the matrix's products in training: the inputs and the gradients
-    as well.
+    fake_int8, fake_int4: fake quantization of the matrix as `jaxtrain quantize` stores it, and
+    optionally of its inputs, in evaluation too. sparse_2_4: keeps two of each four inputs, in
+    evaluation and saved models too. The others round all operands of the matrix's matmuls in
+    training: also inputs and gradients.
     """
 
     name: str = Field(description=", ".join(LAYER_FORMS))
@@ -149,7 +150,7 @@ class WeightForm(Settings):
         return self
 
     def options(self) -> dict[str, Any]:
-        """What is set besides the name."""
+        """The options that are set, without the name."""
         found = {
             "stochastic_rounding": self.stochastic_rounding,
             "hadamard": self.hadamard,
@@ -160,10 +161,10 @@ class WeightForm(Settings):
 
     @property
     def for_training(self) -> bool:
-        """Whether evaluation multiplies the arrays as they are."""
+        """Whether the form applies only in training; evaluation uses the arrays unchanged."""
         return self.name in TRAINING_FORMS
 
     @property
     def saved(self) -> Literal["master", "compute"] | None:
-        """What becomes of a trained model's matrices (`weights.Form`)."""
+        """How a trained model's matrices are saved (`weights.Form`)."""
         return WEIGHTS[self.name].saved

@@ -1,21 +1,21 @@
-"""Layers that share weights, or keys and values.
+"""Sharing of weights, or of keys and values, between layers.
 
 `model.share_layers`: fewer parameters at the same depth, width and FLOPs.
 
-adjacent  layers 0 0 1 1 2 2   so many in a row use one set (ALBERT's groups, MobileLLM-LS)
-all       layers 0 0 0 0 0 0   one set (ALBERT)
+adjacent  layers 0 0 1 1 2 2   adjacent layers use one set (ALBERT's groups, MobileLLM-LS)
+all       layers 0 0 0 0 0 0   all layers use one set (ALBERT)
 
 A set is a block: attention, feed-forward network and norms. It is stored once, [sets, ...], its
-gradient is the sum over its uses, and each use has keys and values of its own. Residual scales and
-value embeddings stay each layer's own. ALBERT: Lan et al. 2020, arXiv:1909.11942. MobileLLM: Liu et
-al. 2024, arXiv:2402.14905.
+gradient is the sum over its uses, and each use has its own keys and values. Residual scales and
+value embeddings are not shared. ALBERT: Lan et al. 2020, arXiv:1909.11942. MobileLLM: Liu et al.
+2024, arXiv:2402.14905.
 
-`model.share_kv`: a smaller cache. A layer without keys and values of its own has no projections to
-them: it reads those of a layer before it.
+`model.share_kv`: a smaller KV cache. A layer without its own keys and values has no K and V
+projections and reads the keys and values of an earlier layer.
 
 adjacent  layers 0 0 2 2 4 4           CLA (Brandon et al. 2024, arXiv:2405.12981)
-global    S S S L S S S L              short windows share in their order, by so many; all layers
-          0 0 2 3 2 5 5 3              with full context read the first one's (Character.AI 2024)
+global    S S S L S S S L              short-window layers share in groups, in their order; all
+          0 0 2 3 2 5 5 3              full-context layers read the first one's (Character.AI 2024)
 """
 
 from typing import Annotated, Literal
@@ -32,14 +32,14 @@ class SharedByAll(Settings):
 
 
 class SharedByAdjacent(Settings):
-    """So many layers in a row use one set of weights (MobileLLM-LS: two)."""
+    """`layers` adjacent layers use one set of weights (MobileLLM-LS: two)."""
 
     name: Literal["adjacent"] = "adjacent"
     layers: int = Field(2, ge=2, description="layers in a row that use one set; divides the depth")
 
 
 def section_of_name(given: object) -> object:
-    """A section of its name alone."""
+    """Expand a section given as its name alone."""
     return {"name": given} if type(given) is str else given
 
 
@@ -49,14 +49,14 @@ ShareLayers = Annotated[
 
 
 def layers_of_set(share: SharedByAll | SharedByAdjacent | None, depth: int) -> int:
-    """How many layers use one set of weights."""
+    """Number of layers that use one set of weights."""
     if share is None:
         return 1
     return depth if share.name == "all" else share.layers
 
 
 class LatentKV(Settings):
-    """Multi-head latent attention: keys and values are projections of one latent a token.
+    """Multi-head latent attention: keys and values are projections of one latent per token.
 
     Values have `model.head_dim` channels. DeepSeek-V2 (arXiv:2405.04434) has head_dim 128, kv_rank
     512, q_rank 1536, rope_dim 64 and nope_dim 128.
@@ -80,14 +80,15 @@ class LatentKV(Settings):
 
 
 class KVOfAdjacent(Settings):
-    """So many layers in a row read the keys and values of the first of them (CLA)."""
+    """Each `layers` adjacent layers read the keys and values of the first of them (CLA)."""
 
     name: Literal["adjacent"] = "adjacent"
     layers: int = Field(2, ge=2, description="layers in a row with the same keys and values")
 
 
 class KVOfFirstFull(Settings):
-    """Layers with full context read those of the first of them; others of a neighbour."""
+    """Full-context layers read the keys and values of the first such layer. Short-window layers
+    share in groups of `layers`, in their order."""
 
     name: Literal["global"] = "global"
     layers: int = Field(
@@ -101,9 +102,9 @@ ShareKV = Annotated[
 
 
 def kv_sources(share: KVOfAdjacent | KVOfFirstFull | None, kinds: str) -> list[int | None]:
-    """How many layers before each is the one whose keys and values it reads; None: no sharing.
+    """Each layer's distance to the earlier layer whose keys and values it reads; None: no sharing.
 
-    kinds: S or L of each layer.
+    0: its own. kinds: S or L of each layer.
     """
     if share is None:
         return [None] * len(kinds)

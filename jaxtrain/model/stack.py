@@ -1,4 +1,4 @@
-"""Layers of equal shape, stored stacked: parts of a stack, and its layers."""
+"""Stacked weights of layers with equal shapes: slicing and unstacking."""
 
 import dataclasses
 import functools
@@ -24,8 +24,9 @@ from jaxtrain.weights.quantized import IntegerWeight
 
 
 class Stack(NamedTuple):
-    """Weights of layers, stacked. layers: what each has, its index and scales too, [L, ...]. parts:
-    modules that only some layers have, each stacked over those. shared: of all layers, not stacked.
+    """Stacked weights of layers. layers: weights, index and scales of each layer, [L, ...]. parts:
+    modules that only some layers have, each stacked over those layers. shared: weights that all
+    layers share, not stacked.
     """
 
     layers: dict[str, Any]
@@ -34,7 +35,7 @@ class Stack(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """The same of one layer. kv: keys and values that it reads of a layer before it."""
+    """Weights of one layer. kv: the keys and values of an earlier layer that it reads."""
 
     layer: dict[str, Any]
     parts: dict[str, Any]
@@ -42,18 +43,18 @@ class LayerWeights(NamedTuple):
 
 
 def part_sizes(period: Plan, parts: Iterable[str]) -> dict[str, int]:
-    """How many layers of a period have each part."""
+    """Number of layers of a period that have each part."""
     return {name: sum(name in spec.parts for spec in period) for name in parts}
 
 
 def in_form[State](
     state: State, form: WeightForm | None, key: Array | None, index: ArrayLike
 ) -> State:
-    """A layer's parameters, its matrices in a form of WEIGHTS.
+    """A layer's parameters, with its matrices in a form of WEIGHTS.
 
-    Routers, gates and adapters stay arrays; experts, too, in a form of training alone. key: of a
-    training step, None in evaluation. index: of the layer. UserError where a matrix has another
-    form already.
+    Routers, gates and adapters stay arrays; so do experts if the form is for training only. key: of
+    a training step, None in evaluation. index: of the layer. Raises UserError if a matrix already
+    has another form.
     """
     if form is None or (form.for_training and key is None):
         return state
@@ -82,10 +83,10 @@ def in_form[State](
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class LayersApart:
-    """A stack whose layers are arrays of their own: a program that only reads them, as decoding,
-    would copy each layer that it takes of a stack."""
+    """A stack whose layers are separate arrays. A program that only reads them, such as decoding,
+    would copy each layer that it slices from a stacked array."""
 
-    layers: tuple[Any, ...]  # arrays, or what stands for them in a tree
+    layers: tuple[Any, ...]  # arrays, or their stand-ins in a tree (shapes, shardings)
 
     def __getitem__(self, part: slice) -> "LayersApart":
         return LayersApart(self.layers[part])
@@ -96,8 +97,8 @@ def is_apart(leaf: object) -> bool:
 
 
 def take_apart(params: Params, specs: Specs) -> None:
-    """Replace the stacks of a model's matrices and scalars, in place: so each stack's memory is
-    free before the next one's layers are made. What has another form than an array stays as it is.
+    """Split the stacks of a model's matrices and scalars into layers, in place, so that each
+    stack's memory is freed before the next is split. Only plain arrays are split.
     """
     split = jax.jit(lambda leaf: tuple(leaf[i] for i in range(len(leaf))))
 
@@ -113,8 +114,8 @@ def take_apart(params: Params, specs: Specs) -> None:
 
 
 def take[Tree](stack: Tree, start: int, repeats: int, size: int) -> Tree:
-    """Layers start .. start + repeats*size of a stack, as [repeats, size, ...]; those of one repeat
-    stay apart where they are."""
+    """Layers start .. start + repeats*size of a stack, as [repeats, size, ...]. With one repeat,
+    `LayersApart` stays unstacked."""
     stop = start + repeats * size
 
     def part(s: Any) -> Any:
@@ -128,12 +129,12 @@ def take[Tree](stack: Tree, start: int, repeats: int, size: int) -> Tree:
 
 
 def only_repeat[Tree](stack: Tree) -> Tree:
-    """What `take` gives of one repeat, [size, ...]."""
+    """The result of `take` for one repeat, as [size, ...]."""
     return jax.tree.map(lambda s: s if is_apart(s) else s[0], stack, is_leaf=is_apart)
 
 
 def periods(stack: Stack, runs: Sequence[tuple[Plan, int]]) -> Iterator[tuple[Plan, int, Stack]]:
-    """(period, repeats, its weights [repeats, layers of a period, ...]) of each run in turn."""
+    """Yield (period, repeats, its weights [repeats, layers of a period, ...]) for each run."""
     at, part_at = 0, dict.fromkeys(stack.parts, 0)
     for period, repeats in runs:
         sizes = part_sizes(period, stack.parts)
@@ -146,10 +147,10 @@ def periods(stack: Stack, runs: Sequence[tuple[Plan, int]]) -> Iterator[tuple[Pl
 def layer_weights(
     period: Plan, stack: Stack, scanned: bool
 ) -> Iterator[tuple[Any, Callable[[Any], LayerWeights]]]:
-    """For each layer of a period, (source, pick): pick(source) is its weights.
+    """Yield (source, pick) for each layer of a period; pick(source) returns its weights.
 
     A scanned layer picks from the whole stack inside `remat.layer`, so that the backward pass
-    picks again. If the slice were made outside, the scan would keep all slices: a copy of the
+    picks again. If the slice were made outside, the scan would save all slices: a copy of the
     weights.
     """
     layers = unstack(stack.layers, len(period))
@@ -169,17 +170,17 @@ def layer_weights(
 
 
 def picked(i: int, places: dict[str, int], stack: Stack) -> LayerWeights:
-    """Layer i of a period's stack, and its parts at their places."""
+    """Weights of layer i of a period's stack; places: index of each of its parts."""
     at = lambda tree, place: jax.tree.map(lambda leaf: leaf[place], tree)
     parts = {name: at(stack.parts[name], place) for name, place in places.items()}
     return LayerWeights(at(stack.layers, i) | stack.shared, parts)
 
 
 def unstack[Tree](stack: Tree, layers: int) -> list[Tree]:
-    """A stack as a list of layers. `lax.split`, because its gradient is one concatenation.
+    """Unstack into a list of layers, by `lax.split`, whose gradient is one concatenation.
 
-    Integer codes stay whole, as a slice of them would be a copy before their kernel. On a mesh,
-    which has no such kernel, they do not: each layer would gather the whole stack.
+    Integer codes are not sliced, since a slice would be copied for their kernel. On a mesh, where
+    that kernel does not run, they are sliced: otherwise each layer would gather the whole stack.
     """
     in_place = lambda x: is_apart(x) or (isinstance(x, IntegerWeight) and current_mesh() is None)
     leaves, treedef = jax.tree.flatten(stack, is_leaf=in_place)

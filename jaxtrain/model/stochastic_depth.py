@@ -1,9 +1,9 @@
 """Stochastic depth: a training step skips some layers (Huang et al. 2016, arXiv:1603.09382).
 
-Layer i of L, counted from 1, is skipped with probability i / L x `model.stochastic_depth`; what a
-layer adds is divided by the probability that it is kept, so that evaluation uses all layers as
-they are. A skipped layer costs no time: the choice is a branch of the program, one draw for all
-rows of a microbatch.
+Layer i of L, counted from 1, is skipped with probability i / L x `model.stochastic_depth`. A
+layer's contribution is divided by its keep probability, so that evaluation uses all layers
+unchanged. A skipped layer costs no time: the choice is a conditional (`lax.cond`), drawn once for
+all rows of a microbatch.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,15 @@ Run = Callable[[Stream, Any], tuple[Stream, Any]]
 
 
 def keep_probabilities(c: ResolvedModel) -> np.ndarray:
-    """[L], falling linearly from 1 - rate / L to 1 - rate."""
+    """Keep probability of each layer, [L], from 1 - rate / L down to 1 - rate linearly."""
     return 1 - c.stochastic_depth * np.arange(1, c.depth + 1, dtype=np.float32) / c.depth
 
 
 def skippable(run: Run, key: Array, pick: Callable[[Any], dict[str, Any]]) -> Run:
-    """`run(stream, source)` of a layer, or the stream as it came; keys and values are dropped.
+    """Make a layer's `run(stream, source)` skippable: if skipped, it returns the stream unchanged.
 
-    key: of the step. pick: of a source, the layer's `index` and its probability `keep`.
+    It returns no keys and values. key: of the step. pick(source): the layer's `index` and `keep`
+    probability.
     """
 
     def kept(stream: Stream, source: Any) -> Stream:

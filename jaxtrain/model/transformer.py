@@ -1,10 +1,10 @@
-"""The Transformer: embed, layers as the plan says, norm. One for all families.
+"""The Transformer, one class for all model families: embedding, planned layers, final norm.
 
     tokens -> embedding, smear -> layers (`run_layers`) -> backout, final norm -> states -> logits
 
 Parameters of equal layers are stored stacked, `[L, in, out]`, whether the layers are unrolled or
-scanned; the modules only declare them and compute. A call returns the states; the head is applied
-by the loss (never the whole logits) or, for a few positions, by `logits`.
+scanned; the modules only declare them and compute. A call returns the states. The loss applies the
+head (and never materializes all logits); `logits` applies it to a few positions.
 """
 
 import functools
@@ -58,7 +58,7 @@ from jaxtrain.weights.contract import dequantize, is_weight
 from jaxtrain.weights.params import declare
 
 SMEAR_CHANNELS = 24
-BEHIND_LAYERS = ("backout_scale", "final_gain", "final_shift", "head")  # what the loss reads
+BEHIND_LAYERS = ("backout_scale", "final_gain", "final_shift", "head")  # params after the layers
 
 
 class Transformer(nnx.Module):
@@ -126,10 +126,10 @@ class Transformer(nnx.Module):
         segments_BT: Int[Array, "*M B T"] | None = None,
         mode: Mode = FORWARD,
     ) -> Output:
-        """The states behind the last layer; see `model/modes.py` for what each mode returns.
+        """Compute the states after the final norm; `model/modes.py` documents each mode's output.
 
-        positions_BT: of each token in its document; default 0, 1, ... segments_BT: the number of
-        each token's document. Prefill, Decode and Paged take neither: a row of theirs is one text.
+        positions_BT: position of each token in its document; default 0, 1, ... segments_BT: each
+        token's document id. Prefill, Decode and Paged take neither: their rows are one sequence.
         """
         match mode:
             case Forward():
@@ -201,10 +201,10 @@ class Transformer(nnx.Module):
         labels: PyTree,
         loss: Callable[["Transformer", Float[Array, "b T D"], PyTree], Float[Array, ""]],
     ) -> Float[Array, ""]:
-        """The sum of the losses of all microbatches, by the schedule 1F1B.
+        """Sum of the losses of all microbatches, with the 1F1B schedule.
 
-        labels: arrays [M, B, T]. loss: (a model of which the head may be read, the states of some
-        rows of a microbatch, their labels) -> a sum.
+        labels: arrays [M, B, T]. loss: (a model, of which only the head may be read; the states of
+        some rows of a microbatch; their labels) -> the sum of their losses.
         """
         graphdef, params = nnx.split(self)
         head = {name: params[name] for name in BEHIND_LAYERS if name in params}
@@ -225,7 +225,7 @@ class Transformer(nnx.Module):
         segments_MBT: Array | None,
         repeats: int,
     ) -> PipelineParts:
-        """What `run_pipelined` takes, of microbatches [M, B, T]."""
+        """Arguments of `run_pipelined` for microbatches [M, B, T]."""
         attend, c = functools.partial(attend_rows, zigzag=True), self.config
         segments_MBT = segments_MBT if c.document_mask else None
         if positions_MBT is None:
@@ -252,10 +252,10 @@ class Transformer(nnx.Module):
         branches: Branches | None = None,
         zigzag: bool = False,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-        """Embeddings as the stream starts, and those of the tokens alone.
+        """The initial residual stream, and the plain token embeddings.
 
-        cache: what stands before the first token. With segments, the first token of a document
-        takes nothing from the document before.
+        cache: holds the token before the first one. With segments, nothing of a document is mixed
+        into the first token of the next.
         """
         c = self.config
         plain_BTD = constrain(lookup(self.embed[...], tokens_BT), "batch", "tokens", None)
@@ -284,14 +284,14 @@ class Transformer(nnx.Module):
     def embedding_before(
         plain_BTD: Array, segments_BT: Array | None, branches: Branches | None, zigzag: bool
     ) -> Array:
-        """The embedding of the token that each one follows; zeros where there is none."""
+        """Embedding of each token's previous token; zeros where there is none."""
         before_BTD = parallel.previous_token(plain_BTD, zigzag)
         if segments_BT is not None:
             before_BTD *= (segments_BT == parallel.previous_token(segments_BT, zigzag))[..., None]
         return before_BTD if branches is None else take_before(before_BTD, plain_BTD, branches)
 
     def embedding_ahead(self, plain_BTD: Array, cache: Cache | PagedCache) -> Array:
-        """The embedding of the token in front of each new one of a cache's rows."""
+        """Embedding of the previous token of each new token of cached sequences."""
         if isinstance(cache, Cache):
             return cache.last_BD[:, None]
         first_B1D = self.scale_embedding(lookup(self.embed[...], cache.before_B[:, None]))
@@ -299,13 +299,13 @@ class Transformer(nnx.Module):
         return jnp.concatenate([first_B1D, plain_BTD[:, :-1]], axis=1)
 
     def scale_embedding(self, rows_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Rows of the embedding as they enter the stream."""
+        """Scale and norm rows of the embedding, as configured."""
         if self.config.embed_scale != 1.0:
             rows_BTD = rows_BTD * self.config.embed_scale
         return rms_norm(rows_BTD, eps=self.config.norm_eps) if self.config.embed_norm else rows_BTD
 
     def add_positions(self, x_BTD: Array, positions_BT: Array | None) -> Array:
-        """The embedding, with that of the positions where they are learned."""
+        """Add the position embedding, if positions are learned."""
         if self.position_embed is None:
             return x_BTD
         if positions_BT is None:
@@ -336,7 +336,7 @@ class Transformer(nnx.Module):
         keep_kv: bool = False,
         rope: Divisors | None = None,
     ) -> LayersOutput:
-        """All layers behind an embedding; with a cache or keep_kv their keys and values, too."""
+        """Run all layers after the embedding; with a cache or keep_kv, also return their KV."""
         c, stack, virtual = self.config, self.stack(), None
         if cache is None and (virtual := self.virtual_tokens()) is not None:
             stack.layers["virtual"] = virtual
@@ -377,7 +377,7 @@ class Transformer(nnx.Module):
         return LayerInputs(x0_BTD, tokens_BT, *places, attend, fused, key)
 
     def final_norm(self, x_BTD: Array, middle_BTD: Array) -> Array:
-        """What the head reads, of the last layer's output and the middle one's."""
+        """Input of the head, from the last layer's and the middle layer's output."""
         if self.config.backout:
             x_BTD = (x_BTD - self.backout_scale[...] * middle_BTD).astype(x_BTD.dtype)
         return normed(self.config, x_BTD, self.final_gain, self.final_shift)
@@ -391,9 +391,9 @@ class Transformer(nnx.Module):
         key: Array | None = None,
         cache: LayerCache | None = None,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
-        """States of a module of `model/mtp.py`, which the head reads, and its keys and values.
+        """States of a module of `model/mtp.py`, for the head, and its keys and values.
 
-        states_BTD: of the module before. texts: with the tokens `module` + 1 places later.
+        states_BTD: of the previous module. texts: with the tokens `module` + 1 positions later.
         """
         assert self.mtp is not None
         x_BTD = self.scale_embedding(lookup(self.embed[...], texts[0]))
@@ -403,7 +403,7 @@ class Transformer(nnx.Module):
         return normed(self.config, x_BTD, self.final_gain, self.final_shift), kv
 
     def modules(self) -> LayerModules:
-        """What the layers compute, without their weights."""
+        """The layers' modules without their weights."""
         modules = {"block": self.blocks} | {name: getattr(self, name) for name in self.parts()}
         return LayerModules(self.config, {n: nnx.graphdef(m) for n, m in modules.items()})
 
@@ -427,7 +427,7 @@ class Transformer(nnx.Module):
         return Stack(layers, parts, shared)
 
     def parts(self) -> list[str]:
-        """The modules that only some layers have, beside shared blocks."""
+        """Names of the modules that only some layers have, without shared blocks."""
         return sorted({name for spec in self.plan for name in spec.parts} - {"block"})
 
     def head_DV(self) -> Float[Array, "D V"]:

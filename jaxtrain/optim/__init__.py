@@ -1,4 +1,4 @@
-"""Optimizers, one file and one row of OPTIMIZERS each; wrappers of any of them, in WRAPPERS."""
+"""Optimizers, each with one file and one row of OPTIMIZERS; their wrappers are in WRAPPERS."""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -53,7 +53,7 @@ OptimConfig = Annotated[
 
 
 def resolve_optimizer(c: OptimConfig, scale: Scale) -> OptimConfig:
-    """The configuration with the rates that follow from the scale of the run."""
+    """The configuration with the rates derived from the scale of the run."""
     return resolve_muon(c, scale) if isinstance(c, MuonConfig) else c
 
 
@@ -64,12 +64,12 @@ def make_optimizer(
     batch_tokens: int | None = None,
     shares: Shares = (),
 ) -> Optimizer:
-    """The configured optimizer for a tree of parameter declarations.
+    """Make the configured optimizer for a tree of parameter declarations.
 
-    `batch_tokens` of a step are for `optim.batch_scaling`; None leaves the rates as they are given.
-    shares: where steps differ in size, that of the steps from each of these on.
+    batch_tokens: tokens per step, for `optim.batch_scaling`; None leaves the rates unchanged.
+    shares: if steps differ in size, (first step, size of the steps from there on).
     """
-    name = vars(c)["name"]  # each configuration has one, the base class has not
+    name = vars(c)["name"]  # every configuration has one; the base class does not
     table = OPTIMIZERS[name](c)
     return build_optimizer(c, c.schedule, table, specs, total_steps, batch_tokens, shares)
 

@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer & Stern 2018), optax's: row and column sums for the second moment."""
+"""Adafactor (Shazeer & Stern 2018), from optax: row and column sums for the second moment."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -16,7 +16,7 @@ from jaxtrain.optim.param_groups import (
 
 
 class AdafactorConfig(OptimizerConfig):
-    """Next to no state: no momentum, and matrices from 128 x 128 on keep sums only."""
+    """Almost no state: no momentum, and matrices of 128 x 128 or more keep only sums."""
 
     name: Literal["adafactor"] = "adafactor"
     learning_rate: float = Field(2e-3, gt=0, description="peak learning rate")

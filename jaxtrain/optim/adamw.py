@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019), optax's, for all parameters or for one group of Muon's."""
+"""AdamW (Loshchilov & Hutter 2019), from optax, for all parameters or for groups of Muon."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from jaxtrain.optim.param_groups import Hyper, OptimizerConfig, ParamGroup, sing
 
 
 class AdamWConfig(OptimizerConfig):
-    """One rate for everything; gains and scalars are not decayed."""
+    """One learning rate for all parameters; gains and scalars have no weight decay."""
 
     name: Literal["adamw"] = "adamw"
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
@@ -20,7 +20,7 @@ class AdamWConfig(OptimizerConfig):
 
 
 def make_adamw(h: Hyper) -> optax.GradientTransformation:
-    """AdamW from rates that may be traced."""
+    """AdamW with rates that may be traced."""
     return optax.chain(
         optax.scale_by_adam(h["b1"], h["b2"], h["eps"]),
         optax.add_decayed_weights(h["weight_decay"]),

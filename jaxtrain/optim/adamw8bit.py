@@ -1,7 +1,7 @@
-"""AdamW with both moments in 8 bits (Dettmers et al. 2022): a dynamic code and a scale a block.
+"""AdamW with both moments in 8 bits (Dettmers et al. 2022): a dynamic code and a scale per block.
 
-A block is 256 neighbours along the last dim, so that codes and scales shard as their parameter.
-Embeddings, gains, scalars and small matrices keep 32 bits.
+A block is 256 adjacent values along the last dim, so codes and scales are sharded like their
+parameter. Embeddings, gains, scalars and small matrices keep 32 bits.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ DECADES = 7  # the code reaches down to a few 1e-7 of a block's maximum
 
 
 class AdamW8bitConfig(OptimizerConfig):
-    """AdamW's rates; a quarter of its state."""
+    """AdamW's rates, with a quarter of its state."""
 
     name: Literal["adamw8bit"] = "adamw8bit"
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
@@ -36,9 +36,9 @@ class AdamW8bitConfig(OptimizerConfig):
 
 
 def magnitudes(signed: bool) -> np.ndarray:
-    """0, the middles of 2^i (signed) or 2^(i+1) equal parts of decade i = 0 ... 6, and 1; sorted.
+    """0, the midpoints of 2^i (signed) or 2^(i+1) equal parts of decade i = 0 ... 6, and 1; sorted.
 
-    The dynamic-tree code: few values in the small decades, many in the one below 1.
+    The dynamic-tree code: few values in the small decades, many in the largest one, below 1.
     """
     parts = [2 ** (i if signed else i + 1) for i in range(DECADES)]
     decades = [
@@ -49,13 +49,13 @@ def magnitudes(signed: bool) -> np.ndarray:
 
 
 def code_values(signed: bool) -> np.ndarray:
-    """The 256 values in [-1, 1] or [0, 1], sorted: value of code 0 ... 255."""
+    """Values of the codes 0 ... 255 in [-1, 1] or [0, 1], sorted."""
     up = magnitudes(signed)
     return np.concatenate([-up[-2:0:-1], up]) if signed else up
 
 
 def nearest_magnitude(a: Float[Array, "*S"], signed: bool) -> Array:
-    """Index into `magnitudes` of the nearest one. Arithmetic only: a search would gather."""
+    """Index of the nearest entry of `magnitudes`. Arithmetic only: a search would need gathers."""
     first = 1 if signed else 2  # parts of decade 0
     up = magnitudes(signed)
     starts = [first * (2**i - 1) + 1 for i in range(DECADES)]
@@ -69,16 +69,16 @@ def nearest_magnitude(a: Float[Array, "*S"], signed: bool) -> Array:
 
 
 def spread(scale: Float[Array, "*S n"], block: int, size: int) -> Float[Array, "*S o"]:
-    """Each block's scale at all of its values."""
+    """Broadcast each block's scale to its values."""
     return jnp.repeat(scale, block, axis=-1)[..., :size]
 
 
 def encode(
     x: Float[Array, "*S o"], block: int, signed: bool
 ) -> tuple[UInt8[Array, "*S o"], Float[Array, "*S n"]]:
-    """Codes, and the largest magnitude of each block; the last block of a row may be short.
+    """Codes, and each block's largest magnitude as its scale; a row's last block may be short.
 
-    An unsigned value above 0 never becomes 0: Adam divides by its root.
+    An unsigned value above 0 never becomes 0, since Adam divides by its root.
     """
     size = x.shape[-1]
     padded = jnp.pad(jnp.abs(x), [(0, 0)] * (x.ndim - 1) + [(0, -size % block)])
@@ -102,12 +102,12 @@ def decode(
 
 class Adam8bitState(NamedTuple):
     count: Array
-    m: Any  # a Moment for each parameter
+    m: Any  # a tree of Moment
     v: Any
-    block: Array  # no values: its length says which block size the codes were made with
+    block: Array  # values unused; its length is the block size of the codes
 
     def merge(self) -> "Adam8bitState":
-        """Of states stacked [R, ...], the mean of what the codes stand for, in codes again."""
+        """Mean of states stacked [R, ...]: decode, average over R, and encode again."""
         size = self.block.shape[-1]
 
         def mean(m: Moment, signed: bool) -> Moment:
@@ -123,14 +123,14 @@ class Adam8bitState(NamedTuple):
 
 
 def make_adamw8bit(block: int, min_size: int) -> Callable[[Hyper], optax.GradientTransformation]:
-    """The transformation of a tree of matrices, from the rates in force."""
+    """Function from the current rates to the transformation of a tree of parameters."""
 
     def zeros(p: jax.Array, signed: bool) -> Moment:
         x = jnp.zeros(p.shape, jnp.float32)
         return Moment(*encode(x, block, signed)) if p.size >= min_size else Moment(x, None)
 
     def blend(decay: Any, old: Moment, x: jax.Array, signed: bool) -> tuple[jax.Array, Moment]:
-        """The moved moment, exact for this step's update, and as it is stored."""
+        """The updated moment, exact for this step's update, and in stored form."""
         if old.scale is None:
             now = decay * old.values + (1 - decay) * x
             return now, Moment(now, None)

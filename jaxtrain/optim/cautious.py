@@ -1,4 +1,4 @@
-"""Cautious updates of any optimizer (Liang et al. 2024, arXiv:2411.16085, algorithm 1)."""
+"""Cautious updates for any optimizer (Liang et al. 2024, arXiv:2411.16085, algorithm 1)."""
 
 from typing import Literal
 
@@ -10,21 +10,21 @@ from jaxtrain.optim.types import Transformation, Wrapper, is_layer_stack
 from jaxtrain.settings import Settings
 from jaxtrain.weights.params import ParamSpec
 
-MIN_MEAN = 1e-3  # of the mask, as in the authors' code
+MIN_MEAN = 1e-3  # lower bound of the mask's mean, as in the authors' code
 
 
 class CautiousConfig(Settings):
-    """Only those entries of an update count that go against their gradient's sign; they grow by as
-    much as the others take away. Weight decay is a part of the update."""
+    """Keeps only the entries of an update whose sign is opposite to the gradient's, and divides
+    them by the share that is kept. Weight decay is part of the update."""
 
     name: Literal["cautious"] = "cautious"
 
 
 def cautious_update(u: jax.Array, g: jax.Array, spec: ParamSpec) -> jax.Array:
-    """An update without the entries that would go up the gradient, over the share that is left.
+    """Zero an update's entries that would go up the gradient, and divide by the share kept.
 
-    u, g: update and gradient of one parameter, the same shape. In a stack the share is each
-    layer's own.
+    u, g: update and gradient of one parameter, with the same shape. In a stack the share is per
+    layer.
     """
     mask = (u * g < 0).astype(jnp.float32)
     axes = tuple(range(int(is_layer_stack(spec)), mask.ndim))
@@ -33,7 +33,7 @@ def cautious_update(u: jax.Array, g: jax.Array, spec: ParamSpec) -> jax.Array:
 
 
 def cautious(c: CautiousConfig) -> Wrapper:
-    """Keeps no state of its own."""
+    """Make the wrapper, which has no state of its own."""
 
     def wrap(tx: Transformation, label: str) -> Transformation:
         def update(updates, state, params=None, **extra):

@@ -1,8 +1,8 @@
-"""Dynamic sparse training: as many weights throughout, which ones changes now and then.
+"""Dynamic sparse training: the number of nonzero weights is constant, and the masks change.
 
-SET (Mocanu et al. 2018, arXiv:1707.04780) grows random weights in the place of the smallest, RigL
-(Evci et al. 2020, arXiv:1911.11134) those with the largest dense gradients. Both here keep training
-in a step that changes the masks, and drop a share that falls along half a cosine.
+SET (Mocanu et al. 2018, arXiv:1707.04780) replaces the smallest weights by random ones, RigL (Evci
+et al. 2020, arXiv:1911.11134) by those with the largest dense gradients. In both, a step that
+changes the masks also updates the weights, and the share to drop falls along half a cosine.
 """
 
 import functools
@@ -29,7 +29,8 @@ from jaxtrain.settings import Settings
 
 
 class DynamicConfig(Settings):
-    """The first update draws random masks; weights that grow begin at zero, their moments too."""
+    """The first update draws random masks; weights that grow start at zero, and so do their
+    moments."""
 
     sparsity: float = Field(gt=0, lt=1, description="share of the weights that is zero")
     density: Literal["uniform", "erdos_renyi"] = Field(
@@ -61,9 +62,10 @@ Grow = Callable[[str, MaskInputs], Int[Array, "*L i o"]]  # (name, inputs) -> ke
 
 
 def weights_left(c: DynamicConfig, params: Arrays) -> dict[str, int]:
-    """How many weights of each matrix [i, o] of a stack [.., i, o] are not zero.
+    """Number of nonzero weights of each matrix [i, o] of a stack [.., i, o].
 
-    Erdos-Renyi: in proportion to i + o, at most all; then the others have to make do.
+    Erdos-Renyi: proportional to i + o, at most all; what a full matrix cannot take is spread over
+    the others.
     """
     sizes = {name: p.shape[-2] * p.shape[-1] for name, p in params.items()}
     if c.density == "uniform":
@@ -83,14 +85,14 @@ def weights_left(c: DynamicConfig, params: Arrays) -> dict[str, int]:
 def random_keys(
     c: DynamicConfig, step: Array | int, name: str, shape: tuple[int, ...]
 ) -> Int[Array, "*L i o"]:
-    """The same on any number of devices."""
+    """Random keys, the same on any number of devices."""
     key = jax.random.fold_in(jax.random.key(c.seed), zlib.crc32(name.encode()))
     bits = jax.random.bits(jax.random.fold_in(key, step), shape, jnp.uint32)
     return (bits >> 1).astype(jnp.int32)
 
 
 def dynamic_masks(c: DynamicConfig, grow: Grow) -> Wrapper:
-    """The wrapper that drops the smallest weights and grows as many."""
+    """Wrapper that drops the smallest weights and grows equally many."""
 
     def due(step: Array, memory: PyTree) -> Array:
         return (step == 1) | ((step % c.every == 0) & (step < c.end))

@@ -1,4 +1,4 @@
-"""Early-bird tickets (You et al. 2019, arXiv:1909.11957): masks drawn when they settle."""
+"""Early-bird tickets (You et al. 2019, arXiv:1909.11957): prune when the masks have settled."""
 
 from typing import Literal, NamedTuple
 
@@ -12,8 +12,8 @@ from jaxtrain.optim.types import Wrapper
 
 
 class EarlyBirdConfig(MagnitudeConfig):
-    """All weights train until the masks of the smallest hardly change; then those become zero, for
-    the rest of the run. Weights are not reset."""
+    """All weights train until the magnitude masks hardly change. Then the masked weights become
+    zero for the rest of the run. Weights are not reset."""
 
     name: Literal["early_bird"] = "early_bird"
     every: int = Field(100, ge=1, description="steps between two masks that are compared")
@@ -24,14 +24,14 @@ class EarlyBirdConfig(MagnitudeConfig):
 
 
 class Tickets(NamedTuple):
-    previous: Masks  # that would have been drawn last
-    distance: Float[Array, ""]  # share of entries that the one before had otherwise; 1 at first
-    calm: Int[Array, ""]  # distances below epsilon, one after the other
+    previous: Masks  # candidate masks of the last comparison
+    distance: Float[Array, ""]  # share of entries changed since the previous masks; 1 at first
+    calm: Int[Array, ""]  # number of consecutive distances below epsilon
     drawn: Bool[Array, ""]
 
 
 def early_bird(c: EarlyBirdConfig) -> Wrapper:
-    """Draws once."""
+    """Wrapper that applies the masks once, when they have settled."""
 
     def memory(params: Arrays) -> Tickets:
         previous = {name: jnp.ones(p.shape, bool) for name, p in params.items()}

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights (Polyak & Juditsky 1992), kept for evaluation."""
+"""Exponential moving average of the weights (Polyak & Juditsky 1992), for evaluation."""
 
 from typing import Literal, NamedTuple, cast
 
@@ -23,8 +23,8 @@ from jaxtrain.weights.params import Params
 class EMAConfig(Settings):
     """Validation and samples use the average in place of the trained weights.
 
-    Checkpoints keep both. The first steps average over fewer steps, so that a short run forgets
-    its initial values as well.
+    Checkpoints hold both. The first steps average over fewer steps, so that a short run also
+    forgets its initial values.
     """
 
     name: Literal["ema"] = "ema"
@@ -44,19 +44,19 @@ class EMAConfig(Settings):
 
 class EMAState(NamedTuple):
     count: Int[Array, ""]  # steps since the average began
-    average: Params  # float32, in the parameters' shapes and places
+    average: Params  # float32, with the parameters' shapes and shardings
     inner: OptState
 
 
 def trained_params(state: OptState, params: Params) -> Params:
-    """The weights to average, where no wrapper inside has others."""
+    """The weights to average, if no inner wrapper has its own evaluation weights."""
     return params
 
 
 def ema(c: EMAConfig, of: EvalParams = trained_params) -> Wrapper:
     """average <- d average + (1 - d) parameters, d = min(decay, (1 + count) / (10 + count)).
 
-    d is 0 until `start_fraction` of the run. of: what of an inner wrapper is averaged.
+    d is 0 until `start_fraction` of the run. of: (inner state, parameters) -> weights to average.
     """
 
     def begins(hyper: Hyper, now: RunPosition) -> Hyper:
@@ -66,7 +66,7 @@ def ema(c: EMAConfig, of: EvalParams = trained_params) -> Wrapper:
 
     def wrap(tx: Transformation, label: str) -> Transformation:
         def init(params):
-            # In float32: 16 bits would round a slow average's steps away.
+            # In float32: 16 bits would round away the steps of a slow average.
             copies = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
             return EMAState(jnp.zeros((), jnp.int32), copies, tx.init(params))
 

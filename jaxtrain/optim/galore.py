@@ -1,11 +1,11 @@
 """GaLore (Zhao et al. 2024, arXiv:2403.03507): Adam on gradients projected to a low rank.
 
-A matrix is `[..., in, out]`; everything in front is a batch of matrices, each with a projection of
-its own: the singular vectors P of its gradient's largest singular values on the shorter side, made
-anew every `gap` steps. Moments are those of P^T G, so that their bytes are rank / shorter side of
-Adam's; P times what Adam makes of them moves the weights. Q-GaLore (Zhang et al. 2024,
-arXiv:2407.08296) keeps P in 4 bits and the moments in 8, and makes P more rarely where it has come
-to rest. Its int8 weights are left out: a step updates and saves parameters as plain arrays.
+A matrix is `[..., in, out]`; leading dims are a batch of matrices, each with its own projection P:
+the top singular vectors of its gradient on the shorter side, recomputed every `gap` steps. Moments
+are those of P^T G, so their size is rank / shorter side of Adam's. P times Adam's update moves the
+weights. Q-GaLore (Zhang et al. 2024, arXiv:2407.08296) stores P in 4 bits and the moments in 8, and
+recomputes P less often once it is stable. Its int8 weights are left out: a step updates and saves
+parameters as plain arrays.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -24,7 +24,7 @@ BLOCK = 256  # values that share a scale
 
 
 class GaLoreConfig(OptimizerConfig):
-    """Matrices in a subspace of low rank; everything else, and smaller matrices, by AdamW."""
+    """Matrices in a low-rank subspace; everything else, and smaller matrices, by AdamW."""
 
     name: Literal["galore"] = "galore"
     learning_rate: float = Field(0.01, gt=0, description="peak learning rate of the matrices")
@@ -55,22 +55,22 @@ class GaLoreConfig(OptimizerConfig):
 
 
 class Gap(NamedTuple):
-    """When each matrix of a stack gets a new projection; int32 [...], one entry a matrix."""
+    """Projection schedule of each matrix of a stack; int32 [...], one entry per matrix."""
 
     next: Array  # step of the next projection
-    steps: Array  # from one projection to the next
-    similar: Array  # projections in a row that were as the one before
+    steps: Array  # steps from one projection to the next
+    similar: Array  # number of consecutive projections similar to the previous one
 
 
 class GaLoreLeaf(NamedTuple):
-    """State of one stack. A projection is None for matrices of no more than `rank` rows or columns;
-    its scale, where it is not in codes."""
+    """State of one stack. projection is None for matrices with at most `rank` rows or columns.
+    scale is None if the projection is not quantized."""
 
     projection: Array | None  # [..., shorter, rank], or two codes a byte [..., shorter, rank / 2]
     scale: Array | None
     m: Moment
     v: Moment
-    gap: Gap | None = None  # where the gap adapts
+    gap: Gap | None = None  # set if the gap is adaptive
 
 
 class GaLoreState(NamedTuple):
@@ -79,7 +79,7 @@ class GaLoreState(NamedTuple):
 
 
 def to_int4(x: Float[Array, "*L n r"]) -> tuple[UInt8[Array, "*L n h"], Float[Array, "*L 1 r"]]:
-    """Codes 1 ... 15 for -7 ... 7, two a byte, and a scale for each column. r is even."""
+    """Codes 1 ... 15 for -7 ... 7, two per byte, and one scale per column. r is even."""
     scale = jnp.max(jnp.abs(x), axis=-2, keepdims=True) / 7
     codes = jnp.round(x / jnp.maximum(scale, 1e-12)).astype(jnp.int32) + 8
     return (codes[..., ::2] + 16 * codes[..., 1::2]).astype(jnp.uint8), scale
@@ -93,7 +93,7 @@ def from_int4(
 
 
 def top_singular_vectors(g: Float[Array, "*L i o"], rank: int) -> Float[Array, "*L s r"]:
-    """The first singular vectors of each matrix on its shorter side."""
+    """Top `rank` singular vectors of each matrix on its shorter side."""
     tall = g.shape[-2] > g.shape[-1]
     gram = g.mT @ g if tall else g @ g.mT
     return jnp.linalg.eigh(gram)[1][..., ::-1][..., :rank]
@@ -125,7 +125,7 @@ def encode_projection(c: GaLoreConfig, p: Array) -> tuple[Array, Array | None]:
 def adapt_gap(
     c: GaLoreConfig, count: Array, g: Float[Array, "*L i o"], s: GaLoreLeaf
 ) -> tuple[Array, Array | None, Gap]:
-    """(projection, its scale, gap), new for those matrices of the stack whose gap is over."""
+    """(projection, its scale, gap), renewed for the matrices of the stack whose gap is over."""
     batch, least = g.shape[:-2], c.gap_similarity or 0.0
 
     def renew(one: Any) -> Any:
@@ -182,7 +182,7 @@ def galore_step(
 
 
 def make_galore(c: GaLoreConfig) -> Make:
-    """The transformation of a tree of matrices `[..., in, out]`, from the rates in force."""
+    """Function from the current rates to the transformation of a tree of [..., in, out]."""
 
     def make(h: Hyper) -> optax.GradientTransformation:
         def init(params):

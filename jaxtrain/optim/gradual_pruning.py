@@ -1,4 +1,4 @@
-"""Gradual magnitude pruning of any optimizer's weights (Zhu & Gupta 2017, arXiv:1710.01878)."""
+"""Gradual magnitude pruning with any optimizer (Zhu & Gupta 2017, arXiv:1710.01878)."""
 
 from typing import Literal
 
@@ -20,7 +20,7 @@ from jaxtrain.settings import Settings
 
 
 class MagnitudeConfig(Settings):
-    """Which weights a magnitude mask makes zero."""
+    """Sparsity and scope of a magnitude mask."""
 
     sparsity: float = Field(gt=0, lt=1, description="share of the weights that is zero in the end")
     scope: Literal["matrix", "global"] = Field(
@@ -30,7 +30,7 @@ class MagnitudeConfig(Settings):
 
 
 class GradualPruningConfig(MagnitudeConfig):
-    """The smallest weights become zero, ever more of them, along a cubic: fast at first."""
+    """The smallest weights become zero; the sparsity rises along a cubic, fast at first."""
 
     name: Literal["gradual_pruning"] = "gradual_pruning"
     begin: int = Field(0, ge=0, description="step before the first weights are pruned")
@@ -45,10 +45,11 @@ class GradualPruningConfig(MagnitudeConfig):
 
 
 def magnitude_masks(c: MagnitudeConfig, params: dict[str, Array], share: Array | float) -> Masks:
-    """Masks of the smallest weights. share: of c.sparsity, 0 to 1; at 1 their number is exact."""
+    """Masks that zero the smallest weights. share: of c.sparsity, 0 to 1; at 1 the number of zeros
+    is exact."""
 
     def keep(size: int) -> Array:
-        """A float32 has not all whole numbers above 2^24, Python has."""
+        """Number of weights to keep; at share 1 in Python, since float32 is inexact above 2^24."""
         pruned = jnp.int32(jnp.floor(share * c.sparsity * size))
         return size - jnp.where(share >= 1, round(c.sparsity * size), pruned)
 
@@ -59,7 +60,7 @@ def magnitude_masks(c: MagnitudeConfig, params: dict[str, Array], share: Array |
 
 
 def gradual_pruning(c: GradualPruningConfig) -> Wrapper:
-    """Share at step t: 1 - (1 - (t - begin) / (end - begin))^3 of the sparsity."""
+    """Wrapper; at step t the sparsity is c.sparsity (1 - (1 - (t - begin) / (end - begin))^3)."""
 
     def due(step: Array, memory: PyTree) -> Array:
         since = step - c.begin

@@ -16,7 +16,7 @@ from jaxtrain.optim.param_groups import (
 
 
 class LAMBConfig(OptimizerConfig):
-    """For very large batches. Rates are relative: a step moves a matrix by that share of itself."""
+    """For very large batches. Rates are relative to each matrix's norm, which scales its step."""
 
     name: Literal["lamb"] = "lamb"
     learning_rate: float = Field(5e-3, gt=0, description="peak learning rate, relative")

@@ -1,4 +1,4 @@
-"""LARS (You et al. 2017): SGD whose step in each matrix is scaled to the norm of its weights."""
+"""LARS (You et al. 2017): SGD with each matrix's step scaled to the norm of its weights."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ from jaxtrain.optim.sgd import make_sgd
 
 
 class LARSConfig(OptimizerConfig):
-    """For very large batches. A step moves a matrix by rate x trust of its norm, then momentum."""
+    """For very large batches. A step moves a matrix by rate x trust x its norm, before momentum."""
 
     name: Literal["lars"] = "lars"
     learning_rate: float = Field(3.0, gt=0, description="peak learning rate, relative")

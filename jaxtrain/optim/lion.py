@@ -1,7 +1,7 @@
-"""Lion (Chen et al. 2023), optax's: the sign of an interpolated momentum.
+"""Lion (Chen et al. 2023), from optax: the sign of an interpolated momentum.
 
-For matrices. A sign moves every row of an embedding by the whole rate, long after its token was
-last seen, so that rare tokens' rows wander off: the rest is AdamW's.
+For matrices only; AdamW updates the rest. A sign update moves every row of an embedding by the full
+learning rate, long after its token was last seen, so rows of rare tokens would drift.
 """
 
 from typing import Literal

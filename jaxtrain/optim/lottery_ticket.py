@@ -26,9 +26,9 @@ from jaxtrain.weights.params import Params
 
 
 class LotteryTicketConfig(Settings):
-    """Rounds: train, make a share of the weights that are left zero, set all others back to what
-    they were at an early step, and train again. The optimizer's state begins anew, the schedule
-    goes on from that step, and the data go on."""
+    """Rounds: train, prune a share of the remaining weights, rewind all others to their values at
+    an early step, and train again. The optimizer's state is reset, the schedule continues from
+    that step, and the data stream continues."""
 
     name: Literal["lottery_ticket"] = "lottery_ticket"
     rounds: int = Field(5, ge=2, description="trainings; weights are pruned between two of them")
@@ -54,18 +54,18 @@ class LotteryTicketConfig(Settings):
 
 
 class RewindState(NamedTuple):
-    count: Int[Array, ""]  # updates done
-    start: Params  # the weights of the step that later trainings begin from
+    count: Int[Array, ""]  # number of updates
+    start: Params  # the weights to rewind to
     inner: OptState
 
 
 def lottery_ticket(c: LotteryTicketConfig) -> Wrapper:
-    """Weights of all groups go back; those of the blocks' matrices are pruned."""
+    """Wrapper that rewinds the weights of all groups and prunes the blocks' matrices."""
     length = c.round_steps - c.rewind_step
     total = c.round_steps + (c.rounds - 1) * length
 
     def ends(step: Array) -> Bool[Array, ""]:
-        """Whether a training ends with this update, and another one begins."""
+        """Whether a training round ends with this update and another one follows."""
         return (step >= c.round_steps) & ((step - c.rewind_step) % length == 0) & (step < total)
 
     def draw(seen: MaskInputs, memory: PyTree) -> tuple[Masks, PyTree]:
@@ -114,7 +114,7 @@ def lottery_ticket(c: LotteryTicketConfig) -> Wrapper:
 
 
 def anew(tx: Transformation, params: Params, state: OptState) -> OptState:
-    """The state before the first update; masks stay."""
+    """Reset the optimizer state to its initial values; masks stay."""
     if isinstance(state, MaskState):
         return state._replace(inner=anew(tx, params, state.inner))
     return jax.tree.map(lambda new, old: new.astype(old.dtype), tx.init(params), state)

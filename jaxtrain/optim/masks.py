@@ -1,9 +1,9 @@
-"""Weights that stay zero: masks around any optimizer, kept in its state.
+"""Sparsity masks around any optimizer, stored in its state.
 
-A `MaskRule` draws the masks; a method of pruning or of sparse training is such a rule and a row of
-WRAPPERS. Masks are placed, saved and resumed as the weights that they belong to. Masked weights are
-exactly zero after each update, and so are their moments; their gradients are the dense ones, which
-a rule may read. Only matrices of the blocks are masked (`is_block_matrix`).
+A `MaskRule` draws the masks. A method of pruning or of sparse training is such a rule and a row of
+WRAPPERS. Masks are sharded, saved and restored like their weights. Masked weights and their moments
+are exactly zero after each update. Their gradients are dense, and a rule may read them. Only
+matrices of the blocks are masked (`is_block_matrix`).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,19 +24,19 @@ Masks = dict[str, Bool[Array, "*L i o"]]  # False: zero
 
 
 class MaskInputs(NamedTuple):
-    """What a rule draws masks from."""
+    """Inputs of a rule that draws masks."""
 
-    step: Int[Array, ""]  # updates done, this one included
-    masks: Masks  # in force until now; all True at first
+    step: Int[Array, ""]  # number of updates, including this one
+    masks: Masks  # current masks; initially all True unless the rule has a `start`
     params: Arrays  # after the update
-    grads: Arrays  # of all weights, the masked ones too
+    grads: Arrays  # of all weights, including masked ones
 
 
 class MaskRule(NamedTuple):
-    """`due(step, memory)`: whether `draw` is called behind that update.
+    """`due(step, memory)`: whether to call `draw` after that update.
 
-    `draw(inputs, memory)`: the new masks and memory. `memory(params)` is what the rule keeps at
-    first, and `metrics(memory)` what of it is logged. `start(params)`: the masks in force at first.
+    `draw(inputs, memory)`: the new masks and memory. `memory(params)`: initial state of the rule.
+    `metrics(memory)`: its logged values. `start(params)`: the initial masks.
     """
 
     due: Callable[[Int[Array, ""], PyTree], Bool[Array, ""]]
@@ -49,16 +49,16 @@ class MaskRule(NamedTuple):
 
 
 class MaskState(NamedTuple):
-    count: Int[Array, ""]  # updates done
-    masks: Masks  # in the places of the parameters
-    zeros: Float[Array, ""]  # weights that a mask makes zero
-    weights: Float[Array, ""]  # all that there is a mask for; 0 before the first is drawn
+    count: Int[Array, ""]  # number of updates
+    masks: Masks  # sharded like the parameters
+    zeros: Float[Array, ""]  # number of masked weights
+    weights: Float[Array, ""]  # number of weights that have a mask; 0 before the first draw
     memory: PyTree
     inner: OptState
 
 
 def with_masks(rule: MaskRule) -> Wrapper:
-    """The wrapper of a rule."""
+    """Make the wrapper of a rule."""
 
     def wrap(tx: Transformation, label: str) -> Transformation:
         if label.split(" x ")[0] not in BLOCK_GROUPS:
@@ -89,7 +89,7 @@ def with_masks(rule: MaskRule) -> Wrapper:
             keep = lambda: (old, state.memory, state.zeros, state.weights)
             due = rule.due(count, state.memory)
             masks, *rest = jax.lax.cond(due, draw, keep)
-            # p + -p is zero, and what grows begins at zero.
+            # p + -p is zero; weights that grow also start at zero.
             stay = {n: jnp.where(masks[n] & old[n], moves[n], -flat[n]) for n in names}
             moved = map_by_name(lambda name, u: stay.get(name, u), moved)
             memory, zeros, weights = rest
@@ -115,18 +115,18 @@ def with_masks(rule: MaskRule) -> Wrapper:
 
 
 def by_name(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree of parameters, without those of other groups."""
+    """name -> leaf of a tree of parameters, without leaves masked out for other groups."""
     return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def map_by_name(change: Callable[..., Any], tree: PyTree, *rest: PyTree) -> Any:
-    """change(name, leaf, leaves of the other trees)."""
+    """Map change(name, leaf, leaves of the other trees) over a tree."""
     named = lambda path, *leaves: change(name_of(path), *leaves)
     return jax.tree_util.tree_map_with_path(named, tree, *rest)
 
 
 def mask_leaves(masks: Masks, tree: PyTree) -> Any:
-    """A tree of parameters, or an optimizer's state, with zeros for masked weights."""
+    """Zero the masked weights in a tree of parameters, or their entries in an optimizer state."""
 
     def one(path: tuple[Any, ...], x: Array) -> Array:
         mask = masks.get(owner_of(path, masks) or "")
@@ -139,19 +139,20 @@ def mask_leaves(masks: Masks, tree: PyTree) -> Any:
 
 
 def magnitude(x: Float[Array, "*L i o"]) -> Int[Array, "*L i o"]:
-    """Integers in the order of |x|: the bits of a float32 without its sign."""
+    """Integers ordered like |x|: the bits of a float32 without its sign."""
     return jax.lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
 
 
 def keep_largest(keys: Int[Array, "*L i o"], keep: Int[Array, ""] | int) -> Bool[Array, "*L i o"]:
-    """The `keep` largest keys of each matrix; of equal ones the last. A key below 0 is left out."""
+    """Mask of the `keep` largest keys of each matrix; ties go to the last. Keys below 0 are left
+    out."""
     i, o = keys.shape[-2:]
     count = lambda masks: jnp.sum(masks[0], (-2, -1), dtype=jnp.int32, keepdims=True)
     return largest([keys], [jnp.arange(i * o, dtype=jnp.int32).reshape(i, o)], keep, count)[0]
 
 
 def keep_largest_of_all(keys: dict[str, Int[Array, "*L i o"]], keep: Int[Array, ""] | int) -> Masks:
-    """The `keep` largest keys of all matrices together. UserError for 2^31 of them or more."""
+    """Masks of the `keep` largest keys of all matrices together. UserError for >= 2^31 keys."""
     if sum(x.size for x in keys.values()) >= 2**31:
         raise UserError(
             "optim.wrappers: scope: global ranks at most 2^31 weights; set scope: matrix"
@@ -170,11 +171,11 @@ def largest(
     keep: Array | int,
     count: Callable[[Sequence[Array]], Any],
 ) -> list[Array]:
-    """Exactly `keep` True entries. Nothing is sorted: thresholds are found bit by bit, from counts
-    alone, which devices that share an array add up."""
+    """Masks with exactly `keep` True entries. Nothing is sorted: thresholds are found bit by bit
+    from counts, which are summed over the devices that shard an array."""
 
     def threshold(keys: Sequence[Array], keep: Array | int) -> Array:
-        """The largest number that at least `keep` keys reach."""
+        """The largest integer such that at least `keep` keys are not below it."""
 
         def bit(i: Array, level: Array) -> Array:
             raised = level | (1 << (30 - i))

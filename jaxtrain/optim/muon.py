@@ -1,6 +1,6 @@
 """Muon on stacked matrices, AdamW for the rest (Jordan et al. 2024; nanochat's recipe).
 
-A matrix is `[..., in, out]`; everything in front is a batch of matrices, orthogonalised at once.
+A matrix is `[..., in, out]`; leading dims are a batch of matrices, orthogonalised together.
 Each refinement is a switch, so that it can be measured.
 """
 
@@ -31,9 +31,9 @@ from jaxtrain.parallel import distribute_matrices
 from jaxtrain.settings import UserError
 from jaxtrain.weights.params import ParamSpec
 
-DECAY = 0.28  # of the matrices of nanochat's d12
+DECAY = 0.28  # weight decay of the matrices of nanochat's d12
 
-# nanochat's b1 and b2 of the groups that AdamW updates.
+# nanochat's b1 and b2 for the groups that AdamW updates.
 ADAM_BETAS = {
     "embedding": (0.8, 0.995),
     "value_embedding": (0.8, 0.995),
@@ -50,7 +50,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class MuonConfig(OptimizerConfig):
-    """Matrices by Muon; embeddings, head, gains and scalars by AdamW with rates of their own."""
+    """Matrices by Muon; embeddings, head, gains and scalars by AdamW with their own rates."""
 
     name: Literal["muon"] = "muon"
     matrix_lr: float | None = Field(
@@ -146,7 +146,7 @@ class MuonConfig(OptimizerConfig):
 
 
 class MuonRates(NamedTuple):
-    """Those of a MuonConfig that may be open."""
+    """Rates of a MuonConfig that may be None, resolved."""
 
     matrix_lr: float
     weight_decay: float
@@ -158,22 +158,23 @@ class MuonRates(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What the rates follow from, and its values at the reference, nanochat's d12."""
+    """Quantities that the rates are derived from; defaults: the reference, nanochat's d12."""
 
     width: int = 768
-    batch_tokens: int = 2**19  # of one step
-    horizon: float = 1.0  # tokens that the parameters ask for, as a multiple of the d12's
-    rates: float = 1.0  # factor on the learning rates, of a fit of one's own
+    batch_tokens: int = 2**19  # tokens per step
+    horizon: float = 1.0  # compute-optimal training tokens, as a multiple of the d12's
+    rates: float = 1.0  # factor on the learning rates, from a custom fit
 
 
 REFERENCE = Scale()
 
 
 def muon_rates(c: MuonConfig, scale: Scale = REFERENCE) -> MuonRates:
-    """The rates that are open scaled from nanochat's d12; anything set by hand wins.
+    """Scale the unset rates from nanochat's d12; rates that are set stay.
 
-    Rates grow with the root of the batch. The decay keeps rate x decay x steps as it is over a
-    whole horizon (Wang & Aitchison 2024); a run of fewer steps has the same, as in nanochat.
+    Learning rates grow with the square root of the batch. The weight decay keeps rate x decay x
+    steps constant over a whole horizon (Wang & Aitchison 2024); a run of fewer steps uses the same
+    decay, as in nanochat.
     """
     batch = math.sqrt(scale.batch_tokens / REFERENCE.batch_tokens)
     rate = batch * scale.rates
@@ -181,7 +182,7 @@ def muon_rates(c: MuonConfig, scale: Scale = REFERENCE) -> MuonRates:
     matrix_lr = c.matrix_lr or 0.02 * rate
     rates = {
         "matrix_lr": matrix_lr,
-        # A model much smaller than nanochat's would else take the whole weight at each step.
+        # Otherwise a model much smaller than nanochat's would decay whole weights in each step.
         "weight_decay": min(DECAY * batch / scale.horizon, 0.1 / matrix_lr),
         "embedding_lr": 0.3 * wide,
         "value_embedding_lr": 0.15 * wide,
@@ -196,12 +197,12 @@ def muon_rates(c: MuonConfig, scale: Scale = REFERENCE) -> MuonRates:
 
 
 def resolve_muon(c: MuonConfig, scale: Scale) -> MuonConfig:
-    """The configuration with `muon_rates` filled in."""
+    """Fill in the rates from `muon_rates`."""
     return MuonConfig.model_validate({**c.model_dump(), **muon_rates(c, scale)._asdict()})
 
 
 class MuonState(NamedTuple):
-    """Momentum of each matrix, NorMuon's mean squares and SOAP's (None where these are off)."""
+    """Momentum of each matrix, NorMuon's mean squares, and SOAP's state (None if off)."""
 
     momentum: Any
     second: Any
@@ -209,14 +210,14 @@ class MuonState(NamedTuple):
 
 
 def second_moment_axis(shape: tuple[int, ...]) -> int:
-    """NorMuon averages over the inputs where there are as many outputs or more, else over these."""
+    """Axis of NorMuon's mean: inputs if there are at least as many outputs, else outputs."""
     return -2 if shape[-1] >= shape[-2] else -1
 
 
 def num_blocks(spec: ParamSpec | None, heads: int | None) -> int:
-    """Blocks of columns that are orthogonalised by themselves: so many heads each, of q and k.
+    """Number of column blocks that are orthogonalised separately: `heads` heads each, of q and k.
 
-    UserError if the heads do not divide into these; fewer heads are one block.
+    A matrix with fewer heads is one block. Raises UserError if `heads` does not divide its heads.
     """
     if spec is None or heads is None or spec.head_dim is None:
         return 1
@@ -229,23 +230,23 @@ def num_blocks(spec: ParamSpec | None, heads: int | None) -> int:
 
 
 def split_columns(x: Float[Array, "*L i o"], blocks: int) -> Float[Array, "*Ls i c"]:
-    """[..., in, blocks x columns] -> [..., blocks, in, columns]; itself for one block."""
+    """[..., in, blocks x columns] -> [..., blocks, in, columns]; unchanged for one block."""
     if blocks == 1:
         return x
     return jnp.moveaxis(x.reshape(*x.shape[:-1], blocks, -1), -2, -3)
 
 
 def join_columns(x: Float[Array, "*Ls i c"], blocks: int) -> Float[Array, "*L i o"]:
-    """Back from `split_columns`."""
+    """Inverse of `split_columns`."""
     if blocks == 1:
         return x
     return jnp.moveaxis(x, -3, -2).reshape(*x.shape[:-3], x.shape[-2], -1)
 
 
 def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
-    """The transformation of a tree of matrices `[..., in, out]`, from the rates in force.
+    """Function from the current rates to the transformation of a tree of matrices [..., in, out].
 
-    Rate and decay grow with sqrt(max(1, out / in)).
+    Learning rate and decay are multiplied by sqrt(max(1, out / in)).
     """
 
     def second_like(p: jax.Array) -> jax.Array | None:
@@ -263,7 +264,7 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
         iteration = COEFFICIENTS[c.orthogonalize], c.gram_newton_schulz, c.symmetric
         u = orthogonalize(u, *iteration, LARGEST.get(c.orthogonalize))
         u = join_columns(u, blocks)
-        # All norms below follow from one pass over the result in sixteen bits.
+        # All norms below are computed from one pass over the 16-bit result.
         squares = jnp.sum(jnp.square(u.astype(jnp.float32)), axis=axis, keepdims=True)
         norm = jnp.sqrt(jnp.sum(squares, axis=(-2, -1), keepdims=True))
         factor: Number = 1.0
@@ -329,7 +330,7 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
 
 
 def adjust(c: MuonConfig) -> Adjust:
-    """Momentum up over the first steps and down along the rate's decay; the decay's own cosine."""
+    """Schedules of momentum (warm-up, then down along the rate's decay) and weight decay."""
 
     def now(hyper: Hyper, step: jax.Array, schedule: Hyper) -> Hyper:
         total, peak = schedule["total_steps"], hyper["momentum"]
@@ -347,7 +348,7 @@ def adjust(c: MuonConfig) -> Adjust:
 
 
 def muon(c: MuonConfig) -> dict[str, ParamGroup]:
-    """nanochat's groups: rates, betas and decays by role. Open rates are the reference's."""
+    """nanochat's groups: rates, betas and decays by role. Unset rates are the reference's."""
     rates = muon_rates(c)
 
     def adam(group: AdamGroup, rate: float, weight_decay: float) -> ParamGroup:

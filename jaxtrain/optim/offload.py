@@ -1,10 +1,10 @@
-"""States that wait off the device between steps, and come to it part by part.
+"""Optimizer-state offload: states stay off the device between steps, and return chunk by chunk.
 
-In the host's memory it is ZeRO-Offload (Ren et al. 2021) without its update on the host's
-processor; in files, ZeRO-Infinity (`train/file_offload.py`). A loop takes some layers of the stacks
-at a time: states in, their update, states back, in place. The copies of one stack overlap with
-those of the others and with the updates. Operation by operation it is the same bit for bit (but for
-the order of a matrix product, Muon's); compiled, it rounds where XLA has it.
+In host memory it is ZeRO-Offload (Ren et al. 2021) without the CPU update; in files it is
+ZeRO-Infinity (`train/file_offload.py`). A loop takes some layers of the stacks at a time: copy
+states in, update, copy states back, in place. The copies of one stack overlap with those of the
+others and with the updates. Run operation by operation, results are bit-identical (except for the
+summation order of Muon's matmuls); compiled, they differ where XLA rounds differently.
 """
 
 import functools
@@ -24,21 +24,21 @@ from jaxtrain.parallel.axes import current_mesh, partition_spec
 from jaxtrain.settings import Settings, UserError
 from jaxtrain.weights.params import Params, Specs
 
-Index = int | np.int32 | jax.Array  # of a part
-MIN_BYTES = 2**20  # bytes; a smaller state is not worth a copy
+Index = int | np.int32 | jax.Array  # index of a part
+MIN_BYTES = 2**20  # bytes; smaller states are not worth a copy
 CHUNK_BYTES = (
     2**28
-)  # bytes of the parameters, on one device, that are updated at once if it can be helped
+)  # bytes of parameters per device that are updated at once, if the first dim divides so
 
 
 class HostOffload(Settings):
-    """ZeRO-Offload: in the host's memory."""
+    """ZeRO-Offload: states in host memory."""
 
     name: Literal["host"] = "host"
 
 
 class FileOffload(Settings):
-    """ZeRO-Infinity: in files on a local disk, for states that the host's memory does not hold."""
+    """ZeRO-Infinity: states in files on a local disk, if they do not fit in host memory."""
 
     name: Literal["files"] = "files"
     directory: str | None = Field(
@@ -49,7 +49,7 @@ class FileOffload(Settings):
     )
 
 
-# false: as a run directory of before has it.
+# Old run directories have `false` for no offload.
 OffloadConfig = Annotated[
     Annotated[HostOffload | FileOffload, Field(discriminator="name")] | None,
     BeforeValidator(lambda given: None if given is False else given),
@@ -61,41 +61,41 @@ class UpdateGroup(NamedTuple):
 
     tx: Transformation  # init(params) and update(grads, state, params, hyper=, specs=)
     names: set[str]
-    whole: bool  # it takes norms of, or multiplies, whole matrices
+    whole: bool  # whether the update needs whole matrices (norms, matmuls)
 
 
 class OffloadChunk(NamedTuple):
-    """Parameters whose arrays are as long; they are updated together, in so many parts."""
+    """Parameters with the same first dim; they are updated together, in `parts` parts."""
 
     names: set[str]
     parts: int
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-    """The parameter that a path in a tree of parameters leads to."""
+    """Name of the parameter at a path in a tree of parameters."""
     return "/".join(str(key.key) for key in path)
 
 
 def owner_of(path: tuple[Any, ...], names: Container[str]) -> str | None:
-    """The parameter that a path in a state ends in, None for what all share."""
+    """Name of the parameter that a path in a state ends in; None for a state that all share."""
     keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
     ends = ("/".join(keys[start:]) for start in range(len(keys)))
     return next((name for name in ends if name in names), None)
 
 
 def masked(tree: Params | Specs, names: set[str]) -> Params:
-    """A tree of parameters, or of what there is one of for each, without those of other names."""
+    """Mask the parameters with other names in a tree of parameters, or in one like it."""
     hide = lambda path, x: x if name_of(path) in names else optax.MaskedNode()
     return jax.tree_util.tree_map_with_path(hide, tree)
 
 
 def is_offloaded(state: jax.ShapeDtypeStruct) -> bool:
-    """Whether this state of a parameter is kept in the host's memory."""
+    """Whether this state of a parameter is offloaded (two dims or more, and MIN_BYTES or more)."""
     return len(state.shape) > 1 and state.size * state.dtype.itemsize >= MIN_BYTES
 
 
 def host_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-    """In the host's memory, as seen from each device. UserError where a device sees none."""
+    """Sharding in pinned host memory. UserError for a device without it."""
     try:
         return NamedSharding(mesh, spec, memory_kind="pinned_host")
     except ValueError as error:
@@ -111,7 +111,7 @@ def on_host(x: jax.Array) -> bool:
 
 
 def to_device[T](tree: T) -> T:
-    """All of it on the device."""
+    """Copy arrays in host memory to the device."""
     return jax.tree.map(
         lambda x: jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x, tree
     )
@@ -120,10 +120,10 @@ def to_device[T](tree: T) -> T:
 def offload_chunks(
     params: Mapping[str, jax.Array | jax.ShapeDtypeStruct], specs: dict[str, Any], whole: bool
 ) -> list[OffloadChunk]:
-    """What is updated together, and in how many parts.
+    """Parameters to update together, and the number of parts.
 
-    Stacks of as many layers go layer by layer; other arrays by themselves, in rows where the
-    update works on each row by itself (not `whole`). A dim that is split over devices is not cut.
+    Stacks with the same number of layers are updated together, layer by layer. Other arrays are
+    separate, cut by rows if the update is row-wise (not `whole`). A sharded dim is not cut.
     """
     mesh = current_mesh()
     sets: dict[tuple[Any, ...], list[str]] = {}
@@ -140,9 +140,9 @@ def offload_chunks(
     devices = 1 if mesh is None else mesh.size
     found = []
     for (length, *_), names in sets.items():
-        # Two parts at least: a copy outside of a loop makes XLA hide it behind the whole step, in
-        # an order that holds more than the states. Matrices are dealt out over the devices: in all
-        # parts together, none should take more of them than it does in one.
+        # Two parts at least: XLA would overlap a copy outside of a loop with the whole step, in an
+        # order that needs more memory than the states. Matrices are distributed over the devices:
+        # over all parts, no device should get more of them than with one part.
         share = lambda n, length=length: n * -(-(length // n) // devices)
         cuts = [n for n in range(2, length + 1) if length % n == 0]
         cuts = [n for n in cuts if not whole or share(n) <= share(1)] or [1]
@@ -163,10 +163,10 @@ def update_offloaded(
     whole: bool,
     finite: jax.Array | None = None,
 ) -> tuple[Params, OptState]:
-    """(new parameters, new state) of a group; what of the state waits on the host stays there.
+    """(new parameters, new state) of a group; offloaded states stay on the host.
 
-    tx: init(params) and update(grads, state, params, hyper=, specs=). finite: False leaves all as
-    it is. whole: it takes norms of, or multiplies, whole matrices.
+    tx: init(params) and update(grads, state, params, hyper=, specs=). finite: if False, nothing
+    changes. whole: the update needs whole matrices (norms, matmuls).
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(state)
     table = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
@@ -188,19 +188,19 @@ def update_offloaded(
 
 
 class ChunkUpdate(NamedTuple):
-    """The update of a chunk's parameters, or of one of its parts."""
+    """Update of a chunk's parameters, or of one of its parts."""
 
-    keys: list[str]  # paths of its states in that of its group
-    cut: list[bool]  # those that are cut into parts as their parameters are
+    keys: list[str]  # paths of its states in the group's state
+    cut: list[bool]  # whether each state is cut into parts like its parameter
     update: Callable[..., tuple[Params, list[jax.Array]]]  # (hyper, grads, params, states, finite)
 
 
 def make_chunk_update(tx: Transformation, params: Params, specs: Specs) -> ChunkUpdate:
-    """The update of these parameters (arrays or their shapes). The rest of the trees is masked."""
+    """Make the update of these parameters (arrays or shapes). Other leaves are masked."""
     lengths = {name_of(p): len(x) for p, x in jax.tree_util.tree_leaves_with_path(params) if x.ndim}
     paths, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, params))
     keys = [jax.tree_util.keystr(path) for path, _ in paths]
-    # What is as long as its parameter is cut as that is.
+    # A state with the first dim of its parameter is cut like it.
     cut = [x.ndim > 0 and lengths.get(owner_of(path, lengths) or "") == len(x) for path, x in paths]
 
     def update(
@@ -229,7 +229,7 @@ def part_of[T](tree: T, i: Index, parts: int) -> T:
 
 
 def with_part[T](tree: T, part: T, i: Index) -> T:
-    """The tree with `part` in the place of part i."""
+    """The tree with part i replaced by `part`."""
     put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(
         x, y, i * len(y), 0, allow_negative_indices=False
     )
@@ -246,7 +246,7 @@ def update_chunk(
     parts: int,
     finite: jax.Array | None,
 ) -> tuple[Params, dict[str, jax.Array]]:
-    """(new parameters, their states by path). The rest of the trees is masked."""
+    """(new parameters, their states by path). Other leaves of the trees are masked."""
     keys, cut, update = make_chunk_update(tx, params, specs)
     before = [table[key] for key in keys]
 
@@ -281,7 +281,7 @@ def apply_offloaded(
 ) -> tuple[Params, OptState]:
     """(new parameters, state) from gradients, state, parameters and specs, group by group."""
     grads, state, params, specs = trees
-    # Not before all gradients are there: until then, the device's memory is full.
+    # Start only after all gradients are computed: until then, the device's memory is full.
     grads, state = jax.lax.optimization_barrier((grads, state))
     inner = dict(state.inner_states)
     for name, group in groups.items():
@@ -294,10 +294,10 @@ def apply_offloaded(
 
 
 def only[Leaf](name: str, label: str, param: Leaf) -> Leaf | optax.MaskedNode:
-    """A leaf of the tree that this row of optax.partition sees."""
+    """The leaf if it belongs to this group of optax.partition, else MaskedNode."""
     return param if label == name else optax.MaskedNode()
 
 
 def replace(param: jax.Array, mine: jax.Array | optax.MaskedNode) -> jax.Array:
-    """A parameter's new value, if `only` has left it in this row."""
+    """A parameter's new value, unless `only` masked it in this group."""
     return param if isinstance(mine, optax.MaskedNode) else mine.astype(param.dtype)

@@ -1,6 +1,6 @@
-"""The nearest orthogonal matrix by polynomial iterations, in products alone (Muon's).
+"""The nearest orthogonal matrix by polynomial iterations, with matmuls only (for Muon).
 
-A matrix is `[..., in, out]`; everything in front is a batch of matrices.
+A matrix is `[..., in, out]`; leading dims are a batch of matrices.
 """
 
 import functools
@@ -29,17 +29,17 @@ COEFFICIENTS = {
     "polar_express_4": POLAR_EXPRESS[1:],
     "newton_schulz": NEWTON_SCHULZ,
 }
-# The largest singular value that the first polynomial takes, where matrices are first scaled to it
-# by a bound that is closer than the Frobenius norm, which does the first iteration's work.
+# Largest singular value that the first polynomial accepts. Matrices are first scaled to it, by a
+# bound tighter than the Frobenius norm; this replaces the first iteration.
 LARGEST = {"polar_express_4": 1.9}
-GRAM_FROM = 2  # times longer than wide: from here on the Gram matrix's iteration is cheaper
-RESTART = 2  # iterations on one Gram matrix
+GRAM_FROM = 2  # long side / short side from which the Gram iteration is cheaper
+RESTART = 2  # iterations until the Gram matrix is recomputed
 
 
 def matmul_dtype(wanted: DTypeLike = jnp.bfloat16) -> jnp.dtype:
-    """The wanted sixteen bits where matrix units have both kinds, else what the device has.
+    """The wanted 16-bit dtype if the matrix units support both, else the device's best dtype.
 
-    A TPU has bfloat16 only, a GPU before Ampere float16; a CPU is faster and exact in float32.
+    A TPU has bfloat16 only, a GPU before Ampere float16 only; a CPU is faster and exact in float32.
     """
     best = compute_dtype("auto")
     both = best == jnp.bfloat16 and target().platform != "tpu"
@@ -49,10 +49,10 @@ def matmul_dtype(wanted: DTypeLike = jnp.bfloat16) -> jnp.dtype:
 def normalize(
     x_in_out: Float[Array, "*L i o"], equilibrate: bool = False
 ) -> Float[Array, "*L i o"]:
-    """Each matrix at a Frobenius norm just below 1, so that all singular values are.
+    """Scale each matrix to a Frobenius norm just below 1, so that all singular values are below 1.
 
-    equilibrate: first scale each output's column to the root mean square of all of them (MuonEq).
-    One pass sums the squares of the columns; all norms follow from these.
+    equilibrate: first scale each column to the root mean square of all column norms (MuonEq). One
+    pass sums the squares of the columns; all norms are computed from these sums.
     """
     squares = jnp.sum(jnp.square(x_in_out), axis=-2, keepdims=True)
     factor: Any = 1.0
@@ -71,15 +71,15 @@ def orthogonalize(
     symmetric: bool = True,
     largest: float | None = None,
 ) -> Float[Array, "*L i o"]:
-    """Push all singular values, at most 1 at first, of each matrix towards 1.
+    """Push all singular values of each matrix, initially at most 1, towards 1.
 
-    X <- (aI + bA + cA^2) X with A = X X^T, on the shorter side. The result is in the dtype of the
-    matmuls. `gram`: long matrices by `gram_newton_schulz`, which is the same with fewer FLOPs.
-    `symmetric`: products that are symmetric by the fastest kernel for such, else by XLA.
-    `largest`: scale the matrices first, so that no singular value is above it and some are near.
+    X <- (aI + bA + cA^2) X with A = X X^T, on the shorter side. The result has the matmuls' dtype.
+    `gram`: use `gram_newton_schulz` for long matrices, the same with fewer FLOPs. `symmetric`: use
+    the fastest kernel for symmetric products, else XLA. `largest`: scale the matrices first, so
+    that no singular value is above it and some are near it.
     """
     short, long = sorted(x_in_out.shape[-2:])
-    # Rounding A on its own, apart from X, asks for float16's longer mantissa.
+    # The Gram iteration rounds A separately from X, which needs float16's longer mantissa.
     fit = matmul_dtype(jnp.float16) != jnp.bfloat16
     by_gram = gram and fit and long >= GRAM_FROM * short
     x = x_in_out.astype(matmul_dtype(jnp.float16 if by_gram else jnp.bfloat16))
@@ -98,12 +98,13 @@ Polynomial = tuple[float, float, float]
 def scaled_polynomial(
     a: Float[Array, "L M M"], polynomial: Polynomial, largest: float
 ) -> Float[Array, "L 3"]:
-    """Of each matrix X, c (c0 I + c1 c^2 A + c2 c^4 A^2): the polynomial of c X, times c.
+    """Per matrix X, the coefficients [c0 c, c1 c^3, c2 c^5] of the polynomial applied to c X.
 
-    A = X X^T. sqrt(||A||_F) is not below X's largest singular value; c brings that to `largest`.
+    The polynomial is (c0 I + c1 A + c2 A^2) X with A = X X^T. sqrt(||A||_F) is an upper bound of
+    X's largest singular value; c scales the bound to `largest`.
     """
     squares_L = jnp.sum(jnp.square(a.astype(jnp.float32)), axis=(-2, -1))
-    # X's Frobenius norm is just below 1, so that this is as small as A's can be.
+    # X's Frobenius norm is just below 1, so ||A||_F of a nonzero X is not below this.
     smallest = 0.5 / a.shape[-1] ** 0.5
     c_L = largest * jax.lax.rsqrt(jnp.maximum(jnp.sqrt(squares_L), smallest))
     c0, c1, c2 = polynomial
@@ -130,12 +131,11 @@ def gram_newton_schulz(
     implementation: str | None,
     largest: float | None = None,
 ) -> jax.Array:
-    """The iteration on the small A alone: A <- PAP, Q <- PQ, and X <- QX at the end.
+    """The iteration on the small matrix A only: A <- PAP, Q <- PQ, and X <- QX at the end.
 
-    A grows negative eigenvalues out of its rounding errors, so that it is made anew from X after
-    RESTART iterations (Gram Newton-Schulz, Dao-AILab 2026). All of them are polynomials of one A,
-    so that they commute and are symmetric but for rounding; Q alone must keep what is not, or its
-    errors double.
+    Rounding errors give A negative eigenvalues, so it is recomputed from X after RESTART iterations
+    (Gram Newton-Schulz, Dao-AILab 2026). A, P and Q are polynomials of one A, so they commute and
+    are symmetric up to rounding. Only Q must keep its asymmetric part, or its errors double.
     """
     product = functools.partial(matmul.symmetric_product, implementation=implementation)
     for part in (coefficients[:RESTART], coefficients[RESTART:]):
@@ -152,7 +152,7 @@ def gram_newton_schulz(
 
 
 def orthogonalize_flops(short: int, long: int, steps: int, gram: bool) -> int:
-    """FLOPs of the matmuls that `orthogonalize` does for one matrix."""
+    """FLOPs of the matmuls of `orthogonalize` for one matrix."""
     if not (gram and long >= GRAM_FROM * short):
         return steps * (4 * short**2 * long + 2 * short**3)
     parts = [n for n in (min(steps, RESTART), steps - RESTART) if n > 0]

@@ -1,4 +1,4 @@
-"""Parameter groups: each role or group of parameters gets its own transformation and rates.
+"""Parameter groups: each role or group of parameters has its own transformation and rates.
 
 An optimizer is a table `group -> ParamGroup`. A parameter belongs to the row of its declared
 group, or else of its role. Rates are arguments of the compiled step (`hyper`), never constants.
@@ -44,8 +44,8 @@ from jaxtrain.optim.wrappers import (
 from jaxtrain.settings import Settings, UserError
 from jaxtrain.weights.params import BALANCE_GROUPS, Params, ParamSpec, Specs
 
-# How a rate follows the width (Yang et al. 2022, "Tensor Programs V", table 3), from how many times
-# wider the in and out dims are than the base model's. Orthogonal updates need nothing (Muon).
+# muP factors on the learning rate (Yang et al. 2022, "Tensor Programs V", table 3), from the in and
+# out dims as multiples of the base model's. Orthogonal updates (Muon) need no factor.
 MUP_RULES: dict[str, Callable[[float, float], float]] = {
     "adam": lambda wider_in, wider_out: 1 / wider_in,
     "sgd": lambda wider_in, wider_out: wider_out / wider_in,
@@ -57,7 +57,7 @@ POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 
 
 class BatchScaling(Settings):
-    """How the learning rates follow the batch (Goyal et al. 2017; Malladi et al. 2022)."""
+    """Scaling of learning rates with the batch size (Goyal et al. 2017; Malladi et al. 2022)."""
 
     rule: Literal["none", "linear", "sqrt"] = Field(
         "none", description="rates grow with (batch / reference)^0, ^1 or ^0.5, in all groups"
@@ -77,7 +77,7 @@ class BatchScaling(Settings):
 
 
 class CommonConfig(Settings):
-    """What all optimizers have in common."""
+    """Settings that all optimizers have in common."""
 
     clip_norm: float | None = Field(
         None, gt=0, description="global gradient norm is clipped to this"
@@ -116,7 +116,7 @@ SCHEDULE = {"name": "trapezoid", "warmup_steps": 40, "final_fraction": 0.05}
 
 
 class OptimizerConfig(CommonConfig):
-    """What all optimizers have in common whose rate falls towards the end of a run."""
+    """Settings of all optimizers whose learning rate decays towards the end of a run."""
 
     schedule: Schedule = Field(
         default_factory=lambda: Trapezoid.model_validate(SCHEDULE),
@@ -126,7 +126,7 @@ class OptimizerConfig(CommonConfig):
     @field_validator("schedule", mode="before")
     @classmethod
     def _rest_of_default(cls, given: Any) -> Any:
-        """One field of the default schedule that is set leaves its others as they are."""
+        """Setting one field of the default schedule keeps the defaults of its other fields."""
         if isinstance(given, dict) and given.get("name", "trapezoid") == "trapezoid":
             return SCHEDULE | given
         return given
@@ -135,19 +135,20 @@ class OptimizerConfig(CommonConfig):
 class Optimizer(NamedTuple):
     """The optimizer of a run, as pure functions.
 
-    `init(params)` gives the state.
-    `update(grads, state, params, step, hyperparams)` gives the updates and the new state.
-    `apply(grads, state, params, step, hyperparams, finite)` gives the new parameters and state;
-    both stay as they are where `finite` is False. With `offload` only `apply` works, because large
-    states are then in the host's memory (`optim/offload.py`).
-    `groups` and `rates(step, hyperparams)`, the rates by group, are what `apply` is made of.
-    `rate(step, hyperparams)` is the learning rate to log: that of the matrices, if there are any.
-    `hyperparams` holds every number of the optimizer (peak rates and schedule). Pass it to the
-    compiled step as an argument, so that a changed rate does not recompile.
-    `eval_params(params, state)` are the weights to validate, sample and export.
-    `metrics(state)` are of the wrappers, for each step.
-    `averages`: a wrapper keeps an average of them in the state.
-    `validate_trained`: validate the trained weights beside them. `export_trained`: export those.
+    `init(params)` returns the state.
+    `update(grads, state, params, step, hyperparams)` returns the updates and the new state.
+    `apply(grads, state, params, step, hyperparams, finite)` returns the new parameters and state;
+    both are unchanged if `finite` is False. With `offload` only `apply` works, because large states
+    are then in host memory (`optim/offload.py`).
+    `groups` and `rates(step, hyperparams)`, the rates by group: the building blocks of `apply`.
+    `rate(step, hyperparams)`: the learning rate to log, of the matrices if there are any.
+    `hyperparams`: every number of the optimizer (peak rates and schedule). Pass it to the compiled
+    step as an argument, so that a changed rate does not recompile.
+    `eval_params(params, state)`: the weights to validate, sample and export.
+    `metrics(state)`: the wrappers' metrics of a step.
+    `averages`: whether a wrapper has its own evaluation weights, such as an average.
+    `validate_trained`: whether to validate the trained weights as well as those.
+    `export_trained`: whether to export the trained weights instead.
     """
 
     init: Callable[[Params], OptState]
@@ -171,7 +172,7 @@ def single_rate_groups(
     plain: ParamGroup | None = None,
     **traits: Any,
 ) -> dict[str, ParamGroup]:
-    """The table of an optimizer with one rate: gains and scalars `plain`, or not decayed."""
+    """Table of an optimizer with one rate; gains and scalars use `plain`, by default no decay."""
     decayed = ParamGroup(make, peaks, **traits)
     plain = plain or decayed._replace(peaks={**peaks, "weight_decay": 0.0})
     return {"matrix": decayed, "embedding": decayed, "head": decayed} | {
@@ -180,7 +181,7 @@ def single_rate_groups(
 
 
 def per_matrix(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A transformation without state that takes norms, on each `[in, out]` of a stack by itself."""
+    """Apply a stateless transformation that uses norms to each matrix [in, out] of a stack."""
 
     def leaf(update: Any, param: Any) -> Any:
         one = lambda u, p: tx.update(u, tx.init(p), p)[0]
@@ -192,7 +193,7 @@ def per_matrix(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 class Moment(NamedTuple):
-    """A state of one parameter that may be in 8-bit codes: codes and scales, or values and None."""
+    """An optimizer state of one parameter: 8-bit codes and their scales, or values and None."""
 
     values: jax.Array
     scale: jax.Array | None
@@ -204,10 +205,10 @@ def with_hyper(
     peaks: dict[str, float],
     state_dtype: str = "float32",
 ) -> Transformation:
-    """A transformation rebuilt at each update from the rates in force.
+    """A transformation that is rebuilt at each update from the current rates.
 
-    state_dtype: what float32 states of two dims and more are kept in between updates. States in
-    codes keep float32 scales: there are few, and each is a factor on a whole block of values.
+    state_dtype: storage dtype of float32 states with two or more dims. Quantized states keep
+    float32 scales: these are few, and each is a factor on a whole block of values.
     """
     widen = lambda x: x.astype(jnp.float32) if x.dtype == state_dtype else x
     coded = lambda x: isinstance(x, Moment) and x.scale is not None
@@ -226,20 +227,20 @@ def with_hyper(
         now = optax.with_extra_args_support(make(extra["hyper"][label]))
         given = state if state_dtype == "float32" else jax.tree.map(widen, state)
         updates, new = now.update(updates, given, params, specs=extra["specs"])
-        # float32 rates would promote the states of bfloat16 parameters
+        # without the cast, float32 rates would promote the states of bfloat16 parameters
         return updates, jax.tree.map(lambda n, o: n.astype(o.dtype), new, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def make_balance(h: Hyper) -> optax.GradientTransformation:
-    """Lowers the bias of an expert whose load, its gradient, is above the mean of its layer."""
+    """Lower the bias of experts whose load (their gradient) is above the mean of their layer."""
     rise = lambda load: -h["learning_rate"] * jnp.sign(load - jnp.mean(load, -1, keepdims=True))
     return optax.stateless(lambda loads, params: jax.tree.map(rise, loads))
 
 
-# In every optimizer: `frozen` stands still, `router_bias` follows the load, `router_load` only
-# carries it to the metrics.
+# Groups of every optimizer: `frozen` is not updated, `router_bias` is updated by the load, and
+# `router_load` only passes the load to the metrics.
 BALANCE_ROWS = {
     BALANCE_GROUPS[0]: ParamGroup(make_balance, {"learning_rate": 1e-3, "weight_decay": 0.0}),
     "frozen": ParamGroup(
@@ -254,7 +255,7 @@ BALANCE_ROWS = {
 def label_of(
     path: tuple[Any, ...], spec: ParamSpec, table: dict[str, ParamGroup]
 ) -> tuple[str, float]:
-    """The row that a parameter belongs to, and the factor on its rate from its width."""
+    """A parameter's row of the table, and the muP factor on its learning rate."""
     name = "/".join(str(key.key) for key in path)
     label = spec.group if spec.group in table else spec.role
     if label not in table:
@@ -283,7 +284,7 @@ def with_multipliers(
 ) -> dict[str, ParamGroup]:
     """The table with the configured factors on its peak rates and decays.
 
-    A group that parameters declare, but that has no row, gets its role's.
+    A configured group without a row, which parameters declare, gets the row of its role.
     """
     roles = {spec.group: spec.role for spec in jax.tree.leaves(specs)}
     names = [*table, *(name for name in roles if name not in table)]
@@ -307,9 +308,9 @@ def with_multipliers(
 
 
 def make_transform(label: str, group: ParamGroup, state_dtype: str) -> Transformation:
-    """The transformation of one group, in its wrappers.
+    """The transformation of one group, with its wrappers.
 
-    Their states are outside of `state_dtype`: bfloat16 would round a slow average's steps away.
+    Wrapper states ignore `state_dtype`: bfloat16 would round away the steps of a slow average.
     """
     tx = with_hyper(label, group.make, group.peaks, state_dtype)
     for wrapper in group.wrappers:
@@ -326,7 +327,7 @@ def build_optimizer(
     batch_tokens: int | None = None,
     shares: Shares = (),
 ) -> Optimizer:
-    """The optimizer of a parameter tree from its table of groups."""
+    """Build the optimizer of a parameter tree from its table of groups."""
     wrappers = make_wrappers(c.wrappers, any(group.eval_params for group in table.values()))
     restarts = schedule_restarts(wrappers, total_steps)
     clock = RateSchedule(schedule, restarts, shares, POWERS[c.batch_scaling.stage_rule])
@@ -343,7 +344,7 @@ def build_optimizer(
     tx = optax.partition(
         transforms,
         labels,
-        mask_compatible_extra_args=True,  # of `specs`, a group sees its own
+        mask_compatible_extra_args=True,  # each group gets its own `specs`
     )
     wholes = {n: table[row].matrices or not table[row].by_rows for n, (row, _) in used.items()}
     members: dict[str, set[str]] = {name: set() for name in used}
@@ -395,7 +396,7 @@ def build_optimizer(
 
     def rate(step: jax.Array, hyperparams: Hyperparams) -> jax.Array:
         groups = hyperparams["groups"]
-        shown = groups.get("matrix") or groups[min(groups)]  # a tuned part may have no matrix
+        shown = groups.get("matrix") or groups[min(groups)]  # finetuning may train no matrix
         return shown["learning_rate"] * clock.at(step, hyperparams)[1]
 
     def eval_params(params: Params, state: Any) -> Params:

@@ -1,7 +1,7 @@
 """The schedule's position and factor at a step of the run.
 
-Where steps differ in size (`data.batch_ramp`) the schedule goes over tokens: it counts in steps of
-the whole batch, and a step of half the batch is half a step.
+If steps differ in size (`data.batch_ramp`), the schedule follows tokens: it counts steps of the
+full batch, and a step of half the batch is half a step.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Shares = Sequence[tuple[int, float]]  # (first step, size of a step over train.b
 
 
 class RateSchedule(NamedTuple):
-    """A schedule with what changes its steps. power: of a step's share, on the rates."""
+    """A schedule with restarts and step sizes. Rates are multiplied by share**power of a step."""
 
     schedule: Schedule
     restarts: Restarts | None
@@ -27,7 +27,7 @@ class RateSchedule(NamedTuple):
     power: float
 
     def values(self, total_steps: int) -> dict[str, Any]:
-        """Its numbers, as hyperparameters. UserError for a warm-up longer than the run."""
+        """The schedule's hyperparameters. UserError for a warm-up longer than the run."""
         total = whole_steps(self.shares, total_steps)
         if self.schedule.warmup_steps > total:
             raise UserError(
@@ -44,7 +44,7 @@ class RateSchedule(NamedTuple):
         return found
 
     def at(self, step: jax.Array, hyperparams: Hyperparams) -> tuple[jax.Array, jax.Array]:
-        """(the schedule's step, factor on the rates) at a step of the run, from 0."""
+        """(step of the schedule, factor on the rates) at a step of the run, counted from 0."""
         step = self.restarts(step) if self.restarts else step
         if not self.shares:
             return step, multiplier(self.schedule, hyperparams["schedule"], step)
@@ -57,7 +57,7 @@ class RateSchedule(NamedTuple):
 
 
 def whole_steps(shares: Shares, steps: int) -> int | float:
-    """How many steps of the whole batch the first so many steps of a run are."""
+    """The first `steps` steps of a run, in steps of the full batch."""
     if not shares:
         return steps
     firsts, sizes = zip(*shares)

@@ -1,6 +1,6 @@
 """Learning-rate schedules: multipliers of the peak rate as functions of the step.
 
-The kind is static; its numbers enter the compiled step as values, so that changing one (or the
+The kind is static. Its numbers are arguments of the compiled step, so that changing one (or the
 number of steps) never recompiles.
 """
 
@@ -25,28 +25,28 @@ class Final(Warmup):
 
 
 class Constant(Warmup):
-    """The peak rate throughout."""
+    """Constant at the peak rate."""
 
     name: Literal["constant"] = "constant"
 
 
 class Linear(Final):
-    """Straight down to `final`."""
+    """Linear decay to `final_fraction`."""
 
     name: Literal["linear"] = "linear"
 
 
 class Cosine(Final):
-    """Half a cosine down to `final` (Loshchilov & Hutter 2017)."""
+    """Cosine decay (half a period) to `final_fraction` (Loshchilov & Hutter 2017)."""
 
     name: Literal["cosine"] = "cosine"
 
 
 class Trapezoid(Final):
-    """The peak, then a decay over the last part of the run (WSD).
+    """The peak rate, then a decay over the last part of the run (WSD).
 
-    As in nanochat the decay takes a whole number of steps, and waits for the warm-up: a run so
-    short that they overlap is warmed up in full, then goes on where the decay has got to.
+    As in nanochat, the decay takes a whole number of steps, and warm-up has priority: if they
+    overlap in a short run, the warm-up completes, and the rate then continues on the decay's curve.
     """
 
     name: Literal["trapezoid"] = "trapezoid"
@@ -64,7 +64,7 @@ class Trapezoid(Final):
 
 
 class OneCycle(Warmup):
-    """Half a cosine up from `initial`, then half a cosine down to `final` (Smith & Topin 2018)."""
+    """Cosine up from `initial_fraction`, then down to `final_fraction` (Smith & Topin 2018)."""
 
     name: Literal["onecycle"] = "onecycle"
     initial_fraction: float = Field(0.04, ge=0, le=1, description="multiplier at the first step")
@@ -73,9 +73,9 @@ class OneCycle(Warmup):
 
 
 class InverseSqrt(Warmup):
-    """sqrt(timescale / (timescale + steps since the warm-up)), without an end (Zhai et al. 2022).
+    """sqrt(timescale / (timescale + steps since the warm-up)), endless (Zhai et al. 2022).
 
-    With timescale = warmup_steps it is the Transformer's own schedule (Vaswani et al. 2017).
+    With timescale = warmup_steps it is the original Transformer's schedule (Vaswani et al. 2017).
     """
 
     name: Literal["inverse_sqrt"] = "inverse_sqrt"
@@ -88,7 +88,7 @@ Schedule = Annotated[
 
 
 def shorten_warmup(c: Schedule, total_steps: int) -> Schedule:
-    """With a warm-up of a tenth of the run, where it would be longer than the whole run."""
+    """Shorten a warm-up that is longer than the whole run to a tenth of the run."""
     if c.warmup_steps <= total_steps:
         return c
     return c.model_copy(update={"warmup_steps": total_steps // 10})

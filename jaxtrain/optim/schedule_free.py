@@ -1,6 +1,6 @@
-"""Schedule-free AdamW (Defazio et al. 2024), optax's: an average of the path replaces the decay.
+"""Schedule-free AdamW (Defazio et al. 2024), from optax: an average of iterates replaces the decay.
 
-The trained parameters y lie between Adam's own z and the average x; evaluate and keep x.
+The trained parameters y interpolate Adam's iterate z and the average x; evaluate and export x.
 """
 
 from typing import Any, Literal, cast
@@ -15,7 +15,7 @@ from jaxtrain.optim.schedule import Constant, Schedule
 
 
 class ScheduleFreeConfig(CommonConfig):
-    """Higher rates than AdamW's and a constant schedule: the run may end at any step."""
+    """Higher rates than AdamW's, and a constant schedule, so the run may end at any step."""
 
     name: Literal["schedule_free"] = "schedule_free"
     learning_rate: float = Field(2.5e-3, gt=0, description="peak learning rate")
@@ -30,7 +30,7 @@ class ScheduleFreeConfig(CommonConfig):
 
 
 def make_schedule_free(h: Hyper) -> optax.GradientTransformation:
-    """z moves by Adam without momentum; z and the weights are float32 for bfloat16 parameters."""
+    """z is updated by Adam without momentum; z and averaging weights are float32 in any case."""
     adam = optax.chain(
         optax.scale_by_rms(h["b2"], eps=h["eps"], eps_in_sqrt=False, bias_correction=True),
         optax.add_decayed_weights(h["weight_decay"]),

@@ -1,4 +1,4 @@
-"""SGD with momentum, optax's: the control arm."""
+"""SGD with momentum, from optax, as a baseline."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -10,7 +10,7 @@ from jaxtrain.optim.param_groups import Hyper, OptimizerConfig, ParamGroup, sing
 
 
 class SGDConfig(OptimizerConfig):
-    """Rates far above AdamW's: nothing brings the gradients to one scale."""
+    """SGD needs rates far above AdamW's, since it does not normalize gradients."""
 
     name: Literal["sgd"] = "sgd"
     learning_rate: float = Field(0.3, gt=0, description="peak learning rate")

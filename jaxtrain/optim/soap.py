@@ -1,13 +1,14 @@
 """SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's two factors.
 
-A matrix is `[..., in, out]`; everything in front is a batch of matrices. With L = E[G G^T] and
-R = E[G^T G], the gradient is seen from their eigenvectors Q: G' = Q_L^T G Q_R. Adam's second
-moment lives there; the first moment stays in the parameter's own basis.
+A matrix is `[..., in, out]`; leading dims are a batch of matrices. With L = E[G G^T] and
+R = E[G^T G], the gradient is rotated into their eigenbases Q: G' = Q_L^T G Q_R. Adam's second
+moment is in that basis; the first moment stays in the parameter's own basis.
 
-FLOPs for a matrix [n, m]: 8 nm (n + m) a step for factors and turns, and 48 (n^3 + m^3) for a new
-`newton_schulz` basis (QR: about 8 n^3 a side, on few units). Muon's own: 30 n^3 where n = m, and
-8 n^2 m + 28 n^3 where m >= 2 n. Of all matrices of gpt_d12: Muon has 1.3e12 a step, SOAP adds
-2.1e12 and 36e12 a basis, or with max_dim=1024 (dims of 3072 keep their own) 0.7e12 and 3.1e12.
+FLOPs for a matrix [n, m]: 8 nm (n + m) per step for factors and rotations, and 48 (n^3 + m^3) per
+`newton_schulz` basis update (QR: about 8 n^3 per side, on few compute units). Muon itself takes
+30 n^3 if n = m, and 8 n^2 m + 28 n^3 if m >= 2 n. For all matrices of gpt_d12, Muon takes 1.3e12
+per step. SOAP adds 2.1e12 per step and 36e12 per basis update, or with max_dim=1024 (dims of 3072
+keep their own basis) 0.7e12 and 3.1e12.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ Basis = Literal["qr", "newton_schulz"]
 
 
 class SOAPConfig(OptimizerConfig):
-    """Matrices in the eigenbasis; everything else by AdamW."""
+    """Matrices by Adam in the eigenbasis; everything else by AdamW."""
 
     name: Literal["soap"] = "soap"
     learning_rate: float = Field(3e-3, gt=0, description="peak learning rate")
@@ -68,7 +69,7 @@ class SOAPDirectionConfig(Settings):
 
 
 class Preconditioner(NamedTuple):
-    """One factor of a matrix and its eigenvectors, the largest eigenvalue first."""
+    """One Shampoo factor of a matrix and its eigenvectors, largest eigenvalue first."""
 
     factor: Array  # [..., n, n]
     basis: Array
@@ -77,15 +78,15 @@ class Preconditioner(NamedTuple):
 class SOAPLeaf(NamedTuple):
     """State of one stack; a side is None where its dim is above max_dim."""
 
-    m: Array | None  # None where Muon has it
+    m: Array | None  # None if Muon stores the momentum
     v: Array
     left: Preconditioner | None
     right: Preconditioner | None
 
     def merge(self) -> "SOAPLeaf":
-        """Of states stacked [R, ...], the mean of what is in the parameter's own basis; the
-        eigenvectors, of which a mean would be no basis, and v, which is seen from them, are the
-        first state's. The power iteration turns them to the mean factors as it goes on."""
+        """Merge states stacked [R, ...]: the mean of everything in the parameter's own basis. The
+        eigenvectors (their mean would not be a basis) and v (which is in their basis) are the first
+        state's. The following power iterations rotate them towards the mean factors."""
 
         def side(s: Preconditioner | None) -> Preconditioner | None:
             return None if s is None else Preconditioner(mean_over_replicas(s.factor), s.basis[0])
@@ -96,7 +97,7 @@ class SOAPLeaf(NamedTuple):
 
 
 class SOAPState(NamedTuple):
-    count: Array  # Adam steps done + 1, as the first gradient only makes the basis; 0 before it
+    count: Array  # number of gradients: the first makes the basis, each later one is an Adam step
     leaves: Any
 
 
@@ -106,7 +107,7 @@ def to_eigenbasis(
     right: Preconditioner | None,
     back: bool = False,
 ) -> Float[Array, "*L i o"]:
-    """Into the eigenbasis, or back out of it."""
+    """Rotate x into the eigenbasis, or back."""
     if left is not None:
         q = left.basis if back else left.basis.mT
         x = q @ x
@@ -121,7 +122,7 @@ def init_basis(side: Preconditioner, v: Array, dim: int) -> tuple[Array, Array]:
 
 
 def power_iteration_basis(side: Preconditioner, v: Array, dim: int) -> tuple[Array, Array]:
-    """One power iteration, orthogonalised by QR; the second moment moves with its eigenvectors."""
+    """One power iteration, orthogonalised by QR; v is permuted along with its eigenvectors."""
     seen = side.factor @ side.basis
     order = jnp.argsort(-jnp.sum(side.basis * seen, axis=-2), axis=-1)
     basis = jnp.linalg.qr(jnp.take_along_axis(seen, order[..., None, :], axis=-1))[0]
@@ -131,11 +132,11 @@ def power_iteration_basis(side: Preconditioner, v: Array, dim: int) -> tuple[Arr
 def update_preconditioner(
     h: Hyper, side: Preconditioner, v: Array, count: Array, gram: Array, dim: int, kind: Basis
 ):
-    """The side with a gradient's outer product averaged in, and the second moment of its basis."""
+    """Update a factor with a gradient's outer product and, if due, its basis; v follows it."""
     factor = h["shampoo_beta"] * side.factor + (1 - h["shampoo_beta"]) * gram
     due = count % h["precondition_frequency"] == 0
     keep = lambda side, v: (side.basis, v)
-    if kind == "newton_schulz":  # from the identity, in a round at each of the first steps
+    if kind == "newton_schulz":  # starts at the identity, with one round at each of the first steps
         turn = lambda s, v: (rotate_basis(s.factor, s.basis), v)
         due = due | (count < h["precondition_frequency"])
         basis, v = jax.lax.cond(due, turn, keep, side._replace(factor=factor), v)
@@ -153,7 +154,9 @@ def update_preconditioner(
 def divide_in_basis(
     h: Hyper, count: Array, g: Array, m: Array, s: SOAPLeaf, correct: Array | float, kind: Basis
 ) -> tuple[Array, SOAPLeaf]:
-    """(m / correct over the root of the second moment, in the basis and back; the new state)."""
+    """Divide m / correct by the root of the second moment, in the eigenbasis, and rotate it back.
+
+    Returns it and the new state."""
     moved = count > 0
     g_turned, m_turned = to_eigenbasis(g, s.left, s.right), to_eigenbasis(m, s.left, s.right)
     v = jnp.where(moved, h["b2"] * s.v + (1 - h["b2"]) * jnp.square(g_turned), s.v)
@@ -171,8 +174,8 @@ def divide_in_basis(
 def step(
     h: Hyper, count: Array, kind: Basis, g: Array, s: SOAPLeaf, p: Array
 ) -> tuple[Array, SOAPLeaf]:
-    """Update and state of one stack. The first gradient only makes the basis, nothing moves:
-    in the eigenbasis of itself it is diagonal, and Adam would raise the rounding beside it."""
+    """Update and state of one stack. The first gradient only initializes the basis: it is diagonal
+    in its own eigenbasis, so Adam would amplify the rounding errors off the diagonal."""
     g = g.astype(jnp.float32)
     moved = count > 0
     assert s.m is not None
@@ -184,7 +187,7 @@ def step(
 
 
 def init_leaf(p: jax.Array, max_dim: int) -> SOAPLeaf:
-    """The state of one stack before the first gradient."""
+    """Initial state of one stack."""
 
     def side(n: int) -> Preconditioner | None:
         if n > max_dim:
@@ -199,7 +202,7 @@ def init_leaf(p: jax.Array, max_dim: int) -> SOAPLeaf:
 def divide_momentum(
     c: SOAPDirectionConfig, h: Hyper, count: Array, g: Array, u: Array, s: SOAPLeaf
 ) -> tuple[Array, SOAPLeaf]:
-    """What Muon orthogonalises in the place of u, its momentum; the first gradient's is u."""
+    """Momentum u divided in SOAP's basis, for Muon to orthogonalise; for the first gradient, u."""
     rates = {name: h[f"soap_{name}"] for name in soap_peaks(c)}
     divided, new = divide_in_basis(rates, count, g.astype(jnp.float32), u, s, 1.0, c.basis)
     return jnp.where(count > 0, divided, u), new
@@ -210,7 +213,7 @@ def soap_peaks(c: SOAPDirectionConfig) -> dict[str, float]:
 
 
 def make_soap(max_dim: int, basis: Basis = "qr") -> Callable[[Hyper], optax.GradientTransformation]:
-    """The transformation of a tree of matrices `[..., in, out]`, from the rates in force."""
+    """Function from the current rates to the transformation of a tree of [..., in, out]."""
 
     def make(h: Hyper) -> optax.GradientTransformation:
         def init(params):

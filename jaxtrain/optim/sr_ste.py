@@ -13,15 +13,15 @@ from jaxtrain.weights.two_four import two_four_mask
 
 
 class SRSTEConfig(Settings):
-    """The gradient of a weight that the 2:4 mask leaves out gets `refine` times the weight: those
-    shrink, and masks settle. For model.weight_form=sparse_2_4."""
+    """Adds `refine` times the weight to the gradient of each weight pruned by the 2:4 mask, so that
+    these weights shrink and masks settle. For model.weight_form=sparse_2_4."""
 
     name: Literal["sr_ste"] = "sr_ste"
     refine: float = Field(2e-4, ge=0, description="factor on the weights that masks leave out")
 
 
 def sr_ste(c: SRSTEConfig) -> Wrapper:
-    """Keeps no state of its own."""
+    """Make the wrapper, which has no state of its own."""
 
     def refined(g: jax.Array, p: jax.Array, spec: ParamSpec) -> jax.Array:
         if not is_block_matrix(spec):

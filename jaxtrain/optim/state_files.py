@@ -1,6 +1,6 @@
-"""Optimizer states in files: one file for each array, read and written in parts by threads.
+"""Optimizer states in files: one file per array, read and written in parts by threads.
 
-The files are scratch, of one process and one run at a time. A checkpoint holds a copy of them.
+The files are scratch space for one process of one run at a time. A checkpoint has a copy of them.
 """
 
 import errno
@@ -21,16 +21,16 @@ import numpy as np
 from jaxtrain.settings import UserError, read_object
 from jaxtrain.storage.disk import write_json
 
-THREADS = 8  # parts at once; those that wait for the device keep none from the disk
-LIST = "states.json"  # of a copy: path of a state -> {file, shape, dtype}
+THREADS = 8  # concurrent parts, enough that threads waiting for the device do not block disk I/O
+LIST = "states.json"  # index of a copy: path of a state -> {file, shape, dtype}
 Rows = tuple[int, int]  # [first, last)
 
 
 class StateFiles:
     """Arrays in files of a folder, by their paths in the optimizer's state.
 
-    `open` before use. UserError for a folder that is in use or cannot be written, for a disk that
-    is full, and for a file that somebody has cut short.
+    Call `open` before use. Raises UserError if the folder is in use or not writable, if the disk is
+    full, or if a file was truncated.
     """
 
     def __init__(self, folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]):
@@ -38,18 +38,18 @@ class StateFiles:
         self.names = {key: f"{n:04d}.state" for n, key in enumerate(self.arrays)}
         self.nbytes = sum(x.size * x.dtype.itemsize for x in self.arrays.values())
         self.descriptors: dict[str, int] = {}
-        self.reads: dict[int, Future[list[np.ndarray]]] = {}  # by the part's place in the step
+        self.reads: dict[int, Future[list[np.ndarray]]] = {}  # by the part's index in the step
         self.writes: dict[int, Future[None]] = {}
         self._locked: int | None = None  # descriptor of the lock file
 
     # ---- the folder ------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Take the folder, and its room on the disk; what another run has left there is lost."""
+        """Lock the folder and allocate its files; files left by another run are deleted."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock()
-            for old in self.folder.glob("[0-9][0-9][0-9][0-9].state"):  # no other file of the user
+            for old in self.folder.glob("[0-9][0-9][0-9][0-9].state"):  # keep the user's own files
                 old.unlink()
             for key, x in self.arrays.items():
                 file = os.open(self.folder / self.names[key], os.O_RDWR | os.O_CREAT, 0o644)
@@ -64,7 +64,7 @@ class StateFiles:
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="states")
 
     def _lock(self) -> None:
-        """Lock the folder for this run. UserError if another run has it."""
+        """Lock the folder for this run. UserError if another run holds the lock."""
         path = self.folder / "lock"
         while self._locked is None:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -77,7 +77,8 @@ class StateFiles:
                     f"optim.offload.directory: {self.folder} holds the states of another run "
                     f"(process {holder}): name a folder for this run alone"
                 ) from None
-            # A run that ends removes its lock: a third run would lock the file that replaces it.
+            # A run that ends removes its lock file; then this lock would be on a deleted file, and
+            # a third run could lock the new one.
             if is_file_at(file, path):
                 self._locked = file
             else:
@@ -112,14 +113,14 @@ class StateFiles:
     # ---- parts -----------------------------------------------------------------------------------
 
     def _view(self, key: str, rows: Rows | None) -> tuple[np.ndarray, int]:
-        """An empty array for a part, and its place in the file, in bytes."""
+        """An empty array for a part, and its offset in the file, in bytes."""
         x = self.arrays[key]
         first, last = rows or (0, x.shape[0])
         row = prod(x.shape[1:]) * x.dtype.itemsize
         return np.empty((last - first, *x.shape[1:]), x.dtype), first * row
 
     def read(self, key: str, rows: Rows | None = None) -> np.ndarray:
-        """Rows of an array; all of them by default."""
+        """Read rows of an array; all of them by default."""
         part, at = self._view(key, rows)
         left = memoryview(part.reshape(-1).view(np.uint8))
         try:
@@ -136,7 +137,7 @@ class StateFiles:
         return part
 
     def write(self, key: str, part: np.ndarray, rows: Rows | None = None) -> None:
-        """Put these rows of an array into its file."""
+        """Write these rows of an array to its file."""
         first = rows[0] if rows else 0
         _, at = self._view(key, (first, first))
         left = memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
@@ -148,7 +149,7 @@ class StateFiles:
             raise self._explained(error) from error
 
     def prefetch(self, n: int, wanted: Sequence[tuple[str, Rows | None]]) -> None:
-        """Begin to read part n of a step, once it is written."""
+        """Start to read part n of a step, after its pending write."""
         if n in self.reads:
             return
         before = self.writes.pop(n, None)
@@ -161,14 +162,14 @@ class StateFiles:
         self.reads[n] = self.pool.submit(work)
 
     def take(self, n: int) -> tuple[list[np.ndarray], float]:
-        """Part n of a step, which was prefetched, and the seconds that this had to wait."""
+        """Return part n of a step, which was prefetched, and the seconds spent waiting."""
         begun = time.perf_counter()
         return self.reads.pop(n).result(), time.perf_counter() - begun
 
     def put(
         self, n: int, wanted: Sequence[tuple[str, Rows | None]], arrays: Sequence[jax.Array]
     ) -> Future[None]:
-        """Begin to write part n of a step, once the device has made it."""
+        """Start to write part n of a step, once the device has computed it."""
 
         def work() -> None:
             for (key, rows), x in zip(wanted, arrays, strict=True):
@@ -178,7 +179,7 @@ class StateFiles:
         return self.writes[n]
 
     def settle(self) -> None:
-        """Wait for all reads and writes, and forget the prefetched parts. Raises their errors."""
+        """Wait for all reads and writes, and discard the prefetched parts. Raises their errors."""
         for future in [*self.reads.values(), *self.writes.values()]:
             future.result()
         self.reads, self.writes = {}, {}
@@ -186,7 +187,7 @@ class StateFiles:
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Copy all files into a folder, which a list makes readable without this run."""
+        """Copy all files into a folder, with an index that makes them readable without this run."""
         self.settle()
         listed = {}
         for key, x in self.arrays.items():
@@ -196,9 +197,9 @@ class StateFiles:
         fsync_files(folder, [*self.names.values(), LIST])
 
     def load(self, key: str, copied: np.ndarray) -> None:
-        """Write an array's file from a copy, some rows at a time, in the dtype of this run.
+        """Write an array's file from a copy, some rows at a time, in this run's dtype.
 
-        UserError for a copy of another shape.
+        Raises UserError for a copy of another shape.
         """
         x = self.arrays[key]
         if copied.shape != x.shape:
@@ -213,7 +214,7 @@ class StateFiles:
 
 
 def is_file_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one at this path."""
+    """Whether the open file is still the one at this path."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -221,7 +222,7 @@ def is_file_at(descriptor: int, path: Path) -> bool:
 
 
 def fsync_files(folder: Path, names: Iterable[str]) -> None:
-    """Until these files are on the disk."""
+    """Flush these files to disk."""
     for name in names:
         file = os.open(folder / name, os.O_RDONLY)
         try:
@@ -231,7 +232,7 @@ def fsync_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def copied_states(folder: Path) -> dict[str, np.ndarray]:
-    """The pages of the arrays that `StateFiles.save` has copied; none where there is no copy."""
+    """Memory-map the arrays copied by `StateFiles.save`; empty if there is no copy."""
     if not (folder / LIST).is_file():
         return {}
     return {

@@ -1,6 +1,6 @@
-"""The mean of the weights of a run's last part: stochastic weight averaging.
+"""Stochastic weight averaging: the mean of the weights over the last part of a run.
 
-SWA (Izmailov et al. 2018, arXiv:1803.05407); of language models, in place of the end of a decay,
+SWA (Izmailov et al. 2018, arXiv:1803.05407); for language models, in place of the end of a decay,
 LAWA (Sanyal et al. 2023, arXiv:2306.03241).
 """
 
@@ -28,7 +28,7 @@ from jaxtrain.weights.params import Params
 class TailAverageConfig(Settings):
     """Validation and samples use the mean in place of the trained weights, once there is one.
 
-    Checkpoints keep both. Each of the averaged weights counts the same.
+    Checkpoints hold both. All averaged weights count equally.
     """
 
     name: Literal["tail_average"] = "tail_average"
@@ -47,13 +47,15 @@ class TailAverageConfig(Settings):
 
 
 class TailAverageState(NamedTuple):
-    count: Int[Array, ""]  # weights in the mean
-    mean: Params  # float32, in the parameters' shapes and places
+    count: Int[Array, ""]  # number of weights in the mean
+    mean: Params  # float32, with the parameters' shapes and shardings
     inner: OptState
 
 
 def tail_average(c: TailAverageConfig, of: EvalParams = trained_params) -> Wrapper:
-    """mean <- mean + (parameters - mean) / count. of: what of an inner wrapper is averaged."""
+    """mean <- mean + (parameters - mean) / count.
+
+    of: (inner state, parameters) -> weights to average."""
 
     def due(hyper: Hyper, now: RunPosition) -> Hyper:
         left = now.total_steps - 1 - now.step

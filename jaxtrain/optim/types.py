@@ -1,4 +1,4 @@
-"""What optimizers and their wrappers are made of: named trees, parameter groups, wrappers."""
+"""Types of optimizers and their wrappers: named trees, parameter groups, wrappers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import optax
 from jaxtrain.weights.params import Params, ParamSpec
 
 Number = int | float | jax.Array
-Hyper = dict[str, Number]  # of one group: learning_rate, weight_decay, b1, ...
+Hyper = dict[str, Number]  # one group's hyperparameters: learning_rate, weight_decay, b1, ...
 Hyperparams = dict[str, dict[str, Any]]  # of the run: "schedule" and, by group, "groups"
 OptState = optax.OptState
 Updates = optax.Updates
@@ -21,20 +21,20 @@ EvalParams = Callable[[Any, Params], Params]  # of a group's state
 
 
 class Restarts(NamedTuple):
-    """A schedule of `length` steps that goes on from step `first` each time that it is over."""
+    """A schedule of `length` steps that restarts at its step `first` each time that it ends."""
 
     first: int
     length: int
     total: int  # steps of the run
 
     def __call__(self, step: jax.Array) -> jax.Array:
-        """The schedule's step."""
+        """The schedule's step at a step of the run."""
         since = (step - self.first) % (self.length - self.first)
         return jnp.where(step < self.first, step, self.first + since)
 
 
 class RunPosition(NamedTuple):
-    """Where in the run a step is."""
+    """Position of a step in the run."""
 
     step: jax.Array  # 0 at first
     total_steps: Number
@@ -42,18 +42,19 @@ class RunPosition(NamedTuple):
 
 
 class Wrapper(NamedTuple):
-    """A change of any optimizer: each group's transformation becomes another one.
+    """A modification of any optimizer that wraps each group's transformation.
 
     `wrap(tx, label)`: the new transformation. Its `update` gets `specs=`, the declarations of the
-    group's parameters, and `hyper=`; `hyper[label]` are the group's rates with those of `peaks`.
-    `by_rows`: False if it takes means or norms over whole arrays.
-    `adjust(hyper, position)`: the rates of a step, where those of the wrapper change over the run.
-    `eval_params(state, params)`: the weights to evaluate, where they are not the trained ones.
-    A wrapper that has them comes last; `validate_trained` and `export_trained` say where the
-    trained weights are wanted as well. `over(eval_params)` is the wrapper that averages what the
-    one inside of it evaluates.
-    `keeps_zeros`: it makes weights exactly zero, so it comes last, and nothing averages them.
-    `metrics(states)`: of a step, from the states of all groups; of the last wrapper alone.
+    group's parameters, and `hyper=`; `hyper[label]` has the group's rates and those of `peaks`.
+    `by_rows`: False if it uses means or norms over whole arrays.
+    `adjust(hyper, position)`: the rates of a step, if the wrapper's rates change over the run.
+    `eval_params(state, params)`: the weights to evaluate, if not the trained ones. Such a wrapper
+    must be the last, except before one with `over`. `validate_trained`: validate the trained
+    weights too. `export_trained`: export the trained weights instead. `over(eval_params)`: the
+    wrapper that averages the evaluation weights of the wrapper inside it.
+    `keeps_zeros`: it makes weights exactly zero, so it must be the last, and nothing averages them.
+    `metrics(states)`: metrics of a step, from the states of all groups; only the last wrapper's
+    are logged.
     """
 
     wrap: Callable[[Transformation, str], Transformation]
@@ -63,21 +64,21 @@ class Wrapper(NamedTuple):
     validate_trained: bool = False
     export_trained: bool = False
     keeps_zeros: bool = False
-    restarts: Restarts | None = None  # of the schedule
+    restarts: Restarts | None = None  # restarts of the learning-rate schedule
     adjust: Callable[[Hyper, RunPosition], Hyper] = lambda hyper, position: hyper
     over: Callable[[EvalParams], "Wrapper"] | None = None
     metrics: Callable[[Sequence[OptState]], dict[str, jax.Array]] | None = None
 
 
 class ParamGroup(NamedTuple):
-    """How the parameters of one role or group are updated.
+    """Update rule of the parameters of one role or group.
 
-    `make(hyper)` builds the transformation from the rates in force; `peaks` are their peak values.
-    `adjust` changes other rates than the learning rate over the run.
-    `mup_rule` is the row of MUP_RULES; None where no rule is known.
-    `matrices`: it works on declared matrices [..., in, out].
-    `by_rows`: it works on each row of any other array alone, and so on each layer of a stack.
-    `eval_params(state, params)` are the weights to evaluate, where they are not the trained ones.
+    `make(hyper)` builds the transformation from the current rates; `peaks` are their peak values.
+    `adjust` changes rates other than the learning rate over the run.
+    `mup_rule`: row of MUP_RULES; None if no rule is known.
+    `matrices`: it updates declared matrices [..., in, out].
+    `by_rows`: it updates each row of any other array independently, so also each layer of a stack.
+    `eval_params(state, params)`: the weights to evaluate, if not the trained ones.
     """
 
     make: Make
@@ -91,12 +92,12 @@ class ParamGroup(NamedTuple):
 
 
 def is_layer_stack(spec: ParamSpec) -> bool:
-    """Whether the first dim of a parameter counts layers, each a parameter of its own."""
+    """Whether the first dim of a parameter is a stack of layers."""
     return spec.axes[:1] == ("layers",)
 
 
 def apply_mup_multiplier(hyper: Hyper, factor: float) -> Hyper:
-    """The rate times a factor of the width; rate x decay stays as it is."""
+    """Multiply the learning rate by a muP factor; rate x decay stays the same."""
     if factor == 1:
         return hyper
     return {

@@ -1,4 +1,4 @@
-"""The table of wrappers: what goes around any optimizer, one file and one row each."""
+"""The table of wrappers for any optimizer, each with one file and one row."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -48,10 +48,10 @@ WrapperConfig = Annotated[
 
 
 def make_wrappers(configs: Sequence[WrapperConfig], averages: bool) -> list[Wrapper]:
-    """The configured wrappers, the innermost first.
+    """Make the configured wrappers, innermost first.
 
-    averages: the optimizer has weights of its own to evaluate. UserError for a wrapper that is
-    named twice, that averages or zeroes weights and is not the last, or for both of these.
+    averages: the optimizer has its own evaluation weights. Raises UserError for a wrapper named
+    twice, one that averages or zeroes weights and is not the last, or both of these together.
     """
     names = [c.name for c in configs]
     for i, name in enumerate(names):
@@ -88,7 +88,7 @@ def make_wrappers(configs: Sequence[WrapperConfig], averages: bool) -> list[Wrap
 def with_wrappers(
     wrappers: Sequence[Wrapper], table: dict[str, ParamGroup]
 ) -> dict[str, ParamGroup]:
-    """The table with wrappers around each group, the first the innermost."""
+    """The table with wrappers around each group, innermost first."""
     if not wrappers:
         return table
     peaks = {name: rate for wrapper in wrappers for name, rate in wrapper.peaks.items()}
@@ -105,7 +105,7 @@ def with_wrappers(
 
 
 def schedule_restarts(wrappers: Sequence[Wrapper], total_steps: int) -> Restarts | None:
-    """How the last wrapper repeats the schedule. UserError for another number of steps."""
+    """Schedule restarts of the last wrapper. UserError if they need another number of steps."""
     restarts = wrappers[-1].restarts if wrappers else None
     if restarts and restarts.total != total_steps:
         raise UserError(

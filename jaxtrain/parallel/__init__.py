@@ -1,4 +1,4 @@
-"""Where arrays live: the device mesh, the logical-axis rules, and kernels wrapped for a mesh."""
+"""Sharding: the device mesh, logical-axis rules, kernels under a mesh, and parallel schedules."""
 
 from jaxtrain.parallel.axes import (
     BATCH,

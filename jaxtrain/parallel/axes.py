@@ -1,4 +1,4 @@
-"""Logical axes to mesh axes: the model names its dims, this one table places them."""
+"""Logical axes to mesh axes: the model names its dims, and one table (`RULES`) shards them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,14 +9,14 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-SpecTree = dict[str, Any]  # of declarations that have `axes` and `shape`, as `ParamSpec`
-Shardings = dict[str, Any]  # the same tree, of NamedSharding
-# The devices that hold different batch rows; those of `expert` hold different experts as well.
+SpecTree = dict[str, Any]  # a tree of declarations with `axes` and `shape`, such as `ParamSpec`
+Shardings = dict[str, Any]  # a tree of the same structure, of NamedSharding
+# Mesh axes that shard the batch; devices along `expert` also hold different experts.
 BATCH = ("data", "fsdp", "expert")
-# Parameters follow `embed` (FSDP) and the tensor-parallel dims; activations follow `batch` and,
-# along the text, `tokens` or, where each token is worked on by itself (the stream), `sequence`.
-# The devices of `tensor` divide the rows of the stream where they can, else the tokens of a row:
-# an exchange of the outer dim needs no transpose.
+# Parameters are sharded by `embed` (FSDP) and the tensor-parallel dims. Activations are sharded by
+# `batch` and, along the sequence, by `tokens`, or by `sequence` for token-wise operations (the
+# residual stream). There `tensor` shards the batch if it divides it, else the sequence, since an
+# exchange of the outer dim needs no transpose.
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "batch": BATCH,
     "tokens": "context",
@@ -30,8 +30,8 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "vocab": "tensor",
     "experts": "expert",
 }
-# What else than the weights' masters and the states is split over `fsdp` at each stage of ZeRO
-# (Rajbhandari et al. 2020); the rest is whole on each of its devices.
+# Sharded over `fsdp` at each ZeRO stage, besides master weights and optimizer states (Rajbhandari
+# et al. 2020); the rest is replicated over `fsdp`.
 ZERO: dict[int, tuple[str, ...]] = {1: (), 2: ("gradients",), 3: ("gradients", "parameters")}
 
 
@@ -41,11 +41,11 @@ def partition_spec(
     mesh: Mesh | AbstractMesh,
     without: str | None = None,
 ) -> PartitionSpec:
-    """The placement of an array whose dims carry these logical axes.
+    """Sharding of an array whose dims have these logical axes.
 
-    A dim that its mesh axes do not divide is split by the first of them alone, or stays whole (a
-    gate of 12 channels, say): that is always correct and costs memory only. without: a mesh axis
-    that is not to split this array.
+    A dim that its mesh axes do not divide is sharded over fewer of them, the first ones, or
+    replicated (a gate of 12 channels, say). That is always correct and only costs memory. without:
+    a mesh axis that must not shard this array.
     """
     entries, rules = [], RULES
     if "sequence" in axes and "batch" in axes:
@@ -65,7 +65,7 @@ def partition_spec(
 
 
 def mesh_axes_in(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes of an entry of a PartitionSpec."""
+    """Mesh axes in an entry of a PartitionSpec, as a tuple."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
@@ -75,19 +75,19 @@ def shardings(specs: SpecTree, mesh: Mesh) -> Shardings:
 
 
 def manual_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The axes along which a surrounding shard_map has split everything already."""
+    """Mesh axes that are manual in a surrounding shard_map."""
     return mesh.manual_axes if isinstance(mesh, AbstractMesh) else ()
 
 
 def current_mesh() -> AbstractMesh | None:
-    """The mesh of `jax.set_mesh`, if it has several devices along the axes that are not taken."""
+    """The mesh of `jax.set_mesh`, if it has several devices along the axes that are not manual."""
     mesh = jax.sharding.get_abstract_mesh()
     free = [size for name, size in mesh.shape.items() if name not in manual_axes(mesh)]
     return None if prod(free) == 1 else mesh
 
 
 def num_shards(axis: str, size: int) -> int:
-    """In how many parts the mesh in force splits a dim of that logical axis and size."""
+    """Number of shards of a dim with this logical axis and size on the current mesh."""
     mesh = current_mesh()
     if mesh is None:
         return 1
@@ -96,9 +96,9 @@ def num_shards(axis: str, size: int) -> int:
 
 
 def split_rows[Tree](tree: Tree, parts: int) -> list[Tree]:
-    """Arrays [B, ...] in parts [B / parts, ...], each with equally many rows of every device.
+    """Split arrays [B, ...] into parts [B / parts, ...], with equally many rows per device in each.
 
-    B is a multiple of parts x the devices that hold different rows; nothing is sent.
+    B is a multiple of parts x the batch shards; no communication.
     """
     mesh = jax.sharding.get_abstract_mesh()
     shards = prod(mesh.shape.get(name, 1) for name in BATCH if name not in manual_axes(mesh))
@@ -111,8 +111,8 @@ def split_rows[Tree](tree: Tree, parts: int) -> list[Tree]:
 
 
 def replicated_axes(zero: int) -> tuple[str, ...]:
-    """The mesh axes with several devices, if each has all weights and gradients, at this stage of
-    ZeRO, and batch rows of its own; () where anything else is split.
+    """The mesh axes with several devices, if at this ZeRO stage all weights and gradients are
+    replicated and only the batch is sharded; () if anything else is sharded.
     """
     mesh = current_mesh()
     if mesh is None:
@@ -127,7 +127,7 @@ def replicated_axes(zero: int) -> tuple[str, ...]:
 def shard_map[**Arrays, Result](
     function: Callable[Arrays, Result], in_specs: PyTree, out_specs: PyTree
 ) -> Callable[Arrays, Result]:
-    """`function` run by each device of the mesh in force on its own parts of the arrays."""
+    """`jax.shard_map` over all axes of the current mesh that are not manual already."""
     mesh = jax.sharding.get_abstract_mesh()
     names = set(mesh.axis_names) - set(manual_axes(mesh))
     return jax.shard_map(
@@ -137,10 +137,10 @@ def shard_map[**Arrays, Result](
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def psum_replicated_grad(x: jax.Array, axis: str) -> jax.Array:
-    """The sum over a mesh axis, in `shard_map`, whose results are the same along it.
+    """psum over a mesh axis, in `shard_map`, for a result that is replicated along the axis.
 
-    Such a result's gradient comes to each device in equal shares, so that it is there already.
-    That of `jax.lax.psum` sends them all the same.
+    Each device receives an equal share of the result's gradient, so multiplying by the axis size
+    gives the whole gradient. The gradient of `jax.lax.psum` would communicate nevertheless.
     """
     return jax.lax.psum(x, axis)
 
@@ -152,7 +152,7 @@ psum_replicated_grad.defvjp(
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pin an activation's placement under the mesh in force (`jax.set_mesh`); free without one."""
+    """Constrain an activation's sharding on the current mesh (`jax.set_mesh`), if there is one."""
     mesh = current_mesh()
     if mesh is None:
         return x
@@ -160,10 +160,10 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def gather_fsdp[Tree](tree: Tree) -> Tree:
-    """Arrays whole on each device, where `fsdp` is the one axis that splits parameters.
+    """All-gather arrays, if `fsdp` is the only axis that shards parameters; else return them.
 
-    For packed matrices before they are dequantized: XLA would dequantize a device's part and send
-    the result, 4 to 8 times the bytes.
+    For packed matrices before they are dequantized: XLA would dequantize each shard and gather the
+    result, 4 to 8 times the bytes.
     """
     mesh = current_mesh()
     if mesh is None or mesh.shape["fsdp"] == 1 or "fsdp" in manual_axes(mesh):
@@ -175,7 +175,8 @@ def gather_fsdp[Tree](tree: Tree) -> Tree:
 
 
 def constrain_tree[Tree](kind: str, tree: Tree, specs: SpecTree, zero: int) -> Tree:
-    """Pin parameters or gradients (`kind`) as this stage of ZeRO has them; free without a mesh."""
+    """Constrain parameters or gradients (`kind`) to the sharding of this ZeRO stage; no-op without
+    a mesh."""
     mesh = current_mesh()
     if mesh is None:
         return tree

@@ -1,16 +1,16 @@
-"""Context parallelism: each device of the mesh axis `context` holds a part of every sequence.
+"""Context parallelism: each device of the mesh axis `context` holds a shard of every sequence.
 
 Zigzag sharding: the sequence is cut into 2C chunks, and device i of C holds the chunks i and
-2C-1-i, an early and a late one. Under a causal mask every device then has the same work (Brandon et
-al. 2023, Striped Attention; Llama 3 balances so). With C = 4:
+2C-1-i, an early and a late one. With a causal mask every device then has the same work (Brandon et
+al. 2023, Striped Attention; Llama 3 does the same). With C = 4:
 
     tokens    |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |
     device       0     1     2     3     3     2     1     0
 
-Ring attention (Liu et al. 2023): keys and values go round, a chunk at a time, and the results of
+Ring attention (Liu et al. 2023): keys and values are passed around the ring, and the results of
 the chunks are merged by their log-sum-exp. In ring step r, device i receives chunks of device
-i - r. Its late queries see that device's early chunk; and its early queries that early chunk, if it
-lies before them, or else its late queries the late chunk as well:
+i - r. Its late queries attend to that device's early chunk. In addition, its early queries attend
+to that early chunk if it is in their past; otherwise its late queries attend to the late chunk:
 
     step   device 0 (0, 7)   device 1 (1, 6)   device 2 (2, 5)   device 3 (3, 4)
     own    0->0  7->0 7->7   1->1  6->1 6->6   2->2  5->2 5->5   3->3  4->3 4->4
@@ -19,9 +19,8 @@ lies before them, or else its late queries the late chunk as well:
     r = 3  7->1  7->6        6->2  6->5        5->3  5->4        4->0  3->0
     (query chunk -> key chunk)
 
-Every such product is a square that is either seen whole or causal, which is all that it asks of an
-attention kernel. With a sliding window a device receives the chunks that the window reaches, and
-no more.
+Every such product is a square, either unmasked or causal, so any attention kernel computes it. With
+a sliding window a device receives only the chunks that the window reaches.
 """
 
 import functools
@@ -39,11 +38,11 @@ from jaxtrain.parallel.axes import current_mesh, partition_spec, shard_map
 from jaxtrain.settings import UserError
 
 AXIS = "context"
-HIDDEN = 1e30  # the log-sum-exp of a row that a product of chunks must leave alone
+HIDDEN = 1e30  # log-sum-exp of query rows to which a chunk product must contribute nothing
 
 
 class Options(NamedTuple):
-    """What is static in one call; `kernel`: further arguments of `jaxtrain_kernels.attention`."""
+    """Static arguments of a call; `kernel`: further arguments of `jaxtrain_kernels.attention`."""
 
     shards: int
     window: int | None
@@ -51,12 +50,12 @@ class Options(NamedTuple):
 
 
 class RingStep(NamedTuple):
-    """Products of chunks: on device i, in slot s, half queries[i, s] sees chunk keys[i, s] or, if
-    that is negative, nothing.
+    """Chunk products of one ring step: on device i, in slot s, the query half queries[i, s] attends
+    to the key chunk keys[i, s]; negative: to nothing.
 
-    Slots are more rows of the batch.
-    edge: how many tokens the window reaches into the chunk, if it does not reach through it: the
-    first so many queries see the last so many keys, each one key less than the one before.
+    Slots are stacked along the batch dim. edge: number of tokens that the window reaches into the
+    key chunk, if not all. Then the first `edge` queries attend to the last `edge` keys, each query
+    to one key less than the query before.
     """
 
     queries: np.ndarray
@@ -64,11 +63,11 @@ class RingStep(NamedTuple):
     edge: int | None = None
 
 
-# ---- how the text lies -----------------------------------------------------------------------
+# ---- sharding of the sequence ------------------------------------------------------------------
 
 
 def context_size() -> int:
-    """Over how many devices of the mesh in force a sequence is spread."""
+    """Number of devices of the current mesh that shard a sequence."""
     mesh = current_mesh()
     return 1 if mesh is None else mesh.shape.get(AXIS, 1)
 
@@ -76,8 +75,8 @@ def context_size() -> int:
 def check_context_chunks(
     shards: int, what: str, length: int, windows: Iterable[int | None] = ()
 ) -> None:
-    """Raises UserError if a sequence cannot be cut into an early and a late chunk a device, or one
-    of the windows ends inside a chunk other than the one before."""
+    """Raise UserError if a sequence cannot be cut into an early and a late chunk per device, or if
+    a window longer than a chunk is not a multiple of the chunk."""
     if shards == 1:
         return
     if length % (2 * shards):
@@ -99,7 +98,7 @@ def check_context_chunks(
 
 
 def zigzag_shard[Tree](tree: Tree) -> Tree:
-    """Arrays [B, T, ...] in the order in which the devices hold the text; None leaves stay."""
+    """Reorder arrays [B, T, ...] into the zigzag order of the devices; None leaves stay."""
     shards = context_size()
     if shards == 1:
         return tree
@@ -117,12 +116,12 @@ def chunk_of(device: int, half: int, shards: int) -> int:
 
 
 def chunk_owner(number: int, shards: int) -> tuple[int, int]:
-    """(device, half) of a chunk."""
+    """(device, half) that holds a chunk."""
     return (number, 0) if number < shards else (2 * shards - 1 - number, 1)
 
 
 def chunk_before(shards: int, chunks: int) -> np.ndarray:
-    """[C, 2]: the chunk that lies so many before each device's own; negative: there is none."""
+    """For each device's two chunks, the chunk `chunks` before it, [C, 2]; negative: none."""
     return np.array(
         [[chunk_of(i, half, shards) - chunks for half in (0, 1)] for i in range(shards)]
     )
@@ -132,11 +131,11 @@ def chunk_before(shards: int, chunks: int) -> np.ndarray:
 
 
 def ring_steps(shards: int, window: int | None, length: int) -> list[RingStep]:
-    """All products of chunks of this length, but for those of a device's own."""
+    """All ring steps for chunks of `length` tokens, without products of a device's own chunks."""
     device = np.arange(shards)
     if window is None:
-        # Of the device that is r before (round the ring) the late half sees the early chunk; and
-        # whichever is in the past: its early chunk for the early half, or its late for the late.
+        # Late queries attend to the early chunk of the device r before on the ring. Besides, early
+        # queries attend to that early chunk if it is in the past, else late ones to the late chunk.
         found = []
         for r in range(1, shards):
             source = (device - r) % shards
@@ -155,14 +154,14 @@ def ring_steps(shards: int, window: int | None, length: int) -> list[RingStep]:
 
 
 def select_by_device(table: np.ndarray, first: jax.Array, second: jax.Array) -> jax.Array:
-    """`second` on the devices where the table [C] is true, `first` elsewhere."""
+    """Select `second` on devices where the table [C] is true, `first` elsewhere."""
     if table.all() or not table.any():
         return second if table.all() else first
     return jnp.where(jnp.asarray(table)[jax.lax.axis_index(AXIS)], second, first)
 
 
 def ppermute_chunks(x_B2: jax.Array, keys: np.ndarray) -> list[jax.Array]:
-    """The chunks that each device wants, of arrays [B, 2, ...]: one [B, ...] a slot, 0 for none."""
+    """Fetch each device's key chunks from arrays [B, 2, ...]: one [B, ...] a slot, 0 for none."""
     shards = len(keys)
     sent: list[tuple[int, dict[int, int], jax.Array]] = []
 
@@ -190,18 +189,18 @@ def ppermute_chunks(x_B2: jax.Array, keys: np.ndarray) -> list[jax.Array]:
 
 
 def query_chunks(e: RingStep, x_B2: jax.Array, axis: int = 1) -> jax.Array:
-    """What each slot's queries have of an array [B, 2, ...]: [S B, ...], tokens at `axis`."""
+    """Rows of an array [B, 2, ...] for the queries of each slot, [S B, ...], tokens at `axis`."""
     x = jnp.concatenate(
         [select_by_device(column == 1, x_B2[:, 0], x_B2[:, 1]) for column in e.queries.T]
     )
     if e.edge is None:
         return x
-    # Seen from the end, what a window leaves of the chunk before is a causal square.
+    # With tokens reversed, the part of the previous chunk inside the window is a causal square.
     return jnp.flip(jax.lax.slice_in_dim(x, 0, e.edge, axis=axis), axis)
 
 
 def key_chunks(e: RingStep, x_B2: jax.Array) -> jax.Array:
-    """The same of the keys, from the devices that hold them."""
+    """Rows of an array [B, 2, ...] for the keys of each slot, from the devices that hold them."""
     if e.edge is None:
         return jnp.concatenate(ppermute_chunks(x_B2, e.keys))
     return jnp.flip(jnp.concatenate(ppermute_chunks(x_B2[:, :, -e.edge :], e.keys)), 1)
@@ -219,11 +218,11 @@ def attention(
     segments_BT: Int[Array, "B T"] | None = None,
     **kernel: Any,
 ) -> Float[Array, "B T N H"]:
-    """`parallel.attention` of texts in the order of `zigzag_shard`, also split over rows and heads.
+    """`parallel.attention` for zigzag-sharded sequences, also sharded over batch and heads.
 
-    kernel: further arguments of `jaxtrain_kernels.attention`. Raises UserError if the backend that
-    was asked for cannot serve, or for a window that the chunks do not
-    divide (`check_context_chunks`).
+    kernel: further arguments of `jaxtrain_kernels.attention`. Raises UserError if the requested
+    backend does not support the call, or for a window that the chunks do not divide
+    (`check_context_chunks`).
     """
     mesh = current_mesh()
     assert mesh is not None, "one device has the whole text"
@@ -252,9 +251,9 @@ def _attend(o: Options, q_B2, k_B2, v_B2, ids_B2):
 
 
 def _forward(o: Options, q_B2, k_B2, v_B2, ids_B2):
-    """The output in q's dtype, and what the gradient needs. Arrays are [B, 2 halves, tokens, ...].
+    """The output in q's dtype, and residuals of the gradient. Arrays: [B, 2 halves, tokens, ...].
 
-    A device's own two halves, joined, are one causal square; with a window each is one by itself.
+    A device's own two halves together are one causal square; with a window each is its own.
     """
     call = functools.partial(kernels.attention, **dict(o.kernel), return_lse=True)
     own = functools.partial(_own, o)
@@ -271,7 +270,7 @@ def _forward(o: Options, q_B2, k_B2, v_B2, ids_B2):
 
 
 def _backward(o: Options, residuals, dout_B2):
-    """Keys and values go round once more, and their gradients back to where they came from."""
+    """Pass keys and values around the ring again, and send their gradients back to their owners."""
     q_B2, k_B2, v_B2, ids_B2, out_B2, lse_B2 = residuals
     call = functools.partial(kernels.attention_gradients, **dict(o.kernel))
     own = functools.partial(_own, o)
@@ -290,7 +289,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _own(o: Options, x_B2):
-    """[B, 2, tokens, ...] as one text a row, or as two if each sees itself alone."""
+    """Reshape [B, 2, tokens, ...] to one sequence per row, or with a window to one per half."""
     if x_B2 is None:
         return None
     B, _, length = x_B2.shape[:3]
@@ -327,14 +326,14 @@ def _masks(e: RingStep, ids_B2) -> dict[str, Any]:
 
 
 def _rows_lse(e: RingStep, lse_B2):
-    """The slots' log-sum-exp [S B, N, tokens]; HIDDEN on the devices where one sees nothing."""
+    """The slots' log-sum-exp [S B, N, tokens]; HIDDEN on devices where a slot has no keys."""
     slots = jnp.split(query_chunks(e, lse_B2, axis=2), e.keys.shape[1])
     hide = lambda keys, x: select_by_device(keys < 0, x, jnp.full_like(x, HIDDEN))
     return jnp.concatenate([hide(keys, x) for keys, x in zip(e.keys.T, slots)])
 
 
 def _merge(e: RingStep, halves, part, part_lse):
-    """The outputs (out_BTNH, lse_BNT) of both halves, with what an ring step adds to them."""
+    """Merge the result of a ring step into the outputs (out_BTNH, lse_BNT) of both halves."""
     if e.edge is not None:
         part, part_lse = jnp.flip(part, 1), jnp.flip(part_lse, 2)
     n, halves, slots = part.shape[1], list(halves), e.keys.shape[1]
@@ -346,7 +345,7 @@ def _merge(e: RingStep, halves, part, part_lse):
             old, old_lse = halves[half]
             new_lse = select_by_device(here, jnp.full_like(lse, -jnp.inf), lse)
             total = jnp.logaddexp(old_lse[..., :n], new_lse)
-            seen = jnp.where(total == -jnp.inf, 0.0, total)  # rows without any key stay 0
+            seen = jnp.where(total == -jnp.inf, 0.0, total)  # query rows without any key stay 0
             share = lambda l, seen=seen: jnp.exp(l - seen).swapaxes(1, 2)[..., None]
             mixed = old[:, :n] * share(old_lse[..., :n]) + x.astype(old.dtype) * share(new_lse)
             out = jnp.concatenate([mixed, old[:, n:]], 1)
@@ -354,13 +353,13 @@ def _merge(e: RingStep, halves, part, part_lse):
     return halves
 
 
-# ---- the token before ------------------------------------------------------------------------
+# ---- the previous token ----------------------------------------------------------------------
 
 
 def previous_token(x_BT: Array, zigzag: bool) -> Array:
-    """[B, T, ...] -> what stands one token earlier in the text; zeros before the first.
+    """Shift [B, T, ...] by one token along the sequence; zeros before the first.
 
-    zigzag: whether the text is in the order of `zigzag_shard`.
+    zigzag: whether the sequence is in the order of `zigzag_shard`.
     """
     mesh = current_mesh()
     if mesh is None or mesh.shape[AXIS] == 1 or not zigzag:

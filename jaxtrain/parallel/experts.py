@@ -1,10 +1,10 @@
-"""Tokens to their experts and back: sorted, exchanged over the mesh axis `expert`, none dropped.
+"""Expert parallelism: dropless dispatch and combine, by all-to-all over the mesh axis `expert`.
 
-Each device of that axis holds E / size experts and batch rows of its own, or, along `context`, a
-part of every row's tokens. A token's copies travel to the devices of its experts, which sort what
-they receive, multiply group by group and send the results back. They travel in rounds of a fixed
-size, as many as the longest list of a device for another takes: so the result never depends on the
-balance, and nothing has room for the worst case (every token of every device to one device).
+Each device of that axis holds E / size experts and its own batch rows (or, along `context`, a shard
+of every row's tokens). A token's copies are sent to the devices of its experts. These sort them,
+run a grouped matmul and send the results back. Copies are sent in rounds of a fixed size, as many
+as the longest list from one device to another needs. So the result never depends on the load
+balance, and no buffer is sized for the worst case (all tokens of all devices to one device).
 """
 
 import functools
@@ -25,12 +25,12 @@ from jaxtrain.parallel.axes import (
     shard_map,
 )
 
-# (rows [M, D], their weights [M, 1], ups, down, sizes_E) -> rows [M, D]: each group of rows through
-# its expert, times its weight
+# (rows [M, D], their weights [M, 1], ups, down, sizes_E) -> rows [M, D]: runs each group of rows
+# through its expert, times the rows' weights
 Network = Callable[..., Array]
-# In these go the rows of an even load, and a sixteenth more.
+# Rounds that always run; together they carry the rows of a balanced load and a sixteenth more.
 ROUNDS = 2
-# A round of what is beyond them takes so many parts of a list of an even load.
+# Each further round carries 1 / PARTS of a balanced list.
 PARTS = 8
 
 
@@ -43,14 +43,15 @@ def moe_dispatch_combine(
     down_EFD: Float[Array, "E F D"],
     tiles: int = 1,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "E"]]:
-    """Sum over a token's chosen experts of weight x network(token); and the tokens that each got.
+    """Sum over a token's chosen experts of weight x network(token); and each expert's token count.
 
-    A weight goes with its row, and the network applies it to the hidden layer (as in Megatron-LM):
-    so the backward pass does not ask for what an expert made, which is not kept or made again.
+    A weight is sent with its row, and the network applies it to the hidden layer (as in
+    Megatron-LM). So the backward pass does not need the experts' outputs, which are neither saved
+    nor recomputed.
 
-    ups_EDF: what reads the token, one matrix or two (gated). tiles: a device's tokens are taken in
-    so many parts, one after another, each computed again in the backward pass (rows that do not
-    divide, as prompts, are taken whole).
+    ups_EDF: up-projections, one matrix or two (gated). tiles: a device's tokens run in this many
+    tiles, one after another, each recomputed in the backward pass (sequences that do not divide,
+    such as prompts, are one tile).
     """
     tiles = 1 if x_BTD.shape[1] % tiles else tiles
     mesh = current_mesh()
@@ -86,15 +87,15 @@ def moe_on_device(
     ups: tuple[Array, ...],
     down_EFD: Array,
 ) -> tuple[Array, Array]:
-    """One device's tokens through all experts; the sizes are of all E experts."""
+    """Run one device's tokens through all experts; the sizes are of all E experts."""
     flat = lambda a: a.reshape(-1, a.shape[-1])
     tokens = flat(x_BTD), flat(chosen_BTk), flat(weights_BTk)
     run = lambda part: moe_tile(network, num_shards, part, ups, down_EFD)
-    parts = gcd(tiles, len(tokens[0]))  # of few tokens, over many devices, fewer
+    parts = gcd(tiles, len(tokens[0]))  # fewer tiles for few tokens over many devices
     if parts == 1:
         y_ND, sizes_E = run(tokens)
         return y_ND.reshape(x_BTD.shape), sizes_E
-    # The loop keeps XLA from taking the forward pass's results for the backward pass's.
+    # The loop already keeps XLA from reusing forward results in the backward pass (CSE).
     again = jax.checkpoint(run, prevent_cse=False)
     y_nMD, sizes_nE = jax.lax.map(
         again, jax.tree.map(lambda a: a.reshape(parts, -1, a.shape[-1]), tokens)
@@ -109,7 +110,7 @@ def moe_tile(
     ups: tuple[Array, ...],
     down_EFD: Array,
 ) -> tuple[Array, Array]:
-    """`moe_on_device` of some of the tokens: x_ND, chosen_Nk and weights_Nk."""
+    """`moe_on_device` for one tile of tokens: x_ND, chosen_Nk and weights_Nk."""
     x_ND, chosen_Nk, weights_Nk = tokens
     (N, k), E = chosen_Nk.shape, num_shards * down_EFD.shape[0]
     expert_M = chosen_Nk.reshape(-1)  # of each copy of each token
@@ -133,7 +134,7 @@ def inverse(order_M: Array) -> Array:
 
 
 def sum_over_copies(y_MD: Array, k: int) -> Array:
-    """The sum over a token's copies. jnp.sum adds what has 16 bits in float32."""
+    """Sum over a token's copies. jnp.sum accumulates 16-bit values in float32."""
     return jnp.sum(y_MD.reshape(-1, k, y_MD.shape[1]), axis=1).astype(y_MD.dtype)
 
 
@@ -153,23 +154,23 @@ permute.defvjp(
 
 
 class DispatchPlan(NamedTuple):
-    """What goes where in all rounds together."""
+    """Routing of all rounds together."""
 
-    order_M: Array  # this device's copies of tokens, sorted by expert: a list for each device
-    sizes_VWe: Array  # how many of device V's go to each expert of device W
+    order_M: Array  # this device's token copies, sorted by expert: one list per target device
+    sizes_VWe: Array  # number of device V's copies for each expert of device W
 
 
 class ExchangeRound(NamedTuple):
-    """What goes where in one round, of so many places from each device to each."""
+    """Routing of one round, with a fixed number of slots from each device to each device."""
 
-    copy_S: Array  # that is sent from here in each place; past the last where none is
-    place_S: Array  # that each row came in, once rows are sorted by expert; likewise
-    row_S: Array  # the inverse of that, anything for a place that none came in
-    sizes_e: Array  # rows for each expert here
+    copy_S: Array  # token copy that this device sends in each slot; out of range for an empty slot
+    place_S: Array  # slot in which each row sorted by expert was received; likewise
+    row_S: Array  # inverse of place_S; arbitrary for an empty slot
+    sizes_e: Array  # number of rows for each expert of this device
 
 
 def exchange_round(first: Array | int, width: int, plan: DispatchPlan) -> ExchangeRound:
-    """The one of `width` places of each list, from place `first`."""
+    """Routing of the round for entries first .. first + width - 1 of each list."""
     (M,), (W, _, local) = plan.order_M.shape, plan.sizes_VWe.shape
     me = jax.lax.axis_index("expert")
     each_C, each_S = jnp.arange(width), jnp.arange(W * width)
@@ -178,14 +179,14 @@ def exchange_round(first: Array | int, width: int, plan: DispatchPlan) -> Exchan
     left_W1 = (counts_W - first)[:, None]
     at_WC = jnp.minimum((starts_W + first)[:, None] + each_C[None], M - 1)
     copy_WC = jnp.where(each_C[None] < left_W1, plan.order_M[at_WC], M + each_S.reshape(W, -1))
-    # What comes from a device is in order of my experts.
+    # Rows received from a device are in the order of this device's experts.
     got_Ve = plan.sizes_VWe[:, me]
     ends_Ve = jnp.clip(jnp.cumsum(got_Ve, axis=1) - first, 0, width)
     starts_Ve = jnp.clip(jnp.cumsum(got_Ve, axis=1) - got_Ve - first, 0, width)
     sizes_g = (ends_Ve - starts_Ve).T.reshape(-1)  # a group is an expert's rows from one device
     ends_g = jnp.cumsum(sizes_g)
     places_Ve = starts_Ve + jnp.arange(W)[:, None] * width
-    ahead_g = places_Ve.T.reshape(-1) - (ends_g - sizes_g)  # a row's place minus where it is sorted
+    ahead_g = places_Ve.T.reshape(-1) - (ends_g - sizes_g)  # a row's slot minus its sorted position
     group_S = jnp.sum(each_S[:, None] >= ends_g[None], axis=1)
     place_S = each_S + ahead_g[jnp.minimum(group_S, W * local - 1)]
     place_S = jnp.where(each_S < ends_g[-1], place_S, W * width + each_S)
@@ -197,19 +198,20 @@ def exchange_round(first: Array | int, width: int, plan: DispatchPlan) -> Exchan
 
 
 def dispatch_rows(rows_KD: Array, row_S: Array, exchange: ExchangeRound) -> Array:
-    """What row_S names of each device's rows, sorted by expert where those are; zeros behind."""
+    """Send each device's rows `row_S` to their experts' devices, where they are sorted by expert
+    and followed by zeros."""
     came_SD = all_to_all(rows_KD.at[row_S].get(mode="clip"))
     return came_SD.at[exchange.place_S].get(mode="fill", fill_value=0, unique_indices=True)
 
 
 def combine_rows(into_MD: Array, rows_SD: Array, exchange: ExchangeRound) -> Array:
-    """The rows back in the places of their copies."""
+    """Send rows back to their source devices, and write them at their copies' positions."""
     came_SD = all_to_all(rows_SD.at[exchange.row_S].get(mode="clip"))
     return into_MD.at[exchange.copy_S].set(came_SD, mode="drop", unique_indices=True)
 
 
 def all_to_all(rows_SD: Array) -> Array:
-    """Places of mine on device W become W's on mine."""
+    """Send the slots for device W to W, and receive W's slots for this device."""
     return jax.lax.all_to_all(rows_SD, "expert", 0, 0, tiled=True)
 
 
@@ -221,11 +223,11 @@ def chunked_all_to_all(
     ups: tuple[Array, ...],
     down_EFD: Array,
 ) -> Array:
-    """Each token's copies through their experts on the devices of those, added up: [N, D].
+    """Run each token's copies through their experts on other devices, and sum them: [N, D].
 
-    tokens: x_ND and weights_Nk. The backward pass sends and computes each round once more. Where
-    layers are neither recomputed (`model.remat`) nor scanned, XLA sees that it has that from the
-    forward pass, and keeps it, but for what went through the loop.
+    tokens: x_ND and weights_Nk. The backward pass repeats the exchange and computation of each
+    round. If layers are neither recomputed (`model.remat`) nor scanned, XLA instead saves these
+    results from the forward pass, except those of rounds in the loop.
     """
     x_ND, k = tokens[0], tokens[1].shape[1]
 
@@ -237,7 +239,7 @@ def chunked_all_to_all(
 
 
 def dispatch_tokens(tokens: tuple[Array, Array], exchange: ExchangeRound) -> tuple[Array, Array]:
-    """Tokens and weights of a round's copies, where their experts are."""
+    """Send a round's copies of tokens, and their weights, to their experts' devices."""
     x_ND, weights_Nk = tokens
     x_SD = dispatch_rows(x_ND, exchange.copy_S // weights_Nk.shape[1], exchange)
     return x_SD, dispatch_rows(weights_Nk.reshape(-1, 1), exchange.copy_S, exchange)
@@ -246,8 +248,8 @@ def dispatch_tokens(tokens: tuple[Array, Array], exchange: ExchangeRound) -> tup
 def for_each_round[State](
     one: Callable[[ExchangeRound, State], State], plan: DispatchPlan, state: State
 ) -> State:
-    """Those of an even load are not in a loop, so that what one sends can hide behind what another
-    computes."""
+    """Run all rounds. Those of a balanced load are not in a loop, so that one round's communication
+    can overlap with another's computation."""
     M, W = len(plan.order_M), len(plan.sizes_VWe)
     width, more = -(-(M + M // 16) // (W * ROUNDS)), -(-M // (W * PARTS))
     for r in range(ROUNDS):
@@ -258,7 +260,7 @@ def for_each_round[State](
 
 
 def uninitialized(rows: int, like: Array) -> Array:
-    """Not zeros: XLA makes those of all layers in one place, where they wait."""
+    """An uninitialized array. XLA would create the zeros of all layers at once and hold them."""
     return jax.lax.empty((rows, like.shape[1]), like.dtype)
 
 

@@ -1,8 +1,8 @@
 """Our kernels under a mesh.
 
 XLA has no partitioning rule for a hand-written kernel, and a scan over token chunks would gather
-the batch. So each device runs the kernel on its own rows and heads under `shard_map`; the
-gradient of a replicated operand is summed by shard_map's own transpose.
+the batch. So each device runs the kernel on its own batch rows and heads under `shard_map`.
+shard_map's own transpose sums the gradient of a replicated operand.
 """
 
 import functools
@@ -48,11 +48,12 @@ def attention(
     zigzag: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Self-attention, split over batch rows and heads (see `jaxtrain_kernels.attention`).
+    """Self-attention, sharded over batch and heads (see `jaxtrain_kernels.attention`).
 
-    Returns [B, T, N, H]; with return_lse also its log-sum-exp [B, N, T], of a whole text only.
-    zigzag: the text is in the order of `zigzag_shard`, so it is also split over the axis `context`;
-    causal attention alone. Raises UserError if the backend that was asked for cannot serve.
+    Returns [B, T, N, H]; with return_lse also the log-sum-exp [B, N, T], not with sharded
+    sequences. zigzag: sequences are in the order of `zigzag_shard`, so they are also sharded over
+    the axis `context`; causal attention only. Raises UserError if the requested backend does not
+    support the call.
     """
 
     def local(q, k, v, segments):
@@ -74,7 +75,7 @@ def attention(
             q_BTNH, k_BSKH, v_BSKH, window=window, segments_BT=segments_BT, softcap=softcap,
             scale=scale, implementation=implementation, deterministic=deterministic,
         )  # fmt: skip
-    # A few prompts, or fewer key/value heads than devices, stay whole.
+    # A batch of few prompts, or fewer key/value heads than devices, stays replicated.
     rows = partition_spec(("batch", None, "kv_heads", None), k_BSKH.shape, mesh)
     specs = (rows, rows, rows, None if segments_BT is None else P(rows[0], None))
     out = (rows, P(rows[0], rows[2], None)) if return_lse else rows
@@ -89,9 +90,9 @@ def rope_attention(
     segments_BT: Int[Array, "B T"] | None,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
-    """Rotation, norm and attention, split over batch rows (see `jaxtrain_kernels.rope_attention`).
+    """RoPE, norm and attention, sharded over the batch (see `jaxtrain_kernels.rope_attention`).
 
-    Raises UserError if the backend that was asked for cannot serve.
+    Raises UserError if the requested backend does not support the call, or on a mesh with `tensor`.
     """
 
     def local(qkv, cos, sin, value, segments):
@@ -123,7 +124,7 @@ def paged_attention(
     scale: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention over pages, split over heads (see `jaxtrain_kernels.paged_attention`)."""
+    """Attention over KV pages, sharded over heads (see `jaxtrain_kernels.paged_attention`)."""
     local = functools.partial(
         kernels.paged_attention, window=window, softcap=softcap, scale=scale,
         implementation=implementation,
@@ -134,7 +135,7 @@ def paged_attention(
         return local(*arrays)
     heads = partition_spec((None, None, "kv_heads", None), shape, mesh)
     if heads[2] is None:
-        return local(*arrays)  # XLA may split the heads of the queries
+        return local(*arrays)  # XLA may shard the query heads
     pages = jax.tree.map(lambda x: P(*heads[: x.ndim]), k_PpKH)
     return shard_map(local, (heads, pages, pages, P(), P(), P()), heads)(*arrays)
 
@@ -148,7 +149,7 @@ def linear_cross_entropy(
 ) -> Float[Array, ""]:
     """Weighted sum of token losses, each device over its own tokens (see `jaxtrain_kernels`).
 
-    M: microbatches of a pipeline, where there is one.
+    M: microbatches of a pipeline, if there is one.
     """
 
     def loss(x, w, labels, weights):
@@ -173,9 +174,9 @@ def token_losses(
     labels_BT: Int[Array, "*M B T"],
     **options,
 ) -> Float[Array, "*M B T"]:
-    """Each token's loss, each device over its own tokens (`linear_cross_entropy_per_token`).
+    """Loss of each token, each device over its own tokens (`linear_cross_entropy_per_token`).
 
-    M: microbatches of a pipeline, where there is one.
+    M: microbatches of a pipeline, if there is one.
     """
 
     def losses(x, w, labels):
@@ -191,11 +192,11 @@ def token_losses(
 
 
 def embedding_spec(shape: tuple[int, ...]) -> P | None:
-    """Where an embedding's parts lie on a mesh with `fsdp` and another axis; None on any other.
+    """Sharding of an embedding on a mesh with `fsdp` and a further axis; None on any other.
 
-    With `fsdp` alone XLA looks up a device's columns of all rows and exchanges the results. With
-    one more axis it makes the table whole on every device, or fails (where a surrounding shard_map
-    has taken `data`): there devices do it by hand.
+    With `fsdp` alone XLA looks up each device's columns of all rows and exchanges the results. With
+    a further axis it replicates the table on every device, or fails (if `data` is manual in a
+    surrounding shard_map). There the lookup is written by hand.
     """
     mesh = current_mesh()
     if mesh is None or mesh.shape["fsdp"] == 1 or "fsdp" in manual_axes(mesh):
@@ -209,7 +210,7 @@ def embedding_spec(shape: tuple[int, ...]) -> P | None:
 def embedding_lookup(
     table_VD: Float[Array, "V D"], places_BT: Int[Array, "*B T"]
 ) -> Float[Array, "*B T D"]:
-    """Rows of an embedding."""
+    """Look up rows of an embedding."""
     split, mesh = embedding_spec(table_VD.shape), current_mesh()
     if split is None or mesh is None or places_BT.ndim != 2:
         return table_VD[places_BT]
@@ -231,9 +232,9 @@ def embedding_lookup(
 def embedding_grad(
     rows_BTD: Float[Array, "*M B T D"], places_BT: Int[Array, "*M B T"], size: int, dtype: DTypeLike
 ) -> Float[Array, "V D"]:
-    """V = size sums of the rows at each place: in float32 on a device, then in `dtype`.
+    """Gradient of an embedding with V = size rows: scatter-add in float32, then cast to `dtype`.
 
-    A scatter's result is the next thing that devices exchange, so that XLA would send float32.
+    Devices all-reduce the scatter's result next, so without the cast XLA would send float32.
     """
 
     def sums(rows, places):
@@ -244,7 +245,7 @@ def embedding_grad(
     if mesh is not None and split is not None and places_BT.ndim == 2:
         return sharded_embedding_grad(rows_BTD, places_BT, size, dtype, split)
     if mesh is None or mesh.shape["data"] != mesh.size or places_BT.ndim != 2:
-        return sums(rows_BTD, places_BT)  # XLA splits it as the table is split
+        return sums(rows_BTD, places_BT)  # XLA shards it like the table
     (batch,) = partition_spec(("batch",), places_BT.shape[:1], mesh)
     local = lambda *arrays: jax.lax.psum(sums(*arrays), batch) if batch else sums(*arrays)
     return shard_map(local, (P(batch), P(batch)), P())(rows_BTD, places_BT)
@@ -257,18 +258,19 @@ def sharded_embedding_grad(
     dtype: DTypeLike,
     split: P,
 ) -> Float[Array, "V D"]:
-    """`embedding_grad` of each device's own texts, then of all; split: of `embedding_spec`."""
+    """`embedding_grad` of each device's own tokens, summed over devices; split: the sharding from
+    `embedding_spec`."""
     rows, columns = split
     mesh = jax.sharding.get_abstract_mesh()
     texts = partition_spec(("batch", "tokens"), places_BT.shape, mesh)
-    # The axes along which devices have texts of their own: not those that divide neither dim.
+    # The axes that shard the tokens, and not those that shard neither batch nor sequence.
     apart = [name for entry in texts if entry for name in np.atleast_1d(entry).tolist()]
     together = tuple(name for name in apart if name != columns)
 
     def local(g, places):
         count = size // mesh.shape[rows] if rows else size
         first = jax.lax.axis_index(rows) * count if rows else 0
-        # Those of other devices' rows fall behind the end, and are dropped there.
+        # Tokens of other devices' rows get an index past the end, and are dropped.
         places = jnp.where((places >= first) & (places < first + count), places - first, count)
         zeros = jnp.zeros((count, g.shape[-1]), jnp.float32)
         sums = zeros.at[places].add(g.astype(jnp.float32), mode="drop").astype(dtype)
@@ -289,12 +291,13 @@ def shard_map_tokens[Result](
     tokens: str = "sequence",
     columns: Sequence[str | None] = (),
 ) -> Result:
-    """kernel(*arrays), split over batch rows and, by the axis `tokens`, over the tokens of a row.
+    """Run kernel(*arrays), sharded over the batch and, by the logical axis `tokens`, the sequence.
 
-    Arrays of three dims or more, and the results, are [B, T, ...]; None may be among. columns: of
-    the first arrays, the logical axis of the dim after (heads, or a hidden layer's), each of which
-    the kernel takes by itself; of each of these there is a result. What has none is gathered, and
-    the results are as the first array.
+    Arrays with three dims or more, and the results, are [B, T, ...]; smaller arrays are replicated;
+    None is allowed. columns: for the first arrays, the logical axis of the third dim (heads or
+    hidden), whose entries the kernel computes independently. With several columns each such array
+    has a result; otherwise the results are sharded like the first array. Dims without a logical
+    axis are gathered.
     """
     mesh = current_mesh()
     if mesh is None:
@@ -318,9 +321,9 @@ def feed_forward_relu2(
     w_down_FD: Float[Array, "F D"],
     implementation: str | None = None,
 ) -> Float[Array, "B T D"]:
-    """relu(x W_up)^2 W_down, split over batch rows and the hidden dim (see `jaxtrain_kernels`).
+    """relu(x W_up)^2 W_down, sharded over batch and hidden dim (see `jaxtrain_kernels`).
 
-    Raises UserError if the backend that was asked for cannot serve.
+    Raises UserError if the requested backend does not support the call.
     """
     mesh = current_mesh()
     if mesh is not None:
@@ -333,7 +336,7 @@ def feed_forward_relu2(
             arrays = jax.ShapeDtypeStruct(here, x_BTD.dtype), w_up_DF, w_down_FD
             ours = FEED_FORWARD["mosaic"].supports(target(), *arrays) is None
             implementation = "mosaic" if ours else None
-        if implementation != "mosaic":  # XLA knows how to split the others
+        if implementation != "mosaic":  # XLA can partition the others
             pin = lambda h_BTF: constrain(h_BTF, "batch", "tokens", "hidden")
             return kernels.feed_forward_relu2(
                 x_BTD, w_up_DF, w_down_FD, constrain=pin, implementation=implementation or "xla"

@@ -1,4 +1,4 @@
-"""The device mesh. One device is the mesh of ones, so there is no other code path."""
+"""The device mesh. A single device is a mesh of ones, so there is no separate code path."""
 
 from collections.abc import Sequence
 from math import gcd, prod
@@ -14,13 +14,13 @@ from pydantic import Field
 from jaxtrain.parallel.axes import BATCH
 from jaxtrain.settings import Settings, UserError
 
-# Outer first: the axes of the largest and most frequent exchanges are between the nearest devices.
+# Outer first: the axes with the largest and most frequent communication join the nearest devices.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 AxisSize = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
 class MeshConfig(Settings):
-    """How many devices each axis takes. One axis may be `auto`: what the others leave."""
+    """Number of devices along each axis. One axis may be `auto`: the devices that remain."""
 
     data: AxisSize = Field("auto", description="devices that hold different batch rows")
     fsdp: AxisSize = Field(
@@ -61,14 +61,14 @@ class MeshConfig(Settings):
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """Mesh with the axes of AXES over `devices` (default: all)."""
+    """Make a mesh with the axes of AXES over `devices` (default: all)."""
     devices = jax.devices() if devices is None else list(devices)
     sizes = axis_sizes(config, len(devices))
     return Mesh(device_grid(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
-    """Devices of each axis, `auto` resolved. Raises UserError if they do not fit."""
+    """Number of devices along each axis, `auto` resolved. Raises UserError if they do not fit."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     asked = {axis: size for axis, size in sizes.items() if size not in (1, "auto")}
     autos = [axis for axis in MeshConfig.model_fields if sizes.get(axis) == "auto"]
@@ -84,9 +84,9 @@ def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
 
 
 def mesh_size_error(given: dict[str, int], devices: int, auto: bool) -> str:
-    """What is wrong with sizes that are not of so many devices, and which would be right.
+    """Error message for axis sizes that do not fit the number of devices, with sizes that do.
 
-    auto: another axis takes what they leave.
+    auto: another axis is `auto`.
     """
     fixed = prod(given.values())
     rest = {axis: fixed // size for axis, size in given.items()}
@@ -101,7 +101,7 @@ def mesh_size_error(given: dict[str, int], devices: int, auto: bool) -> str:
 
 
 def check_divides(name: str, shards: int, dims: dict[str, int], of: str = "") -> None:
-    """Raises UserError, with what would do, unless `shards` divides each of these sizes."""
+    """Raise UserError, with valid sizes, unless `shards` divides each of these dims."""
     for dim, size in dims.items():
         if size % shards:
             most = gcd(*dims.values())
@@ -111,10 +111,10 @@ def check_divides(name: str, shards: int, dims: dict[str, int], of: str = "") ->
 
 
 def device_grid(sizes: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
-    """The devices in the order of the axes: neighbours on a host inside, hosts outside.
+    """Arrange devices in the order of the axes: devices of a host inside, hosts outside.
 
-    Of several hosts the outer axes take as many as they can, so that what crosses the network is
-    the sum of the gradients, and never an exchange within a layer while another axis can go there.
+    The outer axes span as many hosts as they can. So gradient sums cross the network, and
+    communication within a layer does so only if no other axis can.
     """
     shape = [sizes[axis] for axis in AXES]
     hosts = len({device.process_index for device in devices})
@@ -131,17 +131,17 @@ def device_grid(sizes: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
 
 
 def num_batch_shards(mesh: Mesh) -> int:
-    """Over how many devices the batch dim is split."""
+    """Number of shards of the batch dim."""
     return prod(mesh.shape[axis] for axis in BATCH)
 
 
 def process_batch_shard(mesh: Mesh) -> tuple[int, int]:
-    """(i, n): this process holds part i of n of the rows of a batch.
+    """(i, n): this process loads shard i of n of a batch's rows.
 
-    Processes hold the same rows where an axis that does not split the batch spans them.
+    Processes load the same rows if an axis that does not shard the batch spans them.
     """
     parts: dict[int, list[int]] = {}
-    places = [mesh.axis_names.index(axis) for axis in BATCH]  # a pipeline's stages lie outside
+    places = [mesh.axis_names.index(axis) for axis in BATCH]  # `pipeline` is outside of these
     devices = np.moveaxis(mesh.devices, places, range(len(places)))
     for part, row in enumerate(devices.reshape(num_batch_shards(mesh), -1)):
         for process in {process_of(device) for device in row}:
@@ -162,7 +162,7 @@ def process_of(device: Any) -> int:
 
 
 def gather_to_host[Tree](tree: Tree) -> Tree:
-    """Arrays on the mesh in force as whole NumPy arrays in every process, one after the other."""
+    """Gather sharded arrays as whole NumPy arrays in every process, one array at a time."""
 
     def one(x: Any) -> np.ndarray:
         if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
@@ -173,14 +173,15 @@ def gather_to_host[Tree](tree: Tree) -> Tree:
 
 
 def shard_from_host[Tree](tree: Tree, where: PyTree) -> Tree:
-    """Arrays that every process has whole -> the same on the mesh, each process its parts."""
+    """Put arrays that every process has whole on the mesh; each process places its shards."""
     if jax.process_count() == 1:
         return jax.device_put(tree, where)
     return jax.device_put(jax.tree.map(np.asarray, tree), where)
 
 
 def place_batch[Tree](batch: Tree, mesh: Mesh, batch_dim: int = 0) -> Tree:
-    """Host rows of this process -> global arrays split over the batch axes (None leaves stay)."""
+    """Make global arrays, sharded over the batch axes, from this process's host rows (None leaves
+    stay)."""
     spec = [None] * batch_dim + [BATCH]
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)

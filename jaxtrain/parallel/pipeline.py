@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each device of the mesh axis `pipeline` holds some of the layers, a stage.
+"""Pipeline parallelism: each device of the mesh axis `pipeline` holds one stage of the layers.
 
 Microbatches go from stage to stage, one further each tick (Huang et al. 2019, GPipe). With S stages
 and M microbatches there are M + S - 1 ticks, and a stage is idle in S - 1 of them. S = 3, M = 4:
@@ -10,22 +10,22 @@ and M microbatches there are M + S - 1 ticks, and a stage is idle in S - 1 of th
 
 The interleaved schedule (Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473; the ring as in
 praxis): with v repeats a stage holds v chunks of layers, every S-th one, and microbatches go v
-times round the ring of stages, in groups of S. A tick is 1/v as long, and still only S - 1 are
-idle.
+times around the ring of stages, in groups of S. A tick takes 1/v of the time, and a stage is still
+idle in only S - 1 ticks.
 S = 2, v = 2, M = 4; chunks 0 and 2 are on stage 0, chunks 1 and 3 on stage 1:
 
     tick      0     1     2     3     4     5     6     7     8
     stage 0   m0.0  m1.0  m0.2  m1.2  m2.0  m3.0  m2.2  m3.2  .
     stage 1   .     m0.1  m1.1  m0.3  m1.3  m2.1  m3.1  m2.3  m3.3
 
-The backward pass is the gradient of that loop: the same schedule in reverse order. Each tick keeps
-the input of its chunk and nothing else; the backward pass computes the chunk once more.
+The backward pass is the gradient of that loop: the same schedule in reverse order. Each tick saves
+only the input of its chunk; the backward pass recomputes the chunk.
 
 Chunks need not be alike: each kind of chunk is a branch, and a stage runs the branch of its own
 chunk, or an empty one while it is idle. Collectives inside a branch must be among devices of one
-stage. XLA has a collective-permute wait for all devices, also for those of stages in other
-branches. So where layers contain one (`context`), all chunks must be alike, and an idle stage
-computes without using the result.
+stage. XLA's collective-permute synchronizes all devices, also those of stages in other branches. So
+if layers contain one (`context`), all chunks must be alike, and an idle stage computes without
+using the result.
 """
 
 import functools
@@ -43,25 +43,26 @@ from jaxtrain.parallel.axes import manual_axes
 from jaxtrain.settings import UserError
 
 AXIS = "pipeline"
-# (kind of chunk, its part of the stacks, what came from the one before, the microbatch) -> what it
-# makes
+# (kind of chunk, its slice of the stacks, the previous chunk's output, the microbatch) -> its
+# output
 Stage = Callable[[Any, PyTree, PyTree, PyTree], PyTree]
 
 
 def pipeline_size() -> int:
-    """The stages of the mesh of `jax.set_mesh`, within a stage as well."""
+    """Number of stages of the current mesh; works inside a stage, too."""
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
 
 
 def num_ticks(stages: int, microbatches: int, repeats: int) -> int:
-    """Until the last microbatch leaves the last stage. A group smaller than S waits as if full."""
+    """Number of ticks until the last microbatch leaves the last stage. A group of fewer than S
+    microbatches has idle ticks as if it were full."""
     groups = (microbatches - 1) // stages
     rest = microbatches - groups * stages
     return groups * stages * repeats + (repeats - 1) * stages + rest + stages - 1
 
 
 def schedule_at(since: jax.Array | int, stages: int, repeats: int) -> tuple[jax.Array, jax.Array]:
-    """(Round, microbatch) of a stage, so many ticks after the first microbatch came to it."""
+    """(Round, microbatch) of a stage, `since` ticks after its first microbatch arrived."""
     group, place = jnp.divmod(since, stages * repeats)
     turn, member = jnp.divmod(place, stages)
     return turn, group * stages + member
@@ -70,8 +71,8 @@ def schedule_at(since: jax.Array | int, stages: int, repeats: int) -> tuple[jax.
 def bubble_fraction(
     stages: int, microbatches: int, repeats: int = 1, layers: int | None = None
 ) -> float:
-    """The share of its time in which a stage is idle: (S-1) / (vM+S-1) if S divides M or v is 1,
-    and the layers, where they are given, are divided by vS: a tick is as long as its longest chunk.
+    """Fraction of its time that a stage is idle: (S-1) / (vM+S-1), if S divides M or v is 1, and vS
+    divides the layers, if they are given. A tick is as long as its longest chunk.
     """
     chunks = stages * repeats
     busy = 1 if layers is None else layers / (chunks * -(-layers // chunks))
@@ -79,7 +80,7 @@ def bubble_fraction(
 
 
 def check_stages(stages: int, repeats: int, plan: Sequence[Hashable], context: int = 1) -> None:
-    """Raises UserError unless each chunk has a layer; with several devices along `context`, unless
+    """Raise UserError unless each chunk has a layer and, with several devices along `context`, all
     chunks are alike."""
     layers, chunks = len(plan), stages * repeats
     times = f" x mesh.pipeline_repeats={repeats}" if repeats > 1 else ""
@@ -101,15 +102,15 @@ def check_stages(stages: int, repeats: int, plan: Sequence[Hashable], context: i
 
 
 def split_layers[Kind: Hashable](plan: Sequence[Kind], chunks: int) -> list[tuple[Kind, ...]]:
-    """A plan of layers in chunks one after the other, the first ones a layer longer if need be."""
+    """Split a plan into consecutive chunks; the first ones have one more layer if needed."""
     ends = np.cumsum([len(part) for part in np.array_split(np.arange(len(plan)), chunks)]).tolist()
     return [tuple(plan[start:end]) for start, end in zip([0, *ends], ends)]
 
 
 def pad_chunks[Tree](stack: Tree, counts: Sequence[int]) -> Tree:
-    """Arrays [sum of counts, ...] -> [chunks x the most of them, ...], so that chunks are alike.
+    """Pad arrays [sum of counts, ...] to [chunks x largest count, ...], so that chunks are alike.
 
-    A chunk that has fewer has something of another's behind its own, which nothing reads.
+    A shorter chunk is padded with another chunk's layers, which nothing reads.
     """
     if len(set(counts)) == 1:
         return stack
@@ -124,10 +125,10 @@ def at[Tree](tree: Tree, index: jax.Array | int) -> Tree:
 
 
 def interleave_permutation(stages: int, repeats: int) -> np.ndarray:
-    """In which of v permutations chunk c goes from its place to its stage: [v, S], by round, stage.
+    """Index of the permutation (of v) that moves chunk c to its stage: [v, S], by round and stage.
 
-    Chunk c lies on stage c // v and works on stage c % S, in round c // S. A permutation takes one
-    chunk from each stage and brings one to each.
+    Chunk c is stored on stage c // v and runs on stage c % S, in round c // S. Each permutation
+    takes one chunk from each stage and brings one to each.
     """
     chunk = np.arange(stages * repeats)
     shift = chunk // repeats // (stages // gcd(stages, repeats))
@@ -135,11 +136,11 @@ def interleave_permutation(stages: int, repeats: int) -> np.ndarray:
 
 
 def permute_chunks(held: jax.Array, lanes: np.ndarray, here: jax.Array) -> jax.Array:
-    """The chunks [v, ...] that lie on this stage -> those that work on it, in lanes' order."""
+    """Exchange the chunks [v, ...] stored on this stage for those that run on it, by lane."""
     repeats, stages = lanes.shape
 
     def one(lane: int) -> jax.Array:
-        chunk = np.flatnonzero(lanes == lane)  # that of stage 0 first
+        chunk = np.flatnonzero(lanes == lane)  # stage 0's first
         pairs = list(zip(chunk // repeats, chunk % stages))
         return jax.lax.ppermute(at(held, jnp.asarray(chunk % repeats)[here]), AXIS, pairs)
 
@@ -148,7 +149,7 @@ def permute_chunks(held: jax.Array, lanes: np.ndarray, here: jax.Array) -> jax.A
 
 @jax.custom_vjp
 def accumulate_grad_fp32(weight: jax.Array, total: jax.Array) -> jax.Array:
-    """The weight; its gradient goes to the total, in the total's dtype, as a part of a sum."""
+    """Identity on `weight`; its gradient is added to that of `total`, in total's dtype."""
     return weight
 
 
@@ -159,7 +160,7 @@ accumulate_grad_fp32.defvjp(
 
 
 def accumulate_grads_fp32[Tree](stacks: Tree, totals: Tree) -> Tree:
-    """`accumulate_grad_fp32` of those that have another dtype than their total."""
+    """`accumulate_grad_fp32` for stacks whose dtype differs from their total's."""
     one = lambda weight, total: (
         weight if weight.dtype == total.dtype else accumulate_grad_fp32(weight, total)
     )
@@ -168,7 +169,7 @@ def accumulate_grads_fp32[Tree](stacks: Tree, totals: Tree) -> Tree:
 
 @jax.custom_vjp
 def zero_grad_where(x: jax.Array, where: jax.Array) -> jax.Array:
-    """x; its gradient is zero where the scalar is true, whatever comes back."""
+    """Identity on x; its gradient is zero if the scalar `where` is true."""
     return x
 
 
@@ -181,8 +182,8 @@ zero_grad_where.defvjp(
 def switch_with_remat[Result](
     functions: Sequence[Callable[..., Result]], index: jax.Array, *arrays: PyTree
 ) -> Result:
-    """functions[index](*arrays). Its gradient is of that one alone, computed from the arrays again:
-    that of a switch would keep for each what any of them needs.
+    """functions[index](*arrays), recomputed from the arrays in the backward pass. The gradient of a
+    plain `lax.switch` would save the residuals of every branch.
     """
     leaves, tree = jax.tree.flatten(arrays)
     moves = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
@@ -216,7 +217,7 @@ def run_stage(
     stacks: PyTree,
     micro: PyTree,
 ) -> PyTree:
-    """What stage index[0] does, with its part of the stacks; see `run_pipeline`."""
+    """Run stage index[0] with its shard of the stacks; see `run_pipeline`."""
     stages, count, here = pipeline_size(), len(jax.tree.leaves(micro)[0]), index[0]
     context = jax.sharding.get_abstract_mesh().shape["context"]
     onwards = [(i, (i + 1) % stages) for i in range(stages if repeats > 1 else stages - 1)]
@@ -246,7 +247,7 @@ def run_stage(
         waits = (number < 0) | (number >= count)
         number = jnp.clip(number, 0, count - 1)
         made = work(received, turn, number, waits)
-        # The last round is the last to write.
+        # Each round overwrites the output; the last round's stays.
         put = lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, number, 0)
         done = jax.tree.map(put, done, made)
         return (jax.lax.ppermute(made, AXIS, onwards), done), None
@@ -254,8 +255,8 @@ def run_stage(
     stacks = jax.tree.map(lambda x: x.reshape(repeats, -1, *x.shape[1:]), stacks)
     if repeats > 1:
         stacks = jax.tree.map(lambda x: permute_chunks(x, lanes, here), stacks)
-    # Nothing reads the totals: they are there for the sum of their gradients over the ticks, and
-    # the weights are cast once for all of them.
+    # Nothing reads the totals' values: they exist to sum gradients over the ticks in float32, and
+    # the weights are cast once for all ticks.
     narrow = lambda x: x.dtype in (jnp.bfloat16, jnp.float16)
     totals = jax.tree.map(lambda x: x.astype(jnp.float32) if narrow(x) else x, stacks)
     stacks = jax.tree.map(lambda x: jax.lax.stop_gradient(x) if narrow(x) else x, stacks)
@@ -277,26 +278,26 @@ def run_pipeline(
     repeats: int = 1,
     loads: bool = False,
 ) -> PyTree:
-    """All microbatches through all stages: what the last one makes of each, arrays [M, ...].
+    """Run all microbatches through all stages; returns the last stage's outputs, arrays [M, ...].
 
-    stage: (kind of chunk, a chunk of the stacks, what the chunk before made, the microbatch) ->
-    what it makes, of the same shapes. kinds: that of each chunk. first: (a microbatch) -> what the
-    first chunk gets. stacks: arrays [chunks x layers of one, ...] (see `pad_chunks`); micro: arrays
-    [M, rows, ...], whole on every stage. The results lie spread over the stages by M if M is a
-    multiple of their number, so that what follows is shared as well. loads: some gradients are not
-    of the result (the loads of experts), so that a stage that waits has to give none: it runs
-    nothing or, with `context`, for nothing.
+    stage: (kind of chunk, a chunk of the stacks, the previous chunk's output, the microbatch) ->
+    its output, of the same shapes. kinds: of each chunk. first: (a microbatch) -> the first chunk's
+    input. stacks: arrays [chunks x layers per chunk, ...] (see `pad_chunks`). micro: arrays
+    [M, rows, ...], replicated on all stages. If M is a multiple of the stages, the results are
+    sharded over them by M, so that they share the work that follows. loads: some gradients do not
+    come from the result (expert loads), so an idle stage must contribute none: it computes nothing
+    or, with `context`, its gradients are set to zero.
 
-    Stacks lie in the order of the layers, whatever the repeats: with them, chunks go to their
-    stages at the beginning of a step, in the dtype it computes with, and their gradients come back
-    at its end. Each way a stage sends at most as much as it holds, and it holds that twice. The
-    sum of its gradients, float32 until the end, is read and written as a whole in each tick, v
+    Stacks are in layer order, whatever the repeats. With repeats > 1, chunks are sent to their
+    stages at the start of a step, in the compute dtype, and their gradients are sent back at its
+    end. In each direction a stage sends at most its own share of the weights, and it holds that
+    share twice. The float32 sum of its gradients is read and written as a whole in each tick, so v
     times as often.
     """
     mesh = jax.sharding.get_abstract_mesh()
     stages, replicas = pipeline_size(), 1 if "data" in manual_axes(mesh) else mesh.shape["data"]
     even = len(jax.tree.leaves(micro)[0]) % stages == 0
-    # Each device of `data` sums the gradients of its own rows over the ticks; they meet once.
+    # Each device of `data` sums the gradients of its own rows over the ticks, then reduces once.
     rows = lambda size: "data" if replicas > 1 and size % replicas == 0 else None
     made = jax.eval_shape(lambda m: first(at(m, 0)), micro)
     return jax.shard_map(

@@ -1,21 +1,20 @@
-"""The 1F1B schedule of a pipeline: a stage's backward pass of a microbatch follows soon on its
-forward pass (Narayanan et al. 2021, PipeDream-Flush, arXiv:2006.09503), and layers are computed
-once.
+"""The 1F1B pipeline schedule: a stage's backward pass of a microbatch follows soon after its
+forward pass (Narayanan et al. 2021, PipeDream-Flush, arXiv:2006.09503). No layer is recomputed.
 
-Each tick has a place for a forward pass, one for the head and one for a backward pass. S = 2, M = 4
-(F forward, H a part of the head's work on a microbatch, B backward, . idle):
+Each tick has a slot for a forward pass, one for the head and one for a backward pass. S = 2, M = 4
+(F forward, H a stage's share of the head's work on a microbatch, B backward, . idle):
 
     tick      0          1          2          3          4          5
     stage 0   F0  .  .   F1 H0  .   F2 H1 B0   F3 H2 B1    . H3 B2    .  . B3
     stage 1    .  .  .   F0 H0 B0   F1 H1 B1   F2 H2 B2   F3 H3 B3    .  .  .
 
-What the last stage makes is divided over the stages by rows, so that all of them compute the head,
-its loss and their gradients: no stage is longer by it. The ticks together take as long as M + S - 1
-forward and backward passes of a stage, and M of the head.
+The last stage's output is sharded over the stages by rows. So all stages compute the head, its loss
+and their gradients, and no stage takes longer than the others. The ticks together take as long as
+M + S - 1 forward and backward passes of a stage, and M of the head.
 
-Stage s keeps what its backward pass reads for 2(S-1-s) ticks, so of at most 2S - 1 microbatches,
-whatever their number; with `model.remat` that is little. The gradients are there with the loss, and
-JAX's backward pass only scales them.
+Stage s saves the residuals of its backward pass for 2(S-1-s) ticks, so for at most 2S - 1
+microbatches, whatever their number; with `model.remat` they are small. The gradients are computed
+together with the loss, and JAX's backward pass only scales them.
 """
 
 import functools
@@ -31,22 +30,22 @@ from jaxtyping import Array, Float, PyTree
 from jaxtrain.parallel.axes import manual_axes
 from jaxtrain.parallel.pipeline import AXIS, Stage, at, pipeline_size
 
-# (weights of the head, what the last stage makes, labels), all of some rows -> the loss's sum
+# (weights of the head, the last stage's output for some rows, their labels) -> the sum of losses
 Finish = Callable[[PyTree, PyTree, PyTree], Array]
-# With so many kept microbatches or fewer, the loop's body is as many ticks, and each of them has
-# buffers of its own. With more, which take long to compile, each tick copies what is kept.
+# With up to this many saved microbatches, the loop body unrolls as many ticks, each with its own
+# buffers. More would take long to compile; then each tick copies the saved residuals.
 UNROLLED = 3
 
 
 class TreeLeaves(NamedTuple):
-    """A tree's arrays that have gradients and those that have none."""
+    """A tree's arrays with gradients, and its arrays without."""
 
     differentiable: list[Array]
     nondifferentiable: list[Array]
 
 
 def split_tree(tree: PyTree) -> tuple[TreeLeaves, Callable[[TreeLeaves], Any]]:
-    """The leaves of a tree by kind, and what puts such leaves together again."""
+    """Split a tree's leaves by kind; also returns the function that joins them again."""
     leaves, structure = jax.tree.flatten(tree)
     moves = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     chosen = lambda wanted: [leaf for leaf, moved in zip(leaves, moves) if moved == wanted]
@@ -59,18 +58,18 @@ def split_tree(tree: PyTree) -> tuple[TreeLeaves, Callable[[TreeLeaves], Any]]:
 
 
 class StageResiduals(NamedTuple):
-    """Where a stage's backward pass finds its arrays."""
+    """Locations of the arrays of a stage's backward pass."""
 
     structure: Any  # of the backward pass, a pytree of arrays
-    sources: list[tuple[bool, int]]  # of each array: (whether it is an input, which of them)
-    places: list[int]  # of those that are none, in the list that all stages share
+    sources: list[tuple[bool, int]]  # of each array: (whether it is an input, index)
+    places: list[int]  # buffers of the arrays that are not inputs, in the list of all stages
 
 
 class SharedResiduals:
-    """What the backward passes of all stages read, in one list of arrays.
+    """Residuals of all stages' backward passes, in one shared list of buffers.
 
-    A stage's arrays take the first places of their shape and dtype. What its backward pass is given
-    anyway (`inputs`: weights, the microbatch) takes none.
+    A stage's residuals use the first buffers of their shape and dtype. Arrays that its backward
+    pass gets anyway (`inputs`: weights, the microbatch) use none.
     """
 
     def __init__(self, vjps: Sequence[Callable[..., Any]], inputs: PyTree, received: PyTree):
@@ -88,7 +87,7 @@ class SharedResiduals:
         return [jax.lax.empty(*kind) for kind in self.kinds]
 
     def keep(self, stage: int, backward: PyTree, inputs: PyTree, old: list[Array]) -> list[Array]:
-        """The list with the stage's arrays in it; the other places have what they had."""
+        """The list with the stage's residuals written; other buffers keep their values."""
         arrays, structure, sources = residual_arrays(backward, inputs)
         free = defaultdict(list)
         for i, kind in reversed(list(enumerate(self.kinds))):
@@ -99,7 +98,7 @@ class SharedResiduals:
         return [new[i] for i in range(len(old))]
 
     def restore(self, stage: int, inputs: PyTree, kept: list[Array]) -> Any:
-        """The stage's backward pass, of a list that `keep` has made."""
+        """Rebuild the stage's backward pass from a list made by `keep`."""
         found, given = self.stages[stage], jax.tree.leaves(inputs)
         own = [kept[i] for i in found.places]
         leaves = [(given if is_input else own)[i] for is_input, i in found.sources]
@@ -109,8 +108,8 @@ class SharedResiduals:
 def residual_arrays(
     backward: PyTree, inputs: PyTree
 ) -> tuple[list[Array], Any, list[tuple[bool, int]]]:
-    """The arrays of a backward pass that are no inputs, each once; its structure; and for each of
-    its arrays, whether it is an input, and which of these or those."""
+    """Return the distinct arrays of a backward pass that are not inputs; its structure; and for
+    each of its arrays, whether it is an input, and its index among the inputs or those arrays."""
     leaves, structure = jax.tree.flatten(backward)
     given = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(inputs))}
     own = {id(leaf): leaf for leaf in leaves if id(leaf) not in given}
@@ -120,7 +119,7 @@ def residual_arrays(
 
 
 def widened(x: Array) -> Array:
-    """Zeros for the sum of such arrays: in float32 if theirs is a dtype of 16 bits."""
+    """Zeros to sum arrays like x: float32 if x has 16 bits."""
     narrow = x.dtype in (jnp.bfloat16, jnp.float16)
     return jnp.zeros(x.shape, jnp.float32 if narrow else x.dtype)
 
@@ -136,10 +135,10 @@ def zeros_like[Tree](tree: Tree) -> Tree:
 def head_gradients(
     finish: Finish, here: Array, head: PyTree, made: PyTree, labels: PyTree
 ) -> tuple[Array, PyTree, PyTree]:
-    """This stage's part of a microbatch's loss and of the head's gradients, and the whole gradient
-    of what the last stage has made.
+    """This stage's share of a microbatch's loss and of the head's gradients, and the whole gradient
+    of the last stage's output.
 
-    Rows that the stages do not divide are computed whole by each of them.
+    If the number of rows is not divisible by the stages, each stage computes all of them.
     """
     stages = pipeline_size()
     split = len(jax.tree.leaves(made)[0]) % stages == 0
@@ -153,7 +152,7 @@ def head_gradients(
     if split:
         gather = lambda g: jax.lax.all_gather(g, AXIS, tiled=True)
         return loss, d_head, jax.tree.map(gather, d_rows)
-    once = jnp.where(here == 0, 1.0, 0.0)  # of the same loss on all stages
+    once = jnp.where(here == 0, 1.0, 0.0)  # all stages have the same loss; count it once
     return loss * once, jax.tree.map(lambda g: (g * once).astype(g.dtype), d_head), d_rows
 
 
@@ -169,7 +168,7 @@ def run_stage_1f1b(
     labels: PyTree,
     head: PyTree,
 ) -> tuple[Array, list[Array], list[Array], PyTree]:
-    """What stage index[0] does; see `pipeline_loss`. over: other mesh axes that split the rows."""
+    """Run stage index[0]; see `pipeline_loss`. over: other mesh axes that shard the rows."""
     stages, count, here = pipeline_size(), len(jax.tree.leaves(micro)[0]), index[0]
     weights, join_stacks = split_tree(stacks)
     texts, join_micro = split_tree(micro)
@@ -180,7 +179,7 @@ def run_stage_1f1b(
     def vjp_of(
         s: int, inputs: tuple[TreeLeaves, TreeLeaves], received: PyTree
     ) -> tuple[PyTree, Any]:
-        """What stage s makes, and its backward pass."""
+        """Output of stage s, and its backward pass."""
         own, one = inputs
 
         def run(moving: list[Array], of_one: list[Array], received: PyTree) -> PyTree:
@@ -237,11 +236,11 @@ def run_stage_1f1b(
         d_weights, d_one, g_before = jax.lax.switch(
             branch, backwards, inputs, g_after, g_made, kept
         )
-        # The next forward pass writes where this backward pass has read, and so comes after it:
-        # unordered, XLA would copy what is kept.
+        # The next forward pass overwrites the buffers that this backward pass reads, so it must
+        # come after. Without this order, XLA would copy the saved residuals.
         g_before, kept[-1] = jax.lax.optimization_barrier((g_before, kept[-1]))
         totals = add_to(totals, d_weights)
-        place = jnp.where(waits(number), count, number)  # the last place is for what does not count
+        place = jnp.where(waits(number), count, number)  # idle ticks write to a spare last entry
         put = lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, place, 0)
         d_micro = jax.tree.map(put, d_micro, d_one)
         send = lambda tree, pairs: jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), tree)
@@ -280,11 +279,11 @@ def pipeline_loss(
     labels: PyTree,
     head: PyTree,
 ) -> Float[Array, ""]:
-    """The sum of the losses of all microbatches, each through all stages.
+    """Sum of the losses of all microbatches, each run through all stages.
 
-    stage, kinds, first, stacks, micro: as of `run_pipeline`, with one chunk a stage. labels: arrays
-    [M, rows, ...] without gradients. head: the weights that `finish` reads, whole on every stage.
-    The gradients of stacks and head are summed in float32 over the microbatches.
+    stage, kinds, first, stacks, micro: as in `run_pipeline`, with one chunk per stage. labels:
+    arrays [M, rows, ...] without gradients. head: the weights that `finish` reads, replicated on
+    all stages. Gradients of stacks and head are summed over the microbatches in float32.
     """
     mesh = jax.sharding.get_abstract_mesh()
     free = {AXIS, "data"} - set(manual_axes(mesh))
@@ -294,7 +293,7 @@ def pipeline_loss(
     over = ("data",) if "data" in free and mesh.shape["data"] > 1 else ()
     over = over if rows % mesh.shape["data"] == 0 else ()
     shared = AXIS if len(jax.tree.leaves(micro)[0]) % mesh.shape[AXIS] == 0 else None
-    # Arrays that all rows share, as positions do, have one row.
+    # Arrays shared by all rows, such as positions, have one row.
     place = lambda x: P(None, "data" if over and x.shape[1] == rows else None)
     places = lambda tree: jax.tree.map(place, tree)
 

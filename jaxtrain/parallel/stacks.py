@@ -1,7 +1,7 @@
-"""Work on whole matrices of a sharded stack: each device takes some, nothing is gathered.
+"""Work on whole matrices of a sharded stack: each device gets some, and none is replicated.
 
-A sharding constraint would do on a mesh of one axis. On two, XLA goes through a replicated copy,
-so the exchange is written out.
+On a mesh with one axis a sharding constraint would suffice. With two axes XLA makes a replicated
+copy, so the exchange is written by hand.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ def distribute_matrices(
     *stacks: jax.Array | None,
     rate: jax.Array | float,
 ) -> tuple[Any, ...]:
-    """`work(rate, *stacks)`, the stacks' matrices dealt out over all devices of the mesh in force.
+    """`work(rate, *stacks)`, with the stacks' matrices distributed over all devices of the mesh.
 
-    A stack `[..., in, out]` lies as its logical `axes` say; None is passed through. `rate` is a
-    number that all devices have. `work` takes stacks `[n, in, out]` of any n and returns as many,
-    of the same shapes; its results come back in the shape and the place of its arguments. A stack
-    that is no multiple of the devices is padded by zero matrices. Mesh axes that split a matrix
-    exchange parts (two all-to-alls); along axes that hold copies, each device takes its share, and
-    the results are gathered.
+    A stack `[..., in, out]` is sharded by its logical `axes`; None is passed through. `rate` is a
+    replicated scalar. `work` takes stacks `[n, in, out]` of any n and returns as many, of the same
+    shapes; the results have the shapes and shardings of the arguments. If the number of matrices is
+    not a multiple of the devices, zero matrices are added. Along mesh axes that shard a matrix,
+    devices exchange shards (two all-to-alls). Along axes that replicate it, each device takes its
+    share, and the results are all-gathered.
     """
     mesh = current_mesh()
     if mesh is None:
@@ -49,7 +49,8 @@ def distribute_matrices(
 
 
 def distribution_axes(spec: P, mesh: AbstractMesh) -> list[tuple[str, int | None]]:
-    """The mesh axes to deal along, in order, each with the matrix dim (1 or 2) that it splits."""
+    """Mesh axes to distribute over, in order, each with the matrix dim (1 or 2) that it shards, or
+    None."""
     names = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     stacked = [name for entry in names[:-2] for name in entry]
     dims = {name: dim for dim, entry in enumerate(names[-2:], 1) for name in entry}
@@ -61,7 +62,7 @@ def distribution_axes(spec: P, mesh: AbstractMesh) -> list[tuple[str, int | None
 
 
 def scatter_matrices(x: jax.Array, spec: P, mesh: AbstractMesh) -> jax.Array:
-    """This device's part of a stack -> its own whole matrices `[n, in, out]`."""
+    """Turn this device's shard of a stack into its own whole matrices `[n, in, out]`."""
     x = x.reshape(-1, *x.shape[-2:])
     steps = distribution_axes(spec, mesh)
     sizes = [mesh.shape[name] for name, _ in steps]
@@ -77,7 +78,7 @@ def scatter_matrices(x: jax.Array, spec: P, mesh: AbstractMesh) -> jax.Array:
 
 
 def gather_matrices(x: jax.Array, spec: P, mesh: AbstractMesh, shape: tuple[int, ...]) -> jax.Array:
-    """Whole matrices `[n, in, out]` -> this device's part, of this shape, of the stack."""
+    """Turn whole matrices `[n, in, out]` into this device's shard of the stack, of this shape."""
     for name, dim in reversed(distribution_axes(spec, mesh)):
         if dim is not None:
             x = jax.lax.all_to_all(x, name, dim, 0, tiled=True)

@@ -1,6 +1,6 @@
-"""How a parameter is declared, stored and multiplied: float8, int8, int4, nf4, fp4, 2:4, adapters.
+"""Declaration, storage and matmuls of parameters: float8, int8, int4, nf4, fp4, 2:4, adapters.
 
-What uses a weight is in `model/`; what trains is in `finetune/`. A new form is one file here and
+`model/` uses the weights; `finetune/` selects the trainable ones. A new form is one file here and
 one row of WEIGHTS: the tests then try it on every matrix of a block of every family.
 """
 
@@ -24,18 +24,17 @@ from jaxtrain.weights.two_four import sparse_2_4
 
 
 class Form(NamedTuple):
-    """How an array gets into a form, and who puts it there.
+    """A form of matrices: how and when arrays are encoded.
 
-    encode: a stack of matrices [L, K, N] to a `Weight`, or to an array that is multiplied as usual.
-    place: `storage`, once, frozen (finetune.base_quantization, `jaxtrain quantize`); `step`,
-    once a step (model.fp8); `layer`, each time that a layer uses it (model.weight_form), on
-    [.., K, N]; `training`, each time that a layer of a training step does. Both are given, by their
-    names, those of their options that model.weight_form sets; `training` a PRNG key as well, and
-    experts stay arrays in it.
-    saved: what becomes of a trained model. `master`: `model/` holds what encode makes of the
-    trained arrays. `compute`: `model/` holds the trained arrays; an export and `jaxtrain quantize`
-    begin from what encode makes of their copies in the dtype of the compute, as training did.
-    None: of the trained arrays themselves.
+    encode: maps a stack of matrices [L, K, N] to a `Weight`, or to an array with the usual matmul.
+    place: when to encode. `storage`: once, frozen (finetune.base_quantization, `jaxtrain
+    quantize`). `step`: once per step (model.fp8). `layer`: each time that a layer uses the matrix
+    [.., K, N] (model.weight_form). `training`: as `layer`, in training steps only. `layer` and
+    `training` get the options that model.weight_form sets, by name; `training` also gets a PRNG
+    key, and leaves experts as arrays.
+    saved: how a trained model is saved. `master`: `model/` holds the encoded trained arrays.
+    `compute`: `model/` holds the trained arrays; an export and `jaxtrain quantize` start from their
+    copies in the compute dtype, encoded as in training. None: they start from the trained arrays.
     """
 
     encode: Callable[..., Array | Weight]
@@ -50,7 +49,7 @@ def mx_form(operand: Format, gradient: Format) -> Form:
 
 
 def each_matrix(encode: Callable[[Array], Weight]) -> Callable[[Array], Weight]:
-    """A form of one matrix [K, N], of a stack [L, K, N]."""
+    """Apply an encoder of one matrix [K, N] to each matrix of a stack [L, K, N]."""
     return jax.jit(functools.partial(jax.lax.map, encode))
 
 
@@ -85,8 +84,8 @@ TRAINING_FORMS = tuple(name for name, form in WEIGHTS.items() if form.place == "
 def encode_matrices(
     params: Params, specs: Specs, form: str, options: Mapping[str, Any], dtype: jnp.dtype
 ) -> Params:
-    """The parameters with the float32 arrays that a form of the layer makes of the blocks'
-    matrices, rounded to `dtype` before."""
+    """The parameters, with the blocks' matrices rounded to `dtype`, encoded by a `layer` form, and
+    dequantized to float32."""
 
     @jax.jit
     def encode(p: Array) -> Array:

@@ -1,4 +1,4 @@
-"""A frozen matrix with a change beside it: what fine-tuning puts in the matrix's place."""
+"""Adapted weights: a frozen matrix with a low-rank or scaling change, for fine-tuning."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from jaxtrain.weights.int4 import OffsetInt4Weight
 @dataclasses.dataclass(frozen=True)
 class AdaptedWeight(Weight):
     """rows x (w + scale x a b) x columns, one matrix or a stack: w [.., K, N], a [.., K, r],
-    b [.., r, N]. The factors rows [.., K] and columns [.., N] are float32; None is no change.
+    b [.., r, N]. The factors rows [.., K] and columns [.., N] are float32; None: no change.
     """
 
     w: Any  # an array, or quantized
@@ -31,10 +31,10 @@ class AdaptedWeight(Weight):
     scale: float = 1.0
 
     def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
-        """x times the changed matrix, which is never made.
+        """x times the changed matrix, which is never materialized.
 
-        Forward and backward, a low-rank branch takes 6 r (K + N) FLOPs a token; with x (w + a b)
-        the gradient of the product alone would take 2 K N, more for any rank below
+        Forward and backward, a low-rank branch takes 6 r (K + N) FLOPs per token. With x (w + a b)
+        the gradient of the matmul alone would take 2 K N, which is more for any rank below
         K N / 3 (K + N).
         """
         over = lambda gain, y: (jnp.expand_dims(gain, range(y.ndim - 1)) * y).astype(y.dtype)
@@ -59,7 +59,7 @@ class AdaptedWeight(Weight):
 )
 @dataclasses.dataclass(frozen=True)
 class GroupAdaptedWeight(Weight):
-    """w + scale x a b, whose change is the same for all inputs of a group of w: QA-LoRA's.
+    """w + scale x a b, with the same change for all inputs of a group of w (QA-LoRA).
 
     w OffsetInt4Weight [.., K, N] in G groups, a [.., G, r], b [.., r, N].
     """
@@ -70,7 +70,7 @@ class GroupAdaptedWeight(Weight):
     scale: float = 1.0
 
     def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
-        """x times the changed matrix: the adapter reads the sums of the groups' inputs."""
+        """x times the changed matrix; the adapter reads the sum of each group's inputs."""
         groups = x.astype(jnp.float32).reshape(*x.shape[:-1], self.a.shape[-2], -1)
         change = self.scale * (groups.sum(-1).astype(x.dtype) @ self.a)
         return matmul(x, self.w) + change.astype(x.dtype) @ self.b
@@ -79,7 +79,7 @@ class GroupAdaptedWeight(Weight):
         return self.merged().dequantize()
 
     def merged(self) -> OffsetInt4Weight:
-        """The changed matrix in the same codes and scales: offsets take up the change."""
+        """The changed matrix with the same codes and scales; the change is added to the offsets."""
         change = self.scale * (self.a.astype(jnp.float32) @ self.b.astype(jnp.float32))
         return dataclasses.replace(self.w, offsets=self.w.offsets + change)
 
@@ -88,7 +88,7 @@ class GroupAdaptedWeight(Weight):
 def column_norms(
     w: Array | Weight, a: Float[Array, "L K r"], b: Float[Array, "L r N"], scale: float
 ) -> Float[Array, "L N"]:
-    """Norms [L, N] of the columns of w + scale x a b in float32; a layer's matrix at a time."""
+    """Norms [L, N] of the columns of w + scale x a b in float32, one layer at a time."""
 
     def one(wab: Any) -> Array:
         w32 = dequantize(wab[0]).astype(jnp.float32)
@@ -99,5 +99,5 @@ def column_norms(
 
 @jax.jit
 def merge_weights(stack: Array | Weight) -> Array:
-    """A stack of matrices [L, K, N] in any form as an array, a layer at a time."""
+    """Dequantize a stack of matrices [L, K, N] in any form, one layer at a time."""
     return jax.lax.map(dequantize, stack)

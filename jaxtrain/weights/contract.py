@@ -1,8 +1,8 @@
-"""The contract of a matrix: how it is multiplied, and which array it stands for.
+"""The interface of a weight matrix: its matmul, and the array that it represents.
 
-A parameter's value is an array or a `Weight`: a stored form such as nf4, float8 or LoRA. Layers
-call `dense`, or `dequantize` where a kernel needs the array, and know no form by name. What turns
-an array into each form is in the table `jaxtrain.weights.WEIGHTS`.
+A parameter's value is an array or a `Weight`: another form such as nf4, float8 or LoRA. Layers call
+`dense`, or `dequantize` if a kernel needs the array, and depend on no specific form. The encoders
+of all forms are in the table `jaxtrain.weights.WEIGHTS`.
 """
 
 import abc
@@ -24,29 +24,29 @@ from jaxtrain.weights.params import Params, Specs, path_name
 class Weight(abc.ABC):
     """A matrix [K, N] in another form than an array.
 
-    A subclass is a dataclass registered with jax. Its leaves may all have a dim L in front: layers
-    of a stack are sliced, scanned and placed like those of an array.
+    A subclass is a dataclass registered with jax. Its leaves may all have a leading dim L: a stack
+    is sliced, scanned and sharded like a stacked array.
     """
 
     @abc.abstractmethod
     def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
-        """x times the matrix, with the gradient that this form defines."""
+        """x times the matrix; the form defines the gradient."""
 
     def feed_forward_relu2(
         self, x: Float[Array, "B T K"], down: "Array | Weight", implementation: str | None
     ) -> Float[Array, "B T K"] | None:
-        """relu(x W)^2 `down` in kernels of this form's own; None where it has none."""
+        """relu(x W)^2 `down` by this form's own kernels; None if it has none."""
         return None
 
     def matmul_joined(
         self, x: Float[Array, "*B K"], others: "Sequence[Array | Weight]"
     ) -> Float[Array, "*B N"] | None:
-        """x times this matrix and others side by side; None where this form has no such product."""
+        """x times this and other matrices, concatenated by columns; None if the form cannot."""
         return None
 
     @abc.abstractmethod
     def dequantize(self) -> Float[Array, "K N"]:
-        """The array that the matrix stands for, in the dtype of the compute."""
+        """The array that the matrix represents, in the compute dtype."""
 
 
 def matmul(x: Float[Array, "*B K"], weight: Array | Weight) -> Float[Array, "*B N"]:
@@ -57,15 +57,15 @@ def matmul(x: Float[Array, "*B K"], weight: Array | Weight) -> Float[Array, "*B 
 
 
 def has_few_rows(x: Array) -> bool:
-    """Whether x is that of a decode step of a few texts, whose products have kernels of their
-    own."""
+    """Whether x has few rows, as in a decode step of few sequences; such matmuls have their own
+    kernels."""
     return math.prod(x.shape[:-1]) < MANY
 
 
 def matmul_joined(
     x: Float[Array, "*B K"], *matrices: Array | Weight
 ) -> Float[Array, "*B N"] | None:
-    """x times matrices side by side, in one product; None where their forms have none."""
+    """x times matrices concatenated by columns, in one matmul; None if their forms have none."""
     first, *others = matrices
     if isinstance(first, Weight):
         return first.matmul_joined(x, others)
@@ -78,10 +78,10 @@ def matmul_joined(
 
 @jax.custom_vjp
 def gradients_together(x: Array, w_KN: Array) -> tuple[Array, Array]:
-    """Both, whose gradients are computed one after the other.
+    """Identity; makes both gradients available at the same time.
 
-    XLA would put that of a joined matrix off to the end of the backward pass, and keep its large
-    operands until then.
+    Otherwise XLA would defer a joined matrix's gradient to the end of the backward pass, and keep
+    its large operands until then.
     """
     return x, w_KN
 
@@ -98,7 +98,7 @@ def feed_forward_relu2(
     down: Array | Weight,
     implementation: str | None = None,
 ) -> Float[Array, "B T K"] | None:
-    """relu(x up)^2 down with the activation fused; None where these forms have no such kernel."""
+    """relu(x up)^2 down with a fused activation; None if these forms have no such kernel."""
     if isinstance(up, Weight):
         return up.feed_forward_relu2(x, down, implementation)
     if isinstance(down, Weight):
@@ -110,12 +110,13 @@ def feed_forward_relu2(
 
 
 def dense(x: Float[Array, "*B K"], param: nnx.Param) -> Float[Array, "*B N"]:
-    """x times a module's matrix, in whatever form the step or the fine-tuning has put it."""
+    """x times a module's matrix, in any form that the step or fine-tuning gave it."""
     return matmul(x, param.get_value())
 
 
 def dense_of(x: Float[Array, "*B K"], *params: nnx.Param) -> Callable[[nnx.Param], Array]:
-    """`dense` of x, for any of these matrices. With a few rows of x all are one product."""
+    """`dense` of x as a function of any of these matrices. If x has few rows, one kernel call
+    computes all."""
     matrices = [param.get_value() for param in params]
     if not has_few_rows(x) or any(map(is_weight, matrices)):
         return functools.partial(dense, x)
@@ -124,19 +125,19 @@ def dense_of(x: Float[Array, "*B K"], *params: nnx.Param) -> Callable[[nnx.Param
 
 
 def dequantize(weight: Array | Weight) -> Array:
-    """The array of a matrix in any form; an array is returned as it is."""
+    """The array that a matrix in any form represents; an array is returned unchanged."""
     if not isinstance(weight, Weight):
         return weight
-    # A matrix that was read from a file holds NumPy arrays until it is placed.
+    # A matrix read from a file holds NumPy arrays until it is put on a device.
     return jax.tree.map(jnp.asarray, weight).dequantize()
 
 
 def is_weight(leaf: object) -> bool:
-    """Whether a leaf of the parameters is no array but a `Weight`."""
+    """Whether a leaf of the parameters is a `Weight`, not an array."""
     return isinstance(leaf, Weight)
 
 
 def flatten(tree: Params | Specs) -> dict[str, Any]:
-    """name -> leaf, in the tree's order; a packed matrix is a leaf."""
+    """name -> leaf, in the tree's order; a `Weight` is one leaf."""
     pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_weight)[0]
     return {path_name(path): leaf for path, leaf in pairs}

@@ -1,9 +1,9 @@
 """Fake quantization (QAT): each forward pass rounds matrices as `jaxtrain quantize` stores them.
 
-Jacob et al. 2018 (arXiv:1712.05877), LLM-QAT (arXiv:2305.17888): what multiplies is bit for bit
-what the stored form stands for, in the dtype of the compute. The gradient passes through the
+Jacob et al. 2018 (arXiv:1712.05877), LLM-QAT (arXiv:2305.17888): the values in the matmul are bit
+for bit those of the dequantized stored form, in the compute dtype. The gradient passes through the
 rounding (straight-through estimator, Bengio et al. 2013), so the stored weights train in full
-precision. Inputs of a matrix may be rounded as well, each token by its own scale.
+precision. Inputs of a matrix may be rounded as well, with one scale per token.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ Activations = Literal["int8"] | None
 
 @jax.custom_jvp
 def straight_through(x: Float[Array, "*B"], rounded: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """`rounded`, whose gradient is that of x."""
+    """Return `rounded`; its gradient goes to x unchanged."""
     return rounded
 
 
@@ -33,7 +33,7 @@ straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), t
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Int8ActivationsWeight(Weight):
-    """A rounded matrix whose inputs are rounded to int8, with a scale a token (absmax)."""
+    """A rounded matrix whose inputs are rounded to int8, with one scale per token (absmax)."""
 
     w: Any
 
@@ -46,7 +46,7 @@ class Int8ActivationsWeight(Weight):
 
 
 def int8(w: Float[Array, "*L K N"], *, activations: Activations = None) -> Array | Weight:
-    """w as `quantize_int8` stores it."""
+    """w rounded as `quantize_int8` stores it."""
     rounded = int8_values(*int8_codes(jax.lax.stop_gradient(w)))
     return with_activations(straight_through(w, rounded.astype(w.dtype)), activations)
 
@@ -54,7 +54,7 @@ def int8(w: Float[Array, "*L K N"], *, activations: Activations = None) -> Array
 def int4(
     w: Float[Array, "*L K N"], *, group_size: int = GROUP, activations: Activations = None
 ) -> Array | Weight:
-    """w as `quantize_int4` stores it. UserError where groups do not divide K."""
+    """w rounded as `quantize_int4` stores it. Raises UserError if groups do not divide K."""
     fixed = jax.lax.stop_gradient(w)
     scales = int4_scales(fixed, group_size, FIELD)
     rounded = int4_values(int4_codes(fixed, scales), scales)
@@ -62,5 +62,5 @@ def int4(
 
 
 def with_activations(w: Float[Array, "*L K N"], activations: Activations) -> Array | Weight:
-    """The matrix, or one that rounds its inputs."""
+    """The matrix, which also rounds its inputs if `activations` is set."""
     return w if activations is None else Int8ActivationsWeight(w)

@@ -1,12 +1,11 @@
-"""Linear layers in float8: which matrices, their copies made once a step, and the product.
+"""Float8 linear layers: selection of matrices, float8 copies made once per step, and the matmul.
 
-A training step puts an `Fp8Weight` in the place of the matrices that it computes in float8; who
-evaluates or generates passes the plain arrays, and `dense` multiplies those as they are.
+A training step replaces the matrices that it computes in float8 by `Fp8Weight`s. Evaluation and
+generation pass plain arrays, and `dense` multiplies those as usual.
 
-Delayed scaling (Transformer Engine's `DelayedScaling`): what a matrix is multiplied with is scaled
-by its largest magnitude in the last steps, so that the cast need not wait for a pass over the
-tensor. The step passes those magnitudes as an `AmaxHistory` and gets the new ones in the place of
-their gradient.
+Delayed scaling (Transformer Engine's `DelayedScaling`): activations and gradients are scaled by
+their amax over the last steps, so that the cast needs no extra pass over the tensor. The step
+passes these values as an `AmaxHistory` and gets the new ones in place of their gradient.
 """
 
 import dataclasses
@@ -24,21 +23,21 @@ from jaxtrain.settings import UserError
 from jaxtrain.weights.contract import Weight, gradients_together
 from jaxtrain.weights.params import Params, ParamSpec, Specs, path_name
 
-# Smaller products take longer to quantise than they save (nanochat's bound); and cuBLASLt's
+# Quantizing smaller matrices takes longer than float8 saves (nanochat's bound), and cuBLASLt's
 # float8 needs multiples of 16.
 SMALLEST, MULTIPLE = 128, 16
-Fp8Copies = dict[str, Any]  # the parameters' tree, of `kernels.Fp8` or None
+Fp8Copies = dict[str, Any]  # a tree like the parameters', of `kernels.Fp8` or None
 
 
 class AmaxHistory(NamedTuple):
-    """Largest magnitudes of each layer: [L] of one step, or a history [H, L], the newest first.
+    """Largest magnitudes (amax) of each layer: [L] of one step, or a history [H, L], newest first.
 
-    Gradients are those of a loss that is the sum over tokens: whatever a step divides it by, they
-    compare, and their scale before the first step can be 1.
+    Gradients are of a loss summed over tokens. So they are comparable whatever a step divides the
+    loss by, and their scale before the first step can be 1.
     """
 
-    inputs: dict[str, Array]  # of what matrices read, by `reads`
-    gradients: dict[str, Array]  # with respect to what a matrix puts out, by its name
+    inputs: dict[str, Array]  # of the matrices' inputs, by `reads`
+    gradients: dict[str, Array]  # of the matrices' output gradients, by the matrix's name
 
 
 @functools.partial(
@@ -50,9 +49,9 @@ class AmaxHistory(NamedTuple):
 class Fp8Weight(Weight):
     """A matrix, or a stack of them: the array that receives the gradient, and its float8 copy.
 
-    amax: where scaling is delayed, of the input and of the output's gradient. keep_hidden: the
-    backward pass has hidden layers in 16 bits, not in float8 alone. epilogue: hidden layers are
-    cast by the products that make them.
+    amax: with delayed scaling, of the input and of the output's gradient. keep_hidden: hidden
+    layers are saved for the backward pass in 16 bits, not in float8 alone. epilogue: hidden layers
+    are cast in the epilogue of the matmuls that produce them.
     """
 
     w_KN: Any
@@ -72,9 +71,9 @@ class Fp8Weight(Weight):
     def matmul_joined(
         self, x: Float[Array, "*B K"], others: Sequence[Array | Weight]
     ) -> Float[Array, "*B N"] | None:
-        """Cast once more, side by side with one scale: the copies have one each.
+        """Concatenate the matrices and cast them again with one scale, since copies have one each.
 
-        Every matrix's history then is of the output's gradient of all of them.
+        Every matrix's history then holds the amax of the joint output gradient.
         """
         matrices = [self, *(w for w in others if isinstance(w, Fp8Weight))]
         if len(matrices) <= len(others):
@@ -88,9 +87,10 @@ class Fp8Weight(Weight):
     def feed_forward_relu2(
         self, x: Float[Array, "B T K"], down: Array | Weight, implementation: str | None
     ) -> Float[Array, "B T K"] | None:
-        """The activation in the casts (see `jaxtrain_kernels`), if both matrices are in float8.
+        """Fuse the activation into the casts (see `jaxtrain_kernels`), if both matrices are in
+        float8.
 
-        Raises UserError if the backend that was asked for cannot serve.
+        Raises UserError if the requested backend does not support the call.
         """
         if not isinstance(down, Fp8Weight):
             return None
@@ -112,18 +112,18 @@ class Fp8Weight(Weight):
             raise UserError(f"model.kernels.ffn: {error}; xla takes XLA's") from None
 
     def dequantize(self) -> Float[Array, "K N"]:
-        """The array itself: float8 is how it is multiplied, not how it is stored."""
+        """The array itself: float8 is its matmul format, not its storage format."""
         return self.w_KN
 
 
 def shared_maximum(maxima: Sequence[Array]) -> Array:
-    """The largest; what stands in for its gradient goes to each of them, whole."""
+    """The maximum; each of `maxima` receives its whole gradient (here, the new amax)."""
     alone = lambda most: most - jax.lax.stop_gradient(most)
     return jax.lax.stop_gradient(jnp.max(jnp.stack(maxima))) + sum(map(alone, maxima))
 
 
 def quantize_float8(w_LKN: Float[Array, "L K N"]) -> Fp8Weight:
-    """A stack with its float8 copy, each layer with its own scale."""
+    """A stack with its float8 copy; each layer has its own scale."""
     return Fp8Weight(w_LKN, float8_copies(w_LKN))
 
 
@@ -132,19 +132,19 @@ def pinned(h_BTF: Array) -> Array:
 
 
 def cast_backend() -> str | None:
-    """The backend of casts: XLA's under a mesh, where a maximum is that of all devices."""
+    """Backend of the casts: XLA under a mesh, where an amax is over all devices."""
     return None if current_mesh() is None else "xla"
 
 
 def in_fp8(spec: ParamSpec) -> bool:
-    """Whether float8 pays for this parameter: the large matrices of the blocks."""
+    """Whether float8 is used for this parameter: the large matrices of the blocks."""
     sides = spec.shape[-2:]
     large = min(sides, default=0) >= SMALLEST and not any(side % MULTIPLE for side in sides)
     return spec.role == spec.group == "matrix" and large  # not routers, not experts
 
 
 def fp8_weights(params: Params, specs: Specs) -> Fp8Copies:
-    """Float8 copies of the matrices, each layer with its own scale; None where there is none.
+    """Float8 copies of the matrices, each layer with its own scale; None for other parameters.
 
     Raises UserError on a device without float8, as `check_fp8` does.
     """
@@ -165,9 +165,9 @@ def with_fp8(
     keep_hidden: bool = True,
     epilogue: bool = False,
 ) -> Params:
-    """The parameters with Fp8Weight in place of those that have a copy; its options follow.
+    """The parameters, with an Fp8Weight, with the given options, for each that has a copy.
 
-    Of matrices with the same input one reports its maximum: gradients of several would add up.
+    Among matrices with the same input, one reports its amax: the gradients of several would add up.
     """
     reported = set()
 
@@ -189,7 +189,7 @@ def with_fp8(
 
 
 def reads(name: str, spec: ParamSpec) -> str:
-    """The tensor that a matrix reads: those of one module with the same in axis share it."""
+    """Name of the tensor that a matrix reads; a module's matrices share it per input axis."""
     return f"{name.rpartition('/')[0]}/{spec.axes[-2]}"
 
 
@@ -205,9 +205,10 @@ def init_amax_history(specs: Specs, history: int) -> AmaxHistory:
 
 
 def amax_from_history(past: AmaxHistory, factor: Array) -> AmaxHistory:
-    """What to scale by in a step, [L], of the loss times the factor: the history's maximum.
+    """Per-layer amax for a step, [L]: the maximum over the history; of gradients, times `factor`.
 
-    Where it has none (the first step, or a gradient that was zero), the scale is 1, or the factor.
+    If it is zero (first step, or a gradient was zero), the amax is such that the scale is 1; for
+    gradients, `factor` instead of 1. factor: the step multiplies the loss by it.
     """
 
     def most(past_HL: Array, dtype: DTypeLike) -> Array:
@@ -221,12 +222,12 @@ def amax_from_history(past: AmaxHistory, factor: Array) -> AmaxHistory:
 
 
 def update_amax_history(past: AmaxHistory, seen: AmaxHistory, factor: Array) -> AmaxHistory:
-    """The history with a step's amax [L] in front, and its oldest forgotten."""
+    """The history with a step's amax [L] first, and without its oldest entry."""
     seen = seen._replace(gradients=jax.tree.map(lambda x: x / factor, seen.gradients))
     return jax.tree.map(lambda x, new: jnp.concatenate([new[None], x[:-1]]), past, seen)
 
 
 def check_fp8(field: str = "model.fp8") -> None:
-    """Raise UserError if the device has no float8 matmuls, which a field asks for."""
+    """Raise UserError if the device has no float8 matmuls; field: the setting that needs them."""
     if reason := kernels.fp8_unsupported():
         raise UserError(f"{field}: {reason}; leave it out to train in 16 bits")

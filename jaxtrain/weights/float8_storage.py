@@ -1,6 +1,6 @@
-"""Matrices stored in float8 e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), a scale a column.
+"""Storage in float8 e4m3, one scale per column (Micikevicius et al. 2022, arXiv:2209.05433).
 
-How a matrix is kept; `float8.py` is how it is multiplied in training.
+This is a storage format; `float8.py` has the float8 matmuls of training.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ LARGEST = 448.0  # of e4m3
 )
 @dataclasses.dataclass(frozen=True)
 class StoredFloat8Weight(QuantizedWeight):
-    """codes float8_e4m3fn [.., K, N], scales float32 [.., N]: a column's largest value is 448."""
+    """codes float8_e4m3fn [.., K, N], scales float32 [.., N]: a column's largest code is 448."""
 
     ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "N"}
     codes: Any
@@ -34,7 +34,7 @@ class StoredFloat8Weight(QuantizedWeight):
 
 
 def quantize_e4m3(w_KN: Float[Array, "K N"]) -> StoredFloat8Weight:
-    """One matrix, a scale a column."""
+    """Quantize one matrix, with one scale per column."""
     w_KN, dtype = w_KN.astype(jnp.float32), w_KN.dtype.name
     scales = jnp.max(jnp.abs(w_KN), axis=0) / LARGEST
     scaled = w_KN / jnp.where(scales > 0, scales, 1.0)[None]

@@ -1,8 +1,8 @@
-"""Numbers of 4, 6 and 8 bits, emulated in float32: elements, blocks that share a scale, rounding.
+"""Floating-point formats of 4, 6 and 8 bits, emulated in float32: rounding and block scaling.
 
-Elements are those of the OCP Microscaling (MX) specification 1.0. A value rounds to the nearest,
-ties to the even one, or at random so that its mean is right (stochastic rounding); what is larger
-than the largest number becomes that. Bit for bit those of `ml_dtypes`, on every device.
+Elements are those of the OCP Microscaling (MX) specification 1.0. A value rounds to nearest, ties
+to even, or at random without bias (stochastic rounding); larger values saturate at the largest
+number. Results are bit for bit those of `ml_dtypes`, on every device.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 
 
 class Format(NamedTuple):
-    """A sign, an exponent, and `mantissa` bits: its normal numbers begin at 2^min_exponent."""
+    """A format with a sign, an exponent and `mantissa` bits; its smallest normal number is
+    2^min_exponent."""
 
     mantissa: int
     min_exponent: int
@@ -29,7 +30,7 @@ E2M1 = Format(1, 0, 2, 6.0)
 
 
 def exponent(x: Float[Array, "*S"]) -> Int[Array, "*S"]:
-    """floor(log2 |x|), from the bits of float32; -127 of zero, 128 of what is not finite."""
+    """floor(log2 |x|), from the bits of float32; -127 for zero, 128 if x is not finite."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
     return ((bits >> 23) & 0xFF) - 127
 
@@ -40,17 +41,17 @@ def power_of_two(n: Int[Array, "*S"]) -> Float[Array, "*S"]:
 
 
 def times_power(x: Float[Array, "*#S"], n: Int[Array, "*#S"]) -> Float[Array, "*S"]:
-    """x 2^n for n in -127 .. 127, in two factors that are normal numbers."""
+    """x 2^n for n in -127 .. 127, as two factors, so that both are normal numbers."""
     return x * power_of_two(n // 2) * power_of_two(n - n // 2)
 
 
 def random_fraction(key: Array, shape: tuple[int, ...]) -> Float[Array, "*S"]:
-    """16 random bits as a float32 between 0 and 1, never 0: added to a whole number it is exact."""
+    """16 random bits as a float32 in (0, 1), never 0; the sum with an integer is exact."""
     return (jax.random.bits(key, shape, jnp.uint16).astype(jnp.float32) + 0.5) / 65536
 
 
 def round_to(x: Float[Array, "*S"], form: Format, key: Array | None = None) -> Float[Array, "*S"]:
-    """The numbers of a format, as float32. key: to round stochastically; None rounds to nearest."""
+    """Round to a format, as float32. key: for stochastic rounding; None: to nearest."""
     x32 = x.astype(jnp.float32)
     place = jnp.clip(exponent(x32), form.min_exponent, form.max_exponent) - form.mantissa
     steps = jnp.abs(x32) * power_of_two(-place)
@@ -59,12 +60,12 @@ def round_to(x: Float[Array, "*S"], form: Format, key: Array | None = None) -> F
 
 
 def mx_exponent(amax: Float[Array, "*S"], form: Format) -> Int[Array, "*S"]:
-    """The exponent of a block's e8m0 scale: floor(log2 amax) less that of the largest number."""
+    """Exponent of a block's e8m0 scale: floor(log2 amax) - exponent of the largest number."""
     return jnp.clip(exponent(amax) - form.max_exponent, -127, 127)
 
 
 def round_mx(tiles: Array, form: Format, key: Array | None) -> Array:
-    """Blocks rounded to a power of two times elements: MXFP8, MXFP6, MXFP4."""
+    """Round blocks to a power-of-two scale times elements: MXFP8, MXFP6, MXFP4."""
     amax = block_amax(tiles)
     shift = mx_exponent(amax, form)
     rounded = times_power(round_to(times_power(tiles, -shift), form, key), shift)
@@ -72,7 +73,7 @@ def round_mx(tiles: Array, form: Format, key: Array | None) -> Array:
 
 
 def round_nvfp4(tiles: Array, tensor_scale: Array, key: Array | None) -> Array:
-    """Blocks rounded to an e4m3 scale times e2m1 elements, in units of the tensor's scale."""
+    """Round blocks to an e4m3 scale times e2m1 elements, in units of the tensor's scale."""
     tiles = tiles / tensor_scale
     amax = block_amax(tiles)
     scale = round_to(amax / E2M1.largest, E4M3)
@@ -81,7 +82,7 @@ def round_nvfp4(tiles: Array, tensor_scale: Array, key: Array | None) -> Array:
 
 
 def nvfp4_tensor_scale(x: Float[Array, "*S"]) -> Float[Array, ""]:
-    """What makes the scale of the tensor's largest block e4m3's largest number; 1 of zeros."""
+    """Tensor scale, for which the largest block's scale is e4m3's largest number; 1 for zeros."""
     scale = jnp.max(jnp.abs(x)).astype(jnp.float32) / (E4M3.largest * E2M1.largest)
     return jnp.where(scale > 0, scale, 1.0)
 
@@ -91,7 +92,7 @@ def block_amax(tiles: Float[Array, "*S M m N n"]) -> Float[Array, "*S M 1 N 1"]:
 
 
 def to_tiles(x: Float[Array, "*S M N"], rows: int, columns: int) -> Float[Array, "*S m r n c"]:
-    """Float32 in blocks of rows x columns, zeros behind the end."""
+    """Split into float32 blocks of rows x columns, zero-padded at the end."""
     *lead, M, N = x.shape
     pads = [(0, 0)] * len(lead) + [(0, -M % rows), (0, -N % columns)]
     x32 = jnp.pad(x.astype(jnp.float32), pads)
@@ -99,6 +100,6 @@ def to_tiles(x: Float[Array, "*S M N"], rows: int, columns: int) -> Float[Array,
 
 
 def from_tiles(tiles: Array, shape: tuple[int, ...]) -> Float[Array, "*S M N"]:
-    """The array [.., M, N] whose blocks are given."""
+    """Join blocks into the array [.., M, N], without the padding."""
     *lead, m, rows, n, columns = tiles.shape
     return tiles.reshape(*lead, m * rows, n * columns)[..., : shape[-2], : shape[-1]]

@@ -1,10 +1,10 @@
-"""4-bit integers with a scale a group of inputs, two of a column's inputs in a byte.
+"""Int4 weights with one scale per group of inputs; two inputs of a column are packed into a byte.
 
-Symmetric round-to-nearest of GPTQ's and AWQ's baselines (arXiv:2210.17323, arXiv:2306.00978): in a
-group of 128 inputs of a column the largest magnitude is 7 steps. `pack_int4` takes the codes of
-any method. `ScaledInt4Weight` has a scale for each input as well, as AWQ needs it, and
-`OffsetInt4Weight` a zero point for each group, as QA-LoRA does. A byte has the code + 8 of the even
-input in its low half, as in compressed-tensors.
+Symmetric round-to-nearest, as in the baselines of GPTQ and AWQ (arXiv:2210.17323,
+arXiv:2306.00978): in a group of 128 inputs of a column the largest magnitude is 7 steps.
+`pack_int4` packs the codes of any method. `ScaledInt4Weight` also has a scale per input, for AWQ;
+`OffsetInt4Weight` has a zero point per group, for QA-LoRA. The low half of a byte is the code + 8
+of the even input, as in compressed-tensors.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class Int4Weight(IntegerWeight):
 )
 @dataclasses.dataclass(frozen=True)
 class ScaledInt4Weight(IntegerWeight):
-    """Int4 codes of a matrix whose row k was multiplied by input_scales[k]: AWQ's form.
+    """Int4 codes of a matrix whose row k was multiplied by input_scales[k] (AWQ).
 
     codes uint8 [.., K / 2, N], scales bfloat16 [.., K / group, N], input_scales bfloat16 [.., K].
     """
@@ -92,10 +92,10 @@ class ScaledInt4Weight(IntegerWeight):
 )
 @dataclasses.dataclass(frozen=True)
 class OffsetInt4Weight(QuantizedWeight):
-    """Int4 codes whose zero point is any number: codes x scale + offset of the group.
+    """Int4 codes with an arbitrary zero point: codes x scale + offset of the group.
 
     codes uint8 [.., K / 2, N], scales bfloat16 and offsets float32 [.., K / group, N]. Offsets are
-    in units of the matrix, so that what is added to a whole group is added to its offset.
+    in units of the matrix, so a change of a whole group is a change of its offset.
     """
 
     ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "KN", "offsets": "KN"}
@@ -115,14 +115,14 @@ class OffsetInt4Weight(QuantizedWeight):
 
 
 def repeat_groups(x: Float[Array, "*L G N"], K: int) -> Float[Array, "*L K N"]:
-    """The value of each input's group."""
+    """Repeat each group's value for its inputs."""
     return jnp.repeat(x, K // x.shape[-2], axis=-2)
 
 
 def group_of(K: int, group_size: int, field: str = "--group-size") -> int:
-    """Inputs of a group: `group_size`, or all K of a smaller matrix.
+    """Number of inputs per group: `group_size`, or K if that is smaller.
 
-    UserError where groups do not divide K, or K is odd.
+    Raises UserError if groups do not divide K, or K is odd.
     """
     group = min(group_size, K)
     if K % group or K % 2:
@@ -138,7 +138,7 @@ def group_of(K: int, group_size: int, field: str = "--group-size") -> int:
 def pack_int4(
     codes_KN: Int[Array, "K N"], scales_GN: Float[Array, "G N"], dtype: str
 ) -> Int4Weight:
-    """Codes from -8 to 7, and the step of each group of K / G inputs."""
+    """Pack codes from -8 to 7; scales: the step of each group of K / G inputs."""
     shifted = (codes_KN + 8).astype(jnp.uint8)
     return Int4Weight(
         shifted[0::2] | shifted[1::2] << 4, scales_GN.astype(jnp.bfloat16), dtype=dtype
@@ -148,9 +148,9 @@ def pack_int4(
 def int4_scales(
     w: Float[Array, "*L K N"], group_size: int = GROUP, field: str = "--group-size"
 ) -> Float[Array, "*L G N"]:
-    """The steps of absmax: float32 that bfloat16 holds. A group's largest magnitude is 7 of them.
+    """Absmax scales: a group's largest magnitude / 7, float32 rounded to bfloat16 values.
 
-    Raises UserError as `group_of` does. `reduce_precision`, because XLA may leave out a cast to
+    Raises UserError as `group_of` does. It uses `reduce_precision`, since XLA may drop a cast to
     bfloat16 and back.
     """
     *front, K, N = w.shape
@@ -168,20 +168,20 @@ def int4_codes(w: Float[Array, "*L K N"], scales: Float[Array, "*L G N"]) -> Flo
 def int4_values(
     codes: Float[Array, "*L K N"] | Int[Array, "*L K N"], scales: Float[Array, "*L G N"]
 ) -> Float[Array, "*L K N"]:
-    """What codes stand for, float32."""
+    """Dequantize codes to float32."""
     *front, K, N = codes.shape
     groups = codes.reshape(*front, scales.shape[-2], -1, N).astype(jnp.float32)
     return (groups * jnp.expand_dims(scales, -2).astype(jnp.float32)).reshape(*front, K, N)
 
 
 def quantize_int4(w_KN: Float[Array, "K N"], group_size: int = GROUP) -> Int4Weight:
-    """One matrix to the nearest codes. Raises UserError as `group_of` does."""
+    """Quantize one matrix to the nearest codes. Raises UserError as `group_of` does."""
     scales_GN = int4_scales(w_KN, group_size)
     return pack_int4(int4_codes(w_KN, scales_GN).astype(jnp.int8), scales_GN, w_KN.dtype.name)
 
 
 def quantize_offset_int4(w_KN: Float[Array, "K N"], group_size: int = GROUP) -> OffsetInt4Weight:
-    """One matrix to the nearest of 16 steps from a group's least value to its largest.
+    """Quantize one matrix to the nearest of 16 steps from each group's minimum to its maximum.
 
     Raises UserError as `group_of` does.
     """

@@ -1,9 +1,9 @@
-"""Training in int8: products of 8-bit integers summed in int32, forward and backward.
+"""Int8 training: int8 matmuls with int32 accumulation, forward and backward.
 
-Rows of the left factor and columns of the right one have a scale each, their largest magnitude
-over 127 (absmax). Gradients of outputs are rounded stochastically, as in AQT and Jetfire (Xi et al.
-2024, arXiv:2403.12422). `switchback` keeps the weight gradient, whose sum over the tokens is the
-longest, in the dtype of the compute (Wortsman et al. 2023, arXiv:2304.13013).
+Each row of the left factor and each column of the right one has a scale, its largest magnitude /
+127 (absmax). Output gradients are rounded stochastically, as in AQT and Jetfire (Xi et al. 2024,
+arXiv:2403.12422). `switchback` computes the weight gradient, which has the longest sum (over
+tokens), in the compute dtype (Wortsman et al. 2023, arXiv:2304.13013).
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int8
 from jaxtrain.weights.contract import Weight
 from jaxtrain.weights.formats import random_fraction
 
-LONGEST = 2**17  # products of 127 x 127 that int32 can add up
+LONGEST = 2**17  # terms of 127 x 127 that int32 can sum without overflow
 
 
 class Int8Options(NamedTuple):
@@ -42,7 +42,7 @@ class Int8TrainingWeight(Weight):
         return int8_matmul(self.options, x, self.w_KN, self.key)
 
     def dequantize(self) -> Float[Array, "K N"]:
-        """The array itself: int8 is how it is multiplied, not how it is stored."""
+        """The array itself: int8 is its matmul format, not its storage format."""
         return self.w_KN
 
 
@@ -53,16 +53,17 @@ def int8_training(
     switchback: bool = False,
     stochastic_rounding: bool = True,
 ) -> Int8TrainingWeight:
-    """The matrix with int8 products; switchback: all but the weight gradient."""
+    """The matrix with int8 matmuls; switchback: except for the weight gradient."""
     return Int8TrainingWeight(w_KN, key, Int8Options(switchback, stochastic_rounding))
 
 
 def quantize_absmax(
     x: Float[Array, "M K"], axis: int, key: Array | None = None
 ) -> tuple[Int8[Array, "M K"], Float[Array, "*S"]]:
-    """(codes -127 .. 127, scales along the other dim): one scale for all that is summed over.
+    """(codes -127 .. 127, scales along the other dim): one scale along the contracted axis.
 
-    axis: of the sum. A scale is NaN or infinite where its values are, and so is the product.
+    axis: the contracted one. A scale is NaN or infinite if one of its values is, and so is the
+    product.
     """
     x32 = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(x32), axis=axis) / 127
@@ -77,7 +78,7 @@ def int8_dot(
     key_a: Array | None = None,
     key_b: Array | None = None,
 ) -> Float[Array, "M N"]:
-    """a b in int8; a's and b's keys round them stochastically, without one to nearest."""
+    """a b in int8. key_a, key_b: to round that factor stochastically; None: to nearest."""
     (codes_a, scales_M), (codes_b, scales_N) = (
         quantize_absmax(a, 1, key_a),
         quantize_absmax(b, 0, key_b),
@@ -87,7 +88,7 @@ def int8_dot(
 
 
 def int8_products(a: Int8[Array, "M K"], b: Int8[Array, "K N"]) -> Float[Array, "M N"]:
-    """a b, summed in int32 as far as it can add up, as float32."""
+    """a b as float32, summed in int32 over as many terms as fit."""
     total = jnp.zeros((), jnp.float32)
     for start in range(0, a.shape[1], LONGEST):
         part = slice(start, start + LONGEST)
@@ -103,7 +104,7 @@ def int8_matmul(
     w_KN: Float[Array, "K N"],
     key: Array | None,
 ) -> Float[Array, "*B T N"]:
-    """x w, a scale a token and a scale an output channel."""
+    """x w in int8, with one scale per token and one per output channel."""
     y_MN = int8_dot(x.reshape(-1, x.shape[-1]), w_KN)
     return y_MN.reshape(*x.shape[:-1], -1)
 

@@ -1,13 +1,13 @@
-"""Training in emulated MXFP8, MXFP6, MXFP4 and NVFP4: every product of a matrix has operands
-rounded to blocks of few bits, multiplied in the dtype of the compute.
+"""Training in emulated MXFP8, MXFP6, MXFP4 and NVFP4: the operands of every matmul of a matrix are
+rounded to block-scaled low-bit formats, and multiplied in the compute dtype.
 
 MX (OCP Microscaling specification 1.0; scaling of Rouhani et al. 2023, arXiv:2310.10537): blocks of
-32 along the dim that is summed over, a power of two each. NVFP4 (NVIDIA 2025, arXiv:2509.25149):
-blocks of 16 with an e4m3 scale and a float32 one of the tensor; of weights, blocks of 16 x 16, so
-that forward and backward pass see one matrix; gradients are rounded stochastically; the inputs of
-the weight gradient go through a 16-wide random Hadamard transform along the tokens.
+32 along the contracted dim, each with a power-of-two scale. NVFP4 (NVIDIA 2025, arXiv:2509.25149):
+blocks of 16 with an e4m3 scale, and a float32 scale per tensor. Blocks of weights are 16 x 16, so
+that forward and backward pass use the same matrix. Gradients are rounded stochastically. The inputs
+of the weight gradient go through a 16-wide random Hadamard transform along the tokens.
 
-The values are those of hardware that has such products (Blackwell); the speed is not.
+The values are those of hardware with such matmuls (Blackwell); the speed is not.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ TRANSFORM = SYLVESTER * SIGNS / HADAMARD**0.5
 
 
 class BlockScaling(NamedTuple):
-    """operand: of inputs and weights. gradient: of outputs' gradients. block: values that share a
-    scale. square: weights have blocks of block x block."""
+    """operand: format of inputs and weights. gradient: format of output gradients. block: number
+    of values that share a scale. square: weights have blocks of block x block."""
 
     operand: Format
     gradient: Format
@@ -44,7 +44,7 @@ class BlockScaling(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A factor of a product: values in the dtype of the compute, times a float32 scale."""
+    """Operand of a matmul: values in the compute dtype, times a float32 scale."""
 
     values: Array
     scale: Array | float
@@ -55,7 +55,8 @@ class Operand(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class BlockScaledWeight(Weight):
-    """A matrix, or a stack of them, whose products are rounded. key: for stochastic rounding."""
+    """A matrix, or a stack of them, whose matmuls round their operands. key: for stochastic
+    rounding."""
 
     w_KN: Any
     key: Any
@@ -65,7 +66,7 @@ class BlockScaledWeight(Weight):
         return rounded_matmul(self.scaling, x, self.w_KN, self.key)
 
     def dequantize(self) -> Float[Array, "K N"]:
-        """The array itself: few bits are how it is multiplied, not how it is stored."""
+        """The array itself: the low-bit form is its matmul format, not its storage format."""
         return self.w_KN
 
 
@@ -78,7 +79,7 @@ def mx(
     stochastic_rounding: bool = False,
     hadamard: bool = False,
 ) -> BlockScaledWeight:
-    """MX: blocks of 32 values share a scale, a power of two. Rounds to nearest by default."""
+    """MX: blocks of 32 values share a power-of-two scale. Rounds to nearest by default."""
     scaling = BlockScaling(operand, gradient)
     options = {"stochastic_rounding": stochastic_rounding, "hadamard": hadamard}
     return BlockScaledWeight(w_KN, key, scaling._replace(**options))
@@ -91,7 +92,8 @@ def nvfp4(
     stochastic_rounding: bool = True,
     hadamard: bool = True,
 ) -> BlockScaledWeight:
-    """Blocks of 16 with two levels of scales, gradients rounded stochastically and transformed."""
+    """NVFP4: blocks of 16 with two levels of scales; stochastic rounding of gradients and Hadamard
+    transform by default."""
     scaling = BlockScaling(E2M1, E2M1, 16, True, True, stochastic_rounding, hadamard)
     return BlockScaledWeight(w_KN, key, scaling)
 
@@ -103,7 +105,7 @@ def round_operand(
     tile: tuple[int, int],
     key: Array | None,
 ) -> Operand:
-    """A factor in blocks of `tile`; key: of stochastic rounding, None to nearest."""
+    """Round an operand in blocks of `tile`; key: for stochastic rounding; None: to nearest."""
     tiles = formats.to_tiles(x, *tile)
     if r.tensor_scale:
         scale = formats.nvfp4_tensor_scale(x)
@@ -114,7 +116,7 @@ def round_operand(
 
 
 def product(a: Operand, b: Operand, dims: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
-    """a and b contracted over dims, summed in float32, in the dtype of a."""
+    """Contract a and b over dims, accumulated in float32, in the dtype of a."""
     summed = jax.lax.dot_general(
         a.values, b.values, (dims, ((), ())), preferred_element_type=jnp.float32
     )
@@ -122,7 +124,7 @@ def product(a: Operand, b: Operand, dims: tuple[tuple[int, ...], tuple[int, ...]
 
 
 def transformed(x: Float[Array, "*B T K"]) -> Float[Array, "*B t K"]:
-    """The Hadamard transform of each 16 tokens, zeros behind the last: it cancels in x^T dy."""
+    """Hadamard transform of each 16 tokens, zero-padded at the end. It cancels in x^T dy."""
     tiles = formats.to_tiles(x, HADAMARD, 1)
     *lead, t, _, n, _ = tiles.shape
     mixed = jnp.einsum("ij,...tjnc->...tinc", jnp.asarray(TRANSFORM), tiles)
@@ -133,7 +135,7 @@ def transformed(x: Float[Array, "*B T K"]) -> Float[Array, "*B t K"]:
 def rounded_matmul(
     r: BlockScaling, x: Float[Array, "*B T K"], w_KN: Float[Array, "K N"], key: Array | None
 ) -> Float[Array, "*B T N"]:
-    """x w with both in blocks along K; each product of the backward pass along its own sum."""
+    """x w with both in blocks along K. Backward matmuls have blocks along their contracted dim."""
     sides = (r.block, r.block) if r.square else (r.block, 1)
     left = round_operand(x, r, r.operand, (1, r.block), None)
     right = round_operand(w_KN, r, r.operand, sides, None)

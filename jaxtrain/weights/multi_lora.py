@@ -1,4 +1,4 @@
-"""A matrix with the low-rank changes of several adapters, of which each row of a batch has one."""
+"""Multi-LoRA: a matrix with several low-rank adapters; each row of a batch uses one of them."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jaxtrain.weights.params import Params, path_name
 
 
 class LoRAFactors(NamedTuple):
-    """One adapter's change of a stack of matrices: columns x (w + a b); columns None: 1."""
+    """One adapter's factors for a stack of matrices: columns x (w + a b); columns None: 1."""
 
     a: Float[Array, "L K r"]
     b: Float[Array, "L r N"]
@@ -28,10 +28,10 @@ class LoRAFactors(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class MultiLoRAWeight(Weight):
-    """columns[i] x (w + a[i] b[i]) for a row whose adapter is number i; 0 is no change.
+    """columns[i] x (w + a[i] b[i]) for a row whose adapter index is i; 0 is no change.
 
     One matrix or a stack: w [.., K, N], a [.., A, K, r], b [.., A, r, N], columns [.., A, N] in
-    float32 or None. adapter [.., B]: of each row (`choose_adapters`); None: no row has one.
+    float32 or None. adapter [.., B]: index of each row (`choose_adapters`); None: no adapters.
     """
 
     w: Any  # an array, or quantized
@@ -41,7 +41,7 @@ class MultiLoRAWeight(Weight):
     adapter: Any = None
 
     def matmul(self, x: Float[Array, "B *T K"]) -> Float[Array, "B *T N"]:
-        """Each row of x times its own matrix, which is never made; w is read once for all."""
+        """Each row of x times its own matrix, which is never materialized; w is read once."""
         y = matmul(x, self.w)
         if self.adapter is None:
             return y
@@ -62,9 +62,9 @@ class MultiLoRAWeight(Weight):
 
 
 def stack_adapters(w: Array | Weight, adapters: Sequence[LoRAFactors | None]) -> MultiLoRAWeight:
-    """A stack of matrices with the changes of adapters 1, 2, ...; None: this one changes nothing.
+    """A stack of matrices with adapters 1, 2, ...; None: an adapter that does not change it.
 
-    Lower ranks are filled up with zeros.
+    Lower ranks are zero-padded.
     """
     some = [one for one in adapters if one is not None]
     rank = max(one.a.shape[-1] for one in some)
@@ -82,7 +82,7 @@ def stack_adapters(w: Array | Weight, adapters: Sequence[LoRAFactors | None]) ->
 
 
 def choose_adapters(params: Params, adapter_B: Int[Array, "B"]) -> Params:
-    """The parameters for a batch whose rows have these adapters."""
+    """Set each batch row's adapter index in the parameters."""
 
     def choose(w: object) -> object:
         if not isinstance(w, MultiLoRAWeight):
@@ -94,7 +94,7 @@ def choose_adapters(params: Params, adapter_B: Int[Array, "B"]) -> Params:
 
 
 def with_adapters(params: Params, changes: Mapping[str, Sequence[LoRAFactors | None]]) -> Params:
-    """The parameters with `changes` of matrices, by their names."""
+    """The parameters, with adapters for the matrices named in `changes`."""
     put = lambda path, w: (
         stack_adapters(w, changes[name]) if (name := path_name(path)) in changes else w
     )

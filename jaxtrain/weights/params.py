@@ -1,4 +1,4 @@
-"""A parameter is declared once; initial values, placement, groups and counts derive from that."""
+"""Parameter declarations, the source of initial values, shardings, optimizer groups and counts."""
 
 import zlib
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from jaxtrain.parallel.axes import Shardings
 
 Role = Literal["matrix", "embedding", "head", "gain", "scalar"]
 Params = dict[str, Any]  # a tree of arrays, by the names of modules and parameters
-Specs = dict[str, Any]  # the same tree, of `ParamSpec`
-ShapeTree = dict[str, Any]  # the same tree, of `jax.ShapeDtypeStruct`
-# Of a mixture of experts: groups whose "gradient" is the number of tokens that each expert got.
+Specs = dict[str, Any]  # a tree of the same structure, of `ParamSpec`
+ShapeTree = dict[str, Any]  # a tree of the same structure, of `jax.ShapeDtypeStruct`
+# Groups of a mixture of experts whose "gradient" is the number of tokens per expert.
 BALANCE_GROUPS = ("router_bias", "router_load")
-BLOCK_GROUPS = ("matrix", "experts")  # of the blocks' large matrices
+BLOCK_GROUPS = ("matrix", "experts")  # groups of the blocks' large matrices
 
 
 @dataclass(frozen=True)
 class Initializer:
-    """Draws the values of a shape. `wider`: the in and out dims, in multiples of the base model's.
+    """Draws initial values. `wider`: the in and out dims, as multiples of the base model's.
 
-    muP ties the learning rate to the initial values; the optimizer reads `wider` and follows.
+    muP ties the learning rate to the initial values, so the optimizer reads `wider`.
     """
 
     draw: Callable[[jax.Array, tuple[int, ...]], jax.Array]
@@ -37,7 +37,7 @@ class Initializer:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter: `ins` and `outs` are the dims of its matrix view, the rest are stacked."""
+    """One parameter; `ins` and `outs` are the dims of its matrix view, other dims are stacked."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -47,7 +47,7 @@ class ParamSpec:
     outs: tuple[int, ...] = ()
     group: str = ""  # optimizer group, where it is finer than the role
     dtype: str = "float32"
-    head_dim: int | None = None  # output channels of one head, of queries and keys
+    head_dim: int | None = None  # output channels per head, for query and key projections
 
     @property
     def size(self) -> int:
@@ -59,8 +59,8 @@ class ParamSpec:
 
 
 def is_block_matrix(spec: ParamSpec) -> bool:
-    """Whether a parameter is a matrix of the attention, a feed-forward network or the experts:
-    no router, gate or adapter."""
+    """Whether a parameter is a matrix of attention, feed-forward network or experts, and not a
+    router, gate or adapter."""
     return spec.role == "matrix" and spec.group in BLOCK_GROUPS
 
 
@@ -74,10 +74,10 @@ def declare(
     dtype: str = "float32",
     head_dim: int | None = None,
 ) -> nnx.Param:
-    """A module's parameter, without a value yet.
+    """Declare a module's parameter, without a value.
 
-    The last two dims of a matrix or head are (in, out) and those of an embedding (row, out);
-    a dim called `layers` in front is a stack of equal layers.
+    The last two dims of a matrix or head are (in, out), of an embedding (row, out). A leading dim
+    called `layers` is a stack of equal layers.
     """
     ins, outs = ((len(shape) - 2,), (len(shape) - 1,)) if role in ("matrix", "head") else ((), ())
     spec = ParamSpec(shape, axes, init, role, ins, outs, group or role, dtype, head_dim)
@@ -103,7 +103,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def initialize(specs: Specs, seed: int | jax.Array) -> Params:
-    """Initial values. Keys come from paths: adding a parameter leaves the others as they were."""
+    """Initial values. PRNG keys derive from paths, so adding a parameter does not change others."""
     root = jax.random.key(seed)
 
     def value(path: tuple[Any, ...], spec: ParamSpec) -> jax.Array:
@@ -114,19 +114,19 @@ def initialize(specs: Specs, seed: int | jax.Array) -> Params:
 
 
 def abstract(specs: Specs, shardings: Shardings) -> ShapeTree:
-    """Shapes, dtypes and placements without values: what a checkpoint is restored into."""
+    """Shapes, dtypes and shardings without values, as the target of a checkpoint's restore."""
     return jax.tree.map(
         lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), specs, shardings
     )
 
 
 def count(specs: Specs, role: Role | None = None) -> int:
-    """Number of parameters, of one role or of all."""
+    """Number of parameters of one role, or of all."""
     return sum(s.size for s in jax.tree.leaves(specs) if role in (None, s.role))
 
 
 def cast(params: Params, specs: Specs, dtype: jnp.dtype) -> Params:
-    """The copy that a step computes with. Gains, scalars and routers stay float32."""
+    """Cast parameters to the compute dtype. Gains, scalars and routers stay float32."""
     keep = lambda s: s.role in ("gain", "scalar") or s.group == "router"
     # A quantized matrix is a subtree below its declaration.
     return jax.tree.map(lambda s, p: p if keep(s) else p.astype(dtype), specs, params)

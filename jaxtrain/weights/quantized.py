@@ -1,8 +1,9 @@
-"""Frozen matrices in 4 or 8 bits (Dettmers et al. 2023), made whole just before they multiply.
+"""Frozen matrices in 4 or 8 bits (Dettmers et al. 2023), dequantized just before the matmul.
 
-Stacks have a leading layer dim in every array, so that layers are taken of them as of any other.
-The 4-bit form is bitsandbytes': blocks of 64 along a column's inputs, the first of two values in
-the high half of a byte, the blocks' maxima in 8 bits with a mean and a float32 per 256 of them.
+Every array of a stack has a leading layer dim, so stacks are sliced like any other. The 4-bit form
+is that of bitsandbytes: blocks of 64 along a column's inputs; the first of two values is in the
+high half of a byte; the blocks' maxima have 8 bits, with one mean per matrix and one float32 step
+per 256 of them.
 """
 
 import abc
@@ -46,10 +47,10 @@ DYNAMIC = dynamic_values()
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight(Weight):
-    """A matrix [K, N] that is stored in few bits, with the dtype that it is computed in.
+    """A matrix [K, N] stored in few bits, with its compute dtype.
 
-    ALONG: of each array, the dims of the matrix that its own dims run along, behind those of a
-    stack; a mesh splits them as it splits those (`weights.stored.packed_shardings`).
+    ALONG: for each array, the matrix dims (K, N) that its last dims correspond to, after those of a
+    stack. A mesh shards them like those dims (`weights.stored.packed_shardings`).
     """
 
     ALONG: ClassVar[Mapping[str, str]]
@@ -59,19 +60,19 @@ class QuantizedWeight(Weight):
         return frozen_matmul(x, self)
 
     def product(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
-        """What `matmul` computes; the gradient is not its own."""
+        """Forward computation of `matmul`, which defines the gradient."""
         return x @ self.dequantize()
 
     def astype(self, dtype: DTypeLike) -> "QuantizedWeight":
-        """The same bits, computed in another dtype."""
+        """The same bits with another compute dtype."""
         return dataclasses.replace(self, dtype=jnp.dtype(dtype).name)
 
 
 @dataclasses.dataclass(frozen=True)
 class IntegerWeight(QuantizedWeight):
-    """Integer codes with scales, whose kernels read a layer of a stack in place.
+    """Integer codes with scales; their kernels read a layer of a stack in place.
 
-    layer: the arrays are those of a whole stack, and this is the matrix of one layer.
+    layer: if set, the arrays are a whole stack, and this is the matrix of that layer.
     """
 
     codes: Any
@@ -80,23 +81,23 @@ class IntegerWeight(QuantizedWeight):
 
     @abc.abstractmethod
     def values(self) -> Float[Array, "*E K N"]:
-        """What the codes stand for, of a matrix by itself."""
+        """Dequantized values, for a matrix without `layer`."""
 
     def dequantize(self) -> Float[Array, "*E K N"]:
         return self.alone().values()
 
     def alone(self) -> "IntegerWeight":
-        """The same matrix with arrays of its own."""
+        """The same matrix with its own arrays, sliced from the stack."""
         if self.layer is None:
             return self
         return dataclasses.replace(jax.tree.map(lambda s: s[self.layer], self), layer=None)
 
     def layers(self, count: int) -> "list[IntegerWeight]":
-        """The matrices of a stack of `count`, in place."""
+        """The `count` matrices of a stack, without slicing it."""
         return [dataclasses.replace(self, layer=i) for i in range(count)]
 
     def is_experts(self) -> bool:
-        """Whether there is a matrix for each expert."""
+        """Whether there is one matrix per expert."""
         return self.codes.ndim > (2 if self.layer is None else 3)
 
 
@@ -108,8 +109,8 @@ class IntegerWeight(QuantizedWeight):
 @dataclasses.dataclass(frozen=True)
 class NF4Weight(QuantizedWeight):
     """codes uint8 [.., K N / 2], scales uint8 [.., blocks], steps float32 [.., blocks / 256],
-    mean float32 [..]; shape is one matrix's (K, N). Column by column, so that a part of the codes
-    is a part of the columns."""
+    mean float32 [..]; shape is one matrix's (K, N). Codes are in column order, so that a shard of
+    the codes is a shard of the columns."""
 
     ALONG: ClassVar[Mapping[str, str]] = {"codes": "N", "scales": "N", "steps": "", "mean": ""}
     codes: Any
@@ -135,7 +136,7 @@ class NF4Weight(QuantizedWeight):
 )
 @dataclasses.dataclass(frozen=True)
 class Int8Weight(IntegerWeight):
-    """codes int8 [.., K, N], scales float32 [.., N]: a column's largest value is 127."""
+    """codes int8 [.., K, N], scales float32 [.., N]: a column's largest code is 127."""
 
     ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "N"}
     codes: Any
@@ -153,10 +154,10 @@ class Int8Weight(IntegerWeight):
 
 
 def nearest(x: Array, values: np.ndarray) -> Array:
-    """Index of the nearest of 2^n sorted values; halfway is the lower one's.
+    """Index of the nearest of 2^n sorted values; ties go to the lower one.
 
-    A bit of the index at a time: of a sum of comparisons, a reduction, XLA may make a Triton kernel
-    that compiles for minutes.
+    It finds one bit of the index at a time. For a sum of comparisons (a reduction) XLA may make a
+    Triton kernel that compiles for minutes.
     """
     between = jnp.asarray((values[1:] + values[:-1]) / 2)
     index = jnp.zeros(x.shape, jnp.uint8)
@@ -168,7 +169,7 @@ def nearest(x: Array, values: np.ndarray) -> Array:
 
 
 def quantize_nf4(w_KN: Float[Array, "K N"]) -> NF4Weight:
-    """One matrix in 4 bits; K N is a multiple of 64."""
+    """Quantize one matrix to 4 bits; K N is a multiple of 64."""
     blocks = w_KN.T.astype(jnp.float32).reshape(-1, BLOCK)
     most = jnp.max(jnp.abs(blocks), axis=1)
     codes = nearest(blocks / jnp.where(most > 0, most, 1.0)[:, None], NF4).reshape(-1, 2)
@@ -186,7 +187,7 @@ def quantize_nf4(w_KN: Float[Array, "K N"]) -> NF4Weight:
 def int8_codes(
     w: Float[Array, "*L K N"], axis: int = -2
 ) -> tuple[Float[Array, "*L K N"], Float[Array, "*S"]]:
-    """(The nearest codes from -127 to 127 as float32, the scales): one scale along the axis."""
+    """(Nearest codes from -127 to 127 as float32, scales), with one scale along the axis."""
     w = w.astype(jnp.float32)
     scales = jnp.max(jnp.abs(w), axis=axis) / 127
     return jnp.round(w / jnp.expand_dims(jnp.where(scales > 0, scales, 1.0), axis)), scales
@@ -195,12 +196,12 @@ def int8_codes(
 def int8_values(
     codes: Float[Array, "*L K N"] | Int[Array, "*L K N"], scales: Float[Array, "*S"], axis: int = -2
 ) -> Float[Array, "*L K N"]:
-    """What codes stand for, float32."""
+    """Dequantize codes to float32."""
     return codes.astype(jnp.float32) * jnp.expand_dims(scales, axis)
 
 
 def quantize_int8(w_KN: Float[Array, "K N"]) -> Int8Weight:
-    """One matrix in 8 bits, a scale a column."""
+    """Quantize one matrix to 8 bits, with one scale per column."""
     codes, scales = int8_codes(w_KN)
     return Int8Weight(codes.astype(jnp.int8), scales, dtype=w_KN.dtype.name)
 
@@ -210,15 +211,15 @@ QUANTIZERS = {"nf4": quantize_nf4, "int8": quantize_int8}
 
 @functools.partial(jax.jit, static_argnums=1)
 def quantize(w_LKN: Float[Array, "L K N"], kind: Literal["nf4", "int8"]) -> NF4Weight | Int8Weight:
-    """A stack, a matrix at a time."""
+    """Quantize a stack, one matrix at a time."""
     return jax.lax.map(QUANTIZERS[kind], w_LKN)
 
 
 @jax.custom_vjp
 def frozen_matmul(x: Array, w: QuantizedWeight) -> Array:
-    """x w. What is kept for the gradient is the packed matrix: the whole one would stay in memory
-    from the forward to the backward pass, of every layer."""
-    x, w = jax.lax.optimization_barrier((x, w))  # whole when it is its turn, not all at the start
+    """x w. The packed matrix is saved for the gradient: dequantized ones of all layers would stay
+    in memory from the forward to the backward pass."""
+    x, w = jax.lax.optimization_barrier((x, w))  # dequantize when needed, not all at the start
     return gather_fsdp(w).product(x)
 
 
@@ -227,8 +228,8 @@ def _forward(x: Array, w: QuantizedWeight) -> tuple[Array, QuantizedWeight]:
 
 
 def frozen_backward(w: Weight, dy: Array) -> tuple[Array, None]:
-    """The gradient of x alone, of what `_forward` kept."""
-    w, dy = jax.lax.optimization_barrier((w, dy))  # else XLA would keep the forward pass's
+    """Gradient of x alone, from the saved packed matrix."""
+    w, dy = jax.lax.optimization_barrier((w, dy))  # else XLA would keep the dequantized forward one
     return dy @ gather_fsdp(w).dequantize().T, None
 
 

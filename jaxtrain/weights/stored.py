@@ -1,5 +1,4 @@
-"""Quantized matrices as named arrays: what a model file holds of them, how they come back, and
-where a mesh puts them."""
+"""Quantized matrices as named arrays: saving them in model files, loading and sharding them."""
 
 import dataclasses
 import math
@@ -17,7 +16,7 @@ from jaxtrain.weights.params import ParamSpec
 from jaxtrain.weights.quantized import Int8Weight, NF4Weight, QuantizedWeight
 from jaxtrain.weights.w8a8 import DynamicInt8Weight, W8A8Weight
 
-# What a file calls each form; a form of one's own is a row here.
+# Name of each form in a file; a custom form is a row here.
 STORED: dict[str, type[QuantizedWeight]] = {
     "int8": Int8Weight,
     "int4": Int4Weight,
@@ -32,7 +31,7 @@ NAMES = {kind: name for name, kind in STORED.items()}
 
 
 class StoredForm(NamedTuple):
-    """How a matrix is stored: the name of a row of STORED, and its fields that are no arrays."""
+    """Metadata of a stored matrix: the name of a row of STORED, and its non-array fields."""
 
     form: str
     facts: dict[str, Any]
@@ -44,19 +43,19 @@ def array_fields(kind: type[QuantizedWeight]) -> list[str]:
 
 
 def arrays_of(name: str, weight: QuantizedWeight) -> dict[str, Any]:
-    """NAME/FIELD -> array, of a matrix that is called NAME."""
+    """NAME/FIELD -> array, for a matrix called NAME."""
     return {f"{name}/{field}": getattr(weight, field) for field in array_fields(type(weight))}
 
 
 def form_of(weight: QuantizedWeight) -> StoredForm:
-    """What to write beside the arrays."""
+    """Metadata to write with the arrays."""
     arrays = array_fields(type(weight))
     facts = {f.name: getattr(weight, f.name) for f in dataclasses.fields(weight)}
     return StoredForm(NAMES[type(weight)], {k: v for k, v in facts.items() if k not in arrays})
 
 
 def rebuild(name: str, stored: StoredForm, arrays: Mapping[str, Any]) -> QuantizedWeight:
-    """The matrix called `name`, of arrays as `arrays_of` names them. UserError for one missing."""
+    """Rebuild the matrix `name` from arrays named by `arrays_of`. UserError if one is missing."""
     if stored.form not in STORED:
         raise UserError(f"{name} is stored as {stored.form}, which is none of {', '.join(STORED)}")
     kind = STORED[stored.form]
@@ -70,25 +69,25 @@ def rebuild(name: str, stored: StoredForm, arrays: Mapping[str, Any]) -> Quantiz
 
 
 def stored_shape(weight: QuantizedWeight) -> tuple[int, ...]:
-    """The shape of the array that it stands for, with the dims of a stack."""
+    """Shape of the dequantized array, with the dims of a stack."""
     return jax.eval_shape(lambda w: w.dequantize(), weight).shape
 
 
 def stored_bytes(weight: QuantizedWeight) -> int:
-    """Bytes of its arrays."""
+    """Number of bytes of its arrays."""
     arrays = arrays_of("", weight).values()
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
 def packed_shardings(weight: QuantizedWeight, spec: ParamSpec, mesh: Mesh) -> QuantizedWeight:
-    """The placement of each of its arrays, in the weight's own structure.
+    """Shardings of its arrays, in the weight's own structure.
 
-    The arrays are split along the logical axes of the matrix, `spec`. No shard has a part of a
-    group, of a byte or of a block: a mesh axis that would cut one splits the other dim instead, and
-    nothing where that does not divide either.
+    The arrays are sharded by the logical axes of the matrix, `spec`. No shard cuts a group, a byte
+    or a block: a mesh axis that would do so shards the other dim instead, or nothing if that does
+    not divide either.
     """
     *front, K, N = spec.shape
-    sizes = {"K": [K], "N": [N]}  # of what is to be cut evenly, of each dim
+    sizes = {"K": [K], "N": [N]}  # sizes that must be divided evenly, per matrix dim
     for field, dims in weight.ALONG.items():
         shape = getattr(weight, field).shape
         for dim, size in zip(dims, shape[len(shape) - len(dims) :]):

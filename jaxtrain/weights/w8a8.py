@@ -1,7 +1,7 @@
-"""8-bit weights and 8-bit activations: a product of integers, summed in int32.
+"""W8A8: 8-bit weights and 8-bit activations, integer matmuls with int32 accumulation.
 
 SmoothQuant (Xiao et al. 2022, arXiv:2211.10438): input k of the matrix is divided by a scale and
-row k of the matrix is multiplied by it. Then a few large inputs leave the others enough steps.
+row k of the matrix is multiplied by it. Then outlier inputs leave enough steps for the others.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from jaxtrain.weights.quantized import QuantizedWeight, frozen_backward, int8_co
 )
 @dataclasses.dataclass(frozen=True)
 class DynamicInt8Weight(QuantizedWeight):
-    """codes int8 [.., K, N], scales float32 [.., N]. Its inputs are rounded to int8 as well, a
-    scale a token."""
+    """codes int8 [.., K, N], scales float32 [.., N]. Inputs are rounded to int8 as well, with one
+    scale per token."""
 
     ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "N"}
     codes: Any
@@ -34,11 +34,11 @@ class DynamicInt8Weight(QuantizedWeight):
         return w8a8_matmul(x, self)
 
     def smooth(self, x_MK: Float[Array, "M K"]) -> Float[Array, "M K"]:
-        """The inputs as they are rounded."""
+        """The inputs to round; `W8A8Weight` divides them by its input scales."""
         return x_MK
 
     def dequantize(self) -> Float[Array, "*E K N"]:
-        """Without the rounding of the inputs, which no array can hold."""
+        """The matrix alone, since an array cannot represent the rounding of the inputs."""
         return int8_values(self.codes, self.scales).astype(self.dtype)
 
 
@@ -61,14 +61,14 @@ class W8A8Weight(DynamicInt8Weight):
 
     @override
     def dequantize(self) -> Float[Array, "*E K N"]:
-        """Without the rounding of the inputs, which no array can hold."""
+        """The matrix alone, since an array cannot represent the rounding of the inputs."""
         scaled = int8_values(self.codes, self.scales)
         return (scaled / self.input_scales[..., None].astype(jnp.float32)).astype(self.dtype)
 
 
 @jax.custom_vjp
 def w8a8_matmul(x: Float[Array, "*B K"], w: DynamicInt8Weight) -> Float[Array, "*B N"]:
-    """x w. The gradient of x is that of the dequantized matrix."""
+    """x w in int8. The gradient of x uses the dequantized matrix."""
     w = gather_fsdp(w)
     x_MK = w.smooth(x.reshape(-1, x.shape[-1]).astype(jnp.float32))
     codes_MK, scales_M = quantize_absmax(x_MK, 1)
@@ -82,10 +82,10 @@ w8a8_matmul.defvjp(lambda x, w: (w8a8_matmul(x, w), w), frozen_backward)
 def smoothing_scales(
     amax_K: Float[Array, " K"], most_K: Float[Array, " K"], alpha: float
 ) -> Float[Array, " K"]:
-    """amax^alpha / most^(1 - alpha) of each input, as bfloat16 holds it; 1 where either is 0.
+    """amax^alpha / most^(1 - alpha) of each input, rounded to bfloat16; 1 if either is 0.
 
-    amax_K: max |x| of each input. most_K: max |w| of its row. alpha: 0 evens out the rows of the
-    weights alone, 1 the inputs.
+    amax_K: max |x| of each input. most_K: max |w| of its row. alpha: 0 equalizes only the rows of
+    the weights, 1 only the inputs.
     """
     seen = (amax_K > 0) & (most_K > 0)
     one = lambda x_K: jnp.where(seen, x_K, 1.0)
@@ -94,13 +94,13 @@ def smoothing_scales(
 
 
 def quantize_dynamic_int8(w_KN: Float[Array, "K N"]) -> DynamicInt8Weight:
-    """One matrix, a scale a column."""
+    """Quantize one matrix, with one scale per column."""
     codes, scales = int8_codes(w_KN.astype(jnp.float32))
     return DynamicInt8Weight(codes.astype(jnp.int8), scales, dtype=w_KN.dtype.name)
 
 
 def quantize_w8a8(w_KN: Float[Array, "K N"], input_scales_K: Float[Array, " K"]) -> W8A8Weight:
-    """One matrix, a scale a column, its row k multiplied by input_scales[k] first."""
+    """Multiply row k by input_scales[k], then quantize the matrix with one scale per column."""
     codes, scales = int8_codes(w_KN.astype(jnp.float32) * input_scales_K[:, None])
     return W8A8Weight(
         codes.astype(jnp.int8), scales, input_scales_K.astype(jnp.bfloat16), dtype=w_KN.dtype.name
