@@ -56,7 +56,7 @@ def test_prompts_that_begin_have_programs_of_their_own():
     """Of one size of pages, and of more rows: nothing is gathered for them."""
     keys = programs(in_place=False, first_chunks=True).needed((), CONTEXT)
     found = {key for key in keys if key.name == "prefill_slots"}
-    ones = {key for key in found if key.first_chunks}
+    ones = {key for key in found if key.first_chunk}
     assert {(key.rows, key.pages) for key in ones} == {(n, 512 * 2 // 32) for n in (1, 4, 16)}
     assert {(x.rows, x.pages * 32) for x in found - ones} == {
         (n, size) for n in (1, 4) for size in (256, 1024, 2048)
@@ -88,7 +88,7 @@ def test_a_known_page_or_a_long_prompt_needs_programs_that_gather():
     one = programs(in_place=True, first_chunks=True)
     gathers = lambda *texts: (
         not all(
-            key.first_chunks
+            key.first_chunk
             for key in one.needed(
                 [Request(str(i), x, GREEDY) for i, x in enumerate(texts)], CONTEXT
             )

@@ -242,8 +242,9 @@ class Engine:
         that a sequence's values do not depend on the other sequences."""
         todo = [one for one in self.scheduler.running if not one.decoding]
         is_first = lambda one: self.programs.first_chunks and not one.computed
-        for first in (True, False):
-            if some := [one for one in todo if is_first(one) == first]:
+        parts = {first: [one for one in todo if is_first(one) == first] for first in (True, False)}
+        for first, some in parts.items():
+            if some:
                 self.pace.reset()
                 self.prefill_chunk(some[: self.programs.prefill_batch(len(some), first)], first)
 
