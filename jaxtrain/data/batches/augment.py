@@ -66,7 +66,7 @@ class FillInTheMiddle(Settings):
 
 
 class SubwordSplits(Settings):
-    """Splits tokens in two at random, as BPE-dropout (arXiv:1910.13267), anew in every epoch."""
+    """Splits tokens in two at random, like BPE-dropout (arXiv:1910.13267), anew in every epoch."""
 
     name: Literal["subword_splits"] = "subword_splits"
     rate: float = Field(default=0.1, gt=0, le=1, description="Share of the tokens that can be cut")

@@ -39,9 +39,9 @@ Stores = TokenStore | Mapping[str, TokenStore]  # one store, or a mixture's stor
 class Loader(Iterator[Batch | PairBatch]):
     """Endless iterator over batches of this process's rows, prefetched by threads.
 
-    `get_state` returns small JSON, the same on every process: the position after the last batch
-    consumed. Passed to `train_batches` as `state`, it resumes with the next batch, bit for bit, on
-    any number of processes. Use the loader in a `with`, or call `close`.
+    `get_state` returns small JSON, the same on every process: the stream's identity, and the
+    position after the last batch consumed. Passed to `train_batches` as `state`, it resumes with
+    the next batch, bit for bit, on any number of processes. Use it in a `with`, or call `close`.
     """
 
     def __init__(

@@ -143,8 +143,8 @@ def assemble(
 ) -> Batch:
     """Reads the tokens of planned rows of at most T+1 tokens and lays them out as [B, T] arrays.
 
-    `mapped` (such as the map of a thread pool) runs `workers` calls, which share the rows.
-    `change`, if given, is called with the index and the arrays of each row.
+    mapped: such as the map of a thread pool; it runs `workers` calls, which share the rows.
+    change: if given, it is called with the index and the arrays of each row.
     """
     shape = (len(rows), length)
     tokens_BT, targets_BT = np.empty(shape, np.int32), np.empty(shape, np.int32)

@@ -190,7 +190,7 @@ class BestFit:
         oldest = 1 + stop - start
         if oldest <= room and room * len(self.waiting) > 2 * self.held:
             return oldest
-        top = self.length // self.cut + 1  # an empty row: only the oldest may fill it exactly
+        top = self.length // self.cut + 1  # an empty row: a fragment that fills it must be oldest
         if largest == room and (oldest == room or room < top):
             return room
         pair = (self.sizes & self.reverse >> top - room).bit_length() - 1  # the larger of the two

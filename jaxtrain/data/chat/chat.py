@@ -30,13 +30,13 @@ PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 OWN_MARKS = "mark what is learned in it with {% generation %} ... {% endgeneration %}"
 
 
-# ---- what is learned -------------------------------------------------------------------------
+# ---- texts and their learned spans -----------------------------------------------------------
 
 
 def texts_and_answers(
     messages: Sequence[Message], render: Render, learned: Sequence[int]
 ) -> list[MarkedText]:
-    """Return the texts to train on, each with the spans of its answers in `learned`; none if empty.
+    """Return the texts to train on, each with the spans of its `learned` answers; [] without any.
 
     It is one text if shorter parts of the conversation are rendered as prefixes of the whole. Else
     it is one text per answer, as the model will see it (Qwen 3 drops earlier turns' thinking).

@@ -91,7 +91,7 @@ class Loaded(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that the task's score depends on, except the model."""
+        """Hash of everything that the task's score depends on, except model and tokenizer."""
         how = [self.asked, len(self.examples), self.rules.crop]
         rule = json.dumps([self.task.model_dump(), self.chance, *how], sort_keys=True)
         return hashlib.sha256(rule.encode() + self.file.read_bytes()).hexdigest()[:16]

@@ -154,7 +154,7 @@ def repeated(arrays: TextArrays, n: int) -> np.ndarray:
 
 
 def _repeats(config: GopherRepetition, batch: TextBatch) -> np.ndarray:
-    """Whether too much is repeated. Text that no repeated 5-gram covers, no longer one does."""
+    """Whether too much is repeated. Text outside repeated 5-grams is outside longer ones too."""
     broken = np.zeros(len(batch.texts), bool)
     left = np.arange(len(batch.texts))
     for n, most in enumerate(config.max_ngrams, 5):

@@ -98,7 +98,7 @@ def held_out_limit(text: SplitText) -> int:
     return int(text.held_out * 2**64)
 
 
-# ---- a tokenizer's text ---------------------------------------------------------------------
+# ---- training text of a tokenizer -----------------------------------------------------------
 
 
 def training_texts(
@@ -174,7 +174,7 @@ def _in_drawn_order(text: SplitText) -> tuple[list[int], SplitText]:
 
 
 def _lowest(pieces: list[SampledPiece], size: int) -> list[SampledPiece]:
-    """The pieces with the lowest hashes, `size` bytes together."""
+    """The pieces with the lowest hashes, until they have `size` bytes together."""
     ordered = sorted(pieces, key=lambda piece: (piece.hash, piece.place))
     for count, piece in enumerate(ordered, 1):
         size -= len(piece.text.encode())

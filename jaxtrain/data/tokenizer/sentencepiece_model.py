@@ -10,7 +10,7 @@ import sentencepiece
 from jaxtrain.data.tokenizer.train_tokenizer import SPACE
 
 CHUNK = 8192  # characters; sentencepiece slows down on longer texts
-LOOK = 2048  # characters before the end of a chunk that are searched for a place to cut
+LOOK = 2048  # characters before the end of a chunk that are searched for a position to cut at
 BPE = 2  # of trainer_spec.model_type
 KINDS = {1: "unigram", BPE: "bpe", 3: "word", 4: "char"}
 

@@ -132,7 +132,7 @@ class Tokenizer:
     decode_ids: Callable[[list[int]], str]
     prefix: bytes = b""  # encoding puts it before a text, and decoding removes it
     by_word: bool = False  # a space after a letter or sign always begins a token
-    # Ids of special tokens by name. Not compared or hashed: the model, which is, contains them.
+    # Ids of special tokens by name; not compared or hashed, because `model` is and contains them.
     specials: dict[str, int] = field(default_factory=dict, compare=False)
 
     @property
