@@ -1,8 +1,8 @@
 """Data: text sources -> tokenizer -> token store -> packed batches. Host code only, no jax.
 
-A folder for each step: files/, filters/, chat/ and preference/, tokenizer/, store/, batches/;
-evaluation/ makes rows of benchmark tasks. `records.py` has the records that pass between them,
-`config.py` the section of the configuration, `pool.py` worker processes, `show.py` decoded rows.
+One folder per step: files/, filters/, chat/ and preference/, tokenizer/, store/, batches/;
+evaluation/ turns benchmark tasks into packed rows. `records.py` has the record types that they
+share, `config.py` the `data` section, `pool.py` worker processes, `show.py` decoded rows.
 """
 
 from jaxtrain.data.batches.augment import make_augment

@@ -40,14 +40,14 @@ class DocumentsValidation(Settings):
 
 
 class SourceValidation(Settings):
-    """A source of its own."""
+    """A separate source of validation text."""
 
     name: Literal["source"] = "source"
     source: Source = Field(description="Where the validation text comes from")
 
 
 class NoValidation(Settings):
-    """All text is for training."""
+    """No validation split: all text is for training."""
 
     name: Literal["none"] = "none"
 
@@ -59,7 +59,7 @@ Validation = Annotated[
 
 
 class LocalCacheConfig(Settings):
-    """What a host keeps of prepared data at a URL; all its processes share it."""
+    """Host-local cache of prepared data at a URL, shared by all processes of the host."""
 
     path: str | None = Field(
         default=None,
@@ -78,7 +78,7 @@ TrainSource = Annotated[Source | MixtureSource, Field(discriminator="name")]
 
 
 class DataConfig(Settings):
-    """Text to batches."""
+    """Sources, tokenizer, packing, order and preparation of the training and validation data."""
 
     train: TrainSource = Field(
         default=TextSource(), description="Where the training text comes from"

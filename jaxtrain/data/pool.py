@@ -1,8 +1,8 @@
-"""A function applied to many things by other processes, with the results in order.
+"""Parallel `map` over worker processes, with the results in order.
 
-The processes of this host are started afresh, not forked, and import neither the caller's main
-module nor jax: it is safe after jax has started its threads, in a notebook, and in a script without
-a main guard. They end by themselves when their parent does.
+Workers on this host are spawned, not forked, and import neither the caller's main module nor jax.
+The pool is therefore safe after jax has started its threads, in a notebook, and in a script without
+a main guard. Workers exit when their parent does.
 """
 
 import os
@@ -21,7 +21,7 @@ from typing import Any
 from jaxtrain.cluster.ray_cluster import current_cluster
 from jaxtrain.settings import UserError
 
-AHEAD = 2  # tasks that wait for each process
+AHEAD = 2  # queued tasks per process
 START = """
 from jaxtrain.cluster.ray_worker import leave_out_jax
 leave_out_jax()
@@ -32,17 +32,17 @@ Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def block_pool(workers: int | None, small: bool = False) -> Iterator[Map]:
-    """A `map` over blocks of text: on the Ray cluster that the command asked for, else over
-    processes of this host, of which there is only this one if the text is `small`.
+    """Yield a `map` over blocks of text. It runs on the Ray cluster if the command asked for one,
+    else in worker processes of this host, or in this process if the text is `small`.
 
-    workers: tasks at once; default one a core, and on a cluster some that wait as well. The results
-    come in order, so that they are the same wherever they are computed.
+    workers: tasks at once; default: one per core, on a cluster with queued tasks as well. Results
+    come in order, so they do not depend on where they are computed.
     """
     cluster = current_cluster()
     if cluster is not None:
@@ -53,17 +53,17 @@ def block_pool(workers: int | None, small: bool = False) -> Iterator[Map]:
 
 
 def tasks_at_once(workers: int | None) -> int:
-    """How many tasks a `block_pool` holds."""
+    """Number of tasks that a `block_pool` holds, running or queued."""
     cluster = current_cluster()
     return (1 + AHEAD) * (workers or cores()) if cluster is None else cluster.tasks(workers)
 
 
 @contextmanager
 def process_pool(count: int) -> Iterator[Map]:
-    """A `map` over `count` processes, or in this one if `count` is 1; it takes things as it goes.
+    """Yield a lazy `map` over `count` worker processes, or in this process if `count` is 1.
 
-    Functions and things are pickled. A UserError that a function raises is raised here too; a
-    process that dies is a UserError.
+    Functions and arguments are pickled. A UserError from a function is raised here too. A worker
+    that dies raises UserError.
     """
     if count == 1:
         yield map
@@ -124,10 +124,10 @@ def _ask(process: subprocess.Popen, function: Callable[[Any], Any], thing: Any) 
 
 
 def serve() -> None:
-    """The loop of a worker process: answers tasks until its parent closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    """Run the loop of a worker process: compute tasks until the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     inbox, outbox = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # libraries print to stderr, not into the answers
     while True:
         try:
             function, thing = pickle.load(inbox)

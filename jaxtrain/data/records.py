@@ -4,15 +4,15 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-Message = dict[str, Any]  # role, content, and what else the file says: tool_calls, name, ...
+Message = dict[str, Any]  # role, content, and other fields of the file: tool_calls, name, ...
 Tools = list[dict[str, Any]] | None  # JSON schemas of the functions that a template lists
 
-# Labels of the pairs of a batch: of KTO's examples, and of pairs, which have none.
+# Labels in a batch: PAIR for a preference pair, which has no label; the others for KTO examples.
 PAIR, DESIRABLE, UNDESIRABLE = 0, 1, 2
 
 
 class Conversation(NamedTuple):
-    """Messages, the answers of the assistant among them."""
+    """Messages of a conversation, the assistant's answers included."""
 
     messages: list[Message]
     tools: Tools = None
@@ -28,7 +28,7 @@ class Conversation(NamedTuple):
 
 
 class PreferencePair(NamedTuple):
-    """A prompt with a preferred and another answer."""
+    """A prompt with a chosen and a rejected answer."""
 
     prompt: list[Message]
     chosen: list[Message]

@@ -1,6 +1,6 @@
-"""Decoded rows of a run for people: documents in each row, and shares by source.
+"""Human-readable rows of a run: the decoded documents of each row, and the shares of the sources.
 
-Of conversations what is learned stands between {+ and +}, special tokens by their names.
+In conversations, {+ and +} enclose the learned tokens, and special tokens appear as their names.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxtrain.data.store.store import TokenStore
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, text_of
 from jaxtrain.settings import visible
 
-PLANNED = 20_000_000  # tokens of a source that are planned to tell what an epoch loses
+PLANNED = 20_000_000  # tokens of the largest source for which a whole epoch is planned
 
 
 def show_rows(
@@ -37,10 +37,10 @@ def show_rows(
     characters: int = 400,
     augment: Augment | None = None,
 ) -> Iterator[str]:
-    """Lines about the first rows of a step, as they are packed, and about each source up to there.
+    """Yield lines about the first packed rows of a step, and about each source up to that step.
 
-    Of every document at most `characters` are shown, half from its beginning and half from its end.
-    augment: in the place of `data.augment`.
+    At most `characters` of each document are shown, half from its beginning and half from its end.
+    augment: replaces `data.augment`.
     """
     stores, counted = fit_stores(stores_of(prepared.train), config, sequence_length)
     plan = make_batch_plan(stores, config, batch_size, sequence_length)
@@ -91,7 +91,7 @@ def show_rows(
 
 
 def _epochs(plan: BatchPlan, stores: dict[str, TokenStore]) -> Iterator[str]:
-    """Packing of one epoch of each small source (PLANNED), at the last stage's length."""
+    """Yield one epoch's packing losses, by small source (PLANNED), at the last stage's length."""
     for name, planner in plan.planners.items():
         if stores[name].tokens > PLANNED:
             continue
@@ -104,7 +104,7 @@ def _epochs(plan: BatchPlan, stores: dict[str, TokenStore]) -> Iterator[str]:
 
 
 def _packing(counts: Counts) -> str:
-    """What packing did, in documents, tokens and rows."""
+    """Packing losses as a phrase: documents, tokens and rows."""
     share = shares_of(counts)
     return (
         f"{counts.cropped:,} cropped ({share['crop']:.2%} of the tokens), "
@@ -118,7 +118,7 @@ def _learned(batch: Batch) -> float:
 
 
 def _with_specials(tokenizer: Tokenizer) -> Tokenizer:
-    """Decodes special tokens, BOS excepted, to their names."""
+    """Return a tokenizer that decodes special tokens, except BOS, to their names."""
     pieces = list(tokenizer.pieces)
     for name, index in tokenizer.specials.items():
         pieces[index] = b"" if index == tokenizer.bos_id else name.encode()
@@ -143,7 +143,7 @@ def _row(
     names: dict[int, str],
     characters: int,
 ) -> Iterator[str]:
-    """The documents of a row: number, range of tokens, and the text as the batch has it."""
+    """Yield the documents of a row: number, token range, and the text decoded from the batch."""
     assert batch.segments_BT is not None
     for segment, (document, bos, start, stop) in enumerate(row, 1):
         inside = batch.segments_BT[0] == segment
@@ -160,7 +160,7 @@ def _row(
 
 
 def _marked(ids: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer, names: dict) -> str:
-    """A text with its special tokens, and marks around what is learned."""
+    """Decode tokens with special tokens by name, and {+ +} around the learned ones."""
     text = ""
     for mark, group in groupby(zip(learned.tolist(), ids.tolist()), lambda pair: pair[0]):
         pieces = (names.get(i, "").encode() or tokenizer.pieces[i] for _, i in group)
@@ -170,7 +170,7 @@ def _marked(ids: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer, names: d
 
 
 def shorten(text: str, characters: int) -> str:
-    """The beginning and the end of a text, and how much was left out."""
+    """Shorten a text to its beginning and end, with the number of characters left out."""
     left = len(text) - characters
     if left <= 0:
         return text

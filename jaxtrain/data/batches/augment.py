@@ -1,7 +1,7 @@
-"""Rows changed at random as they are read: a function of (seed, step, row) and of nothing else.
+"""Random augmentation of rows while they are read: a function of (seed, step, row) alone.
 
-Each change stays inside the piece of a document that it is made in, so that segments and positions
-hold; where a piece would grow it loses its end. Validation text is never changed.
+Each change stays inside its piece of a document, so segment ids and positions stay valid; a piece
+that would grow loses its end. `data.augment` never changes validation text.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,19 +15,19 @@ from jaxtrain.settings import Settings, UserError
 
 MASK = "<mask>"
 FILL_IN = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
-STREAM = 0x41554721  # keeps these numbers apart from those that order the data
+STREAM = 0x41554721  # seed word: these draws are independent of the order of the data
 
 
 class NoAugment(Settings):
-    """Text as it is."""
+    """No augmentation."""
 
     name: Literal["none"] = "none"
 
 
 class Masking(Settings):
-    """Hides input tokens (BERT, arXiv:1810.04805): token dropout, or a masked objective.
+    """Masks input tokens (BERT, arXiv:1810.04805): token dropout, or a masked objective.
 
-    The model is causal: a hidden token is predicted from what stands before it.
+    The model is causal: a masked token is predicted from the tokens before it.
     """
 
     name: Literal["masking"] = "masking"
@@ -44,10 +44,10 @@ class Masking(Settings):
 
 
 class SpanCorruption(Settings):
-    """Spans become <mask> and follow after the text, each after a <mask> (T5, arXiv:1910.10683).
+    """Replaces spans by <mask> and appends them, each after a <mask> (T5, arXiv:1910.10683).
 
-    T5 has a mark of its own for each span; here their order tells which is which. Only what
-    follows the text is learned.
+    T5 has one sentinel token per span; here the order of the spans identifies them. Only the
+    appended spans are learned.
     """
 
     name: Literal["span_corruption"] = "span_corruption"
@@ -56,7 +56,7 @@ class SpanCorruption(Settings):
 
 
 class FillInTheMiddle(Settings):
-    """Documents cut in three, the middle last (arXiv:2207.14255): for code."""
+    """Cuts documents in three and moves the middle to the end (FIM, arXiv:2207.14255): for code."""
 
     name: Literal["fill_in_the_middle"] = "fill_in_the_middle"
     rate: float = Field(default=0.5, gt=0, le=1, description="Share of the documents")
@@ -66,7 +66,7 @@ class FillInTheMiddle(Settings):
 
 
 class SubwordSplits(Settings):
-    """Tokens cut in two at random, as BPE-dropout does (arXiv:1910.13267), anew in every epoch."""
+    """Splits tokens in two at random, like BPE-dropout (arXiv:1910.13267), anew in every epoch."""
 
     name: Literal["subword_splits"] = "subword_splits"
     rate: float = Field(default=0.1, gt=0, le=1, description="Share of the tokens that can be cut")
@@ -79,22 +79,22 @@ AugmentConfig = Annotated[
 
 
 class AugmentRow(NamedTuple):
-    """A row as it was laid out, to be changed in place."""
+    """The arrays of one row, which an augmentation changes in place."""
 
-    ids: np.ndarray  # int32 [T+1]: the tokens, and what follows the last
-    weights: np.ndarray  # float32 [T]: of ids[1:]
-    pieces: Sequence[tuple[int, int]]  # from where to where in `ids` the parts without BOS are
-    inputs: np.ndarray  # int32 [T]: what the model sees; ids[:-1], once all is done
+    ids: np.ndarray  # int32 [T+1]: the tokens, and the one after the last
+    weights: np.ndarray  # float32 [T]: loss weights of ids[1:]
+    pieces: Sequence[tuple[int, int]]  # (start, stop) in `ids` of each piece, without its BOS
+    inputs: np.ndarray  # int32 [T]: the model's inputs; ids[:-1] unless tokens are masked
 
 
 Change = Callable[[np.random.Generator, AugmentRow], None]
 Augment = Callable[
     [int, int, int, AugmentRow], None
-]  # (step, first row of the process, which, the row)
+]  # (step, first row of the process, index of the row after it, the row)
 
 
 def make_augment(config: AugmentConfig, tokenizer: Tokenizer, seed: int) -> Augment | None:
-    """The function that changes a row in place; None for no augmentation.
+    """Return the function that augments a row in place; None for no augmentation.
 
     Raises UserError if the tokenizer lacks a special token.
     """
@@ -140,7 +140,7 @@ def span_corruption(config: SpanCorruption, tokenizer: Tokenizer) -> Change:
             if not spans or len(text) - noise < spans:
                 row.weights[max(begin - 1, 0) : end - 1] = 0
                 continue
-            # Noise and the rest in as many parts each: the text begins with the rest.
+            # Noise and the rest are cut into `spans` parts each; the text begins with the rest.
             rest, hidden = (random_parts(random, n, spans) for n in (len(text) - noise, noise))
             edges = np.cumsum(np.stack([rest, hidden], 1).ravel())
             chunks = np.split(text, edges[:-1])
@@ -148,7 +148,7 @@ def span_corruption(config: SpanCorruption, tokenizer: Tokenizer) -> Change:
             shown = [x for chunk, m in zip(chunks[::2], marked) for x in (chunk, m)]
             asked = [x for m, chunk in zip(marked, chunks[1::2]) for x in (m, chunk)]
             row.ids[begin:end] = np.concatenate(shown + asked)
-            first = end - noise - spans  # the mark after which the first span stands
+            first = end - noise - spans  # the <mask> before the first appended span
             row.weights[max(begin - 1, 0) : first - 1] = 0
         row.inputs[:] = row.ids[:-1]
 
@@ -156,7 +156,7 @@ def span_corruption(config: SpanCorruption, tokenizer: Tokenizer) -> Change:
 
 
 def random_parts(random: np.random.Generator, total: int, count: int) -> np.ndarray:
-    """int64 [count]: positive numbers that add up to `total`."""
+    """int64 [count]: random positive integers that add up to `total`."""
     cuts = np.sort(random.choice(total - 1, count - 1, replace=False)) + 1
     return np.diff(cuts, prepend=0, append=total)
 
@@ -200,16 +200,16 @@ def subword_splits(config: SubwordSplits, tokenizer: Tokenizer) -> Change:
 
 
 def splits(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The ways to write each token as two: those of token i are firsts[i] up to firsts[i+1].
+    """List the splits of each token into two tokens: token i has splits firsts[i]..firsts[i+1].
 
-    Returns firsts int64 [V+1], and the two tokens of each way.
+    Returns firsts int64 [V+1], and the left and the right token of each split.
     """
     known = {piece: index for index, piece in enumerate(tokenizer.pieces) if piece}
-    counts, ways = [0], [(0, 0)]  # the first way is that of no token
+    counts, ways = [0], [(0, 0)]  # split 0 belongs to no token
     for piece in tokenizer.pieces:
         for place in range(1, len(piece)):
             pair = known.get(piece[:place]), known.get(piece[place:])
-            inside = piece[place] & 0xC0 == 0x80  # a character
+            inside = piece[place] & 0xC0 == 0x80  # a UTF-8 character
             if pair[0] is not None and pair[1] is not None and not inside:
                 ways.append((pair[0], pair[1]))
         counts.append(len(ways) - 1)

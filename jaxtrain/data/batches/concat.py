@@ -1,4 +1,4 @@
-"""Rows that are windows of one stream of all documents, which may start inside a document."""
+"""Concat packing: rows are windows of one stream of all documents, and may start inside one."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from jaxtrain.data.store.store import TokenStore
 
 
 def lengths_with_bos(lengths: np.ndarray) -> np.ndarray:
-    """int64: tokens of documents of these lengths, each after its BOS."""
+    """int64: lengths of documents, each with one more token for its BOS."""
     return lengths.astype(np.int64) + 1
 
 
@@ -32,7 +32,7 @@ class TokenStream:
         self.size = self.tokens.total
 
     def window(self, start: int, count: int) -> PlannedRow:
-        """The pieces of tokens start..start+count, going on at the beginning after the end."""
+        """Pieces that cover tokens start..start+count of the stream, which wraps around."""
         start %= self.size
         (document,), (begin,) = (x.tolist() for x in self.tokens.find(np.array([start])))
         pieces = []
@@ -48,12 +48,12 @@ class TokenStream:
 
 
 class Concat:
-    """Unit u, for any u: a window of the stream, in an order of its own in every epoch.
+    """Plans units of T tokens: windows of the token stream, shuffled anew in every epoch.
 
-    An epoch is a tape: a BOS, then the whole circle from an offset drawn for the epoch, so that
-    documents are cut at other places each time. The tapes of all epochs, end to end, are cut into
-    windows of T tokens, which overlap by the one token that is only a target. The windows inside an
-    epoch are shuffled; the one across its end stays between it and the next.
+    The tape of an epoch is a BOS, then the whole circular stream from an offset drawn for the
+    epoch, so that documents are cut at different positions each time. The tapes of all epochs, end
+    to end, are cut into windows of T + 1 tokens that overlap by one, which is only a target. The
+    windows inside an epoch are shuffled; the window across its end keeps its position.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Concat:
     ):
         self.stream, self.length, self.key, self.drawn = TokenStream(store), length, key, 0
         self.tape, self.shuffle = self.stream.size + 1, shuffle
-        self.orders: dict[int, Order] = {}  # by how many windows an epoch has, of two numbers
+        self.orders: dict[int, Order] = {}  # by the windows of an epoch, one of two counts
         self.allowed = None if max_epochs is None else int(max_epochs * self.tape)
 
     def unit(self, cut: int = 1) -> list[PlannedRow] | None:
-        """`cut` rows of T/cut + 1 tokens; None when the last epoch is over."""
+        """Return the next `cut` rows of T/cut + 1 tokens, or None after the last epoch."""
         if self._over():
             return None
         start, part = self._start(self.drawn), self.length // cut
@@ -96,7 +96,7 @@ class Concat:
         return self.allowed is not None and (self.drawn + 1) * self.length > self.allowed
 
     def _start(self, unit: int) -> int:
-        """Where on the tapes the window stands that is unit number `unit`."""
+        """Position on the tapes, in tokens, where the window of unit `unit` starts."""
         epoch, first, count = self._epoch(unit)
         if unit < first + count:
             at = unit - first
@@ -104,7 +104,7 @@ class Concat:
         return unit * self.length
 
     def _epoch(self, unit: int) -> tuple[int, int, int]:
-        """The epoch that a unit begins in, the first window inside it, and their count."""
+        """Epoch that a unit begins in, the first window inside it, and its number of windows."""
         epoch = unit * self.length // self.tape
         first = -(-epoch * self.tape // self.length)
         return epoch, first, (epoch + 1) * self.tape // self.length - first
@@ -118,7 +118,7 @@ class Concat:
         return self.orders[count]
 
     def ahead(self, slots: int) -> Ahead:
-        """What is read next: now, and when so many more slots of the order have begun."""
+        """Documents that are needed now and in the next `slots` slots of the order."""
         epoch, first, count = self._epoch(self.drawn)
         order, place = self._order(count), min(self.drawn - first, count - 1)
         if not isinstance(order, BlockOrder):
@@ -133,7 +133,7 @@ class Concat:
         return Ahead((epoch, slot), found)
 
     def _documents(self, start: int, count: int) -> list[tuple[int, int]]:
-        """The documents of so many tokens of the circle."""
+        """Ranges of the documents that hold tokens start..start+count of the circular stream."""
         start %= self.stream.size
         last = (start + count - 1) % self.stream.size
         low, high = self.stream.tokens.find(np.array([start, last]))[0].tolist()
@@ -142,7 +142,7 @@ class Concat:
         return [(low, len(self.stream.lengths)), (0, high + 1)]
 
     def _window(self, start: int, count: int) -> PlannedRow:
-        """The pieces of places start..start+count of the tapes."""
+        """Pieces that cover positions start..start+count of the tapes."""
         row: PlannedRow = []
         while count:
             epoch, at = divmod(start, self.tape)

@@ -30,18 +30,18 @@ from jaxtrain.data.store.store import TokenStore
 from jaxtrain.settings import UserError
 
 READ_THREADS = 2
-ORDER = 2  # of the documents; another one for each change of what is planned from the same data
+ORDER = 2  # version of the document order, raised when the same data is planned differently
 
-Complete = Callable[[int, int, Batch], Batch]  # (step from 0, first row of the batch, its rows)
-Stores = TokenStore | Mapping[str, TokenStore]  # one, or those of a mixture by name
+Complete = Callable[[int, int, Batch], Batch]  # (step from 0, index of the first row, batch)
+Stores = TokenStore | Mapping[str, TokenStore]  # one store, or a mixture's stores by source name
 
 
 class Loader(Iterator[Batch | PairBatch]):
-    """Endless batches of this process's rows, read ahead by threads.
+    """Endless iterator over batches of this process's rows, prefetched by threads.
 
-    `get_state` is small JSON, the same on every process, and says what the consumer has seen:
-    passed as `state` to `train_batches` it continues with the next batch, bit for bit, on any
-    number of processes. Use it in a `with`, or call `close`.
+    `get_state` returns small JSON, the same on every process: the stream's identity, and the
+    position after the last batch consumed. Passed to `train_batches` as `state`, it resumes with
+    the next batch, bit for bit, on any number of processes. Use it in a `with`, or call `close`.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Loader(Iterator[Batch | PairBatch]):
         self._plan, self._identity, self._readers = plan, identity, readers
         self._ahead = ahead
         self._position = batches.get_state()
-        self._before = self._position  # that of the last batch
-        self.wait_s = 0.0  # that the last batch was waited for
-        self.conversations = conversations  # of each source: their number, and what was left out
+        self._before = self._position  # the position before the last batch
+        self.wait_s = 0.0  # seconds that `next` waited for the last batch
+        self.conversations = conversations  # by source: counts of all, truncated and left out
 
     def __next__(self) -> Batch | PairBatch:
         if self._batches is None:
@@ -80,19 +80,19 @@ class Loader(Iterator[Batch | PairBatch]):
         return {**self._identity, "position": self._position}
 
     def statistics(self) -> dict[str, float]:
-        """`data_crop` and `data_fill`: the parts of the tokens met so far that packing dropped,
-        and of the rows that are no padding; `data_epochs`, the passes over the source; once there
-        is a whole one, of the last: `data_epoch_crop`, `data_epoch_fill`, and how many documents
-        lost their end and were left out, `data_epoch_cropped` and `data_epoch_left_out`. Of a
-        mixture these names end in _NAME of the source, and there is its share of the rows,
-        `data_share_NAME`. Of conversations `data_truncated` and `data_left_out`, the parts of them
-        that lose their end and that `too_long` does not let in."""
+        """Metrics of the stream so far. `data_crop` is the fraction of the tokens that packing
+        dropped, `data_fill` the fraction of the rows that is not padding, `data_epochs` the passes
+        over the source. After a whole epoch, `data_epoch_crop` and `data_epoch_fill` are those of
+        the last one, `data_epoch_cropped` and `data_epoch_left_out` its documents that lost their
+        end or were left out. In a mixture the names from `data_epochs` on end in _NAME of the
+        source, and `data_share_NAME` is its fraction of the rows. `data_truncated` and
+        `data_left_out` are the fractions of conversations that lose their end or are left out."""
         return self._plan.statistics(self._position) | dropped_shares(self.conversations)
 
     def ended(self) -> list[str]:
-        """Messages on sources whose epoch, or whose last epoch, ended in the last batch.
+        """Return messages on sources whose epoch, or whose last epoch, ended in the last batch.
 
-        Epochs 1 to 9 are told, then 10, 20, ..., 90, then 100, 200 and so on.
+        Epochs 1 to 9 are reported, then 10, 20, ..., 90, then 100, 200 and so on.
         """
         said = []
         for name, state in self._position["sources"].items():
@@ -134,16 +134,15 @@ def train_batches(
     references: References | None = None,
     complete: Complete | None = None,
 ) -> Loader:
-    """Training batches of `batch_size` rows over all processes, each process a contiguous part.
+    """Return a loader of training batches of `batch_size` rows, a contiguous share per process.
 
-    Of preferences they are `pairs.PairBatch`, with these references if there are any.
+    For preferences the batches are `pairs.PairBatch`, with `references` as reference log-probs.
 
-    A stage may have its own `batch_size`; where its rows are shorter, T/k, there are k times as
+    A stage may have its own `batch_size`; if its rows are shorter, T/k tokens, it has k times as
     many. `segments` adds segments_BT and positions_BT, for attention within documents; padded
-    packing always has them. `augment` is what `make_augment` makes of the configuration; `complete`
-    adds what is known of rows from elsewhere. Raises
-    UserError if a corpus is smaller than one row, if the rows cannot be dealt evenly, or if `state`
-    belongs to another stream.
+    packing always has them. `augment` comes from `make_augment`. `complete` adds arrays from
+    elsewhere to a batch, such as reference losses. Raises UserError if a corpus is smaller than one
+    row, if the processes cannot share the rows evenly, or if `state` belongs to another stream.
     """
     check_local_cache(config, stores_of(train))
     stores, counted = fit_stores(stores_of(train), config, sequence_length)
@@ -190,7 +189,7 @@ def train_batches(
 def stream_identity(
     train: Stores, config: DataConfig, batch_size: int, sequence_length: int
 ) -> dict[str, Any]:
-    """What the batches of every step follow from, as small JSON."""
+    """Everything that determines the batches of every step, as small JSON."""
     identity = {
         "packing": config.packing.model_dump(),
         "order": ORDER
@@ -210,14 +209,14 @@ def stream_identity(
 
 
 def stores_of(train: Stores) -> dict[str, TokenStore]:
-    """By name; a single store is named train."""
+    """Stores by source name; a single store is named train."""
     return {"train": train} if isinstance(train, TokenStore) else dict(train)
 
 
 def make_batch_plan(
     stores: dict[str, TokenStore], config: DataConfig, batch_size: int, sequence_length: int
 ) -> BatchPlan:
-    """The plan of the rows of every batch."""
+    """Make the plan of the rows of every batch."""
     planners: dict[str, Planner] = {}
     for name, store in stores.items():
         if store.tokens + store.documents < sequence_length + 1 and not store.marked:
@@ -226,7 +225,7 @@ def make_batch_plan(
                 f"{of} has {store.tokens} tokens, fewer than one row of "
                 f"sequence_length {sequence_length}; use more text or a shorter sequence"
             )
-        # The order of a source must not depend on the others, nor be theirs.
+        # The order of a source must neither depend on the other sources nor equal theirs.
         key, limit = (config.seed,), None
         if config.train.name == "mixture":
             key += (zlib.crc32(name.encode()),)
@@ -248,11 +247,11 @@ def validation_batches(
     segments: bool = False,
     augment: Augment | None = None,
 ) -> Iterator[Batch]:
-    """The whole split once, in order: row i predicts tokens iT+1 .. iT+T of the stream.
+    """Yield the whole split once, in order: row i predicts tokens iT+1 .. iT+T of the stream.
 
-    Every token but the first BOS is a target of weight 1 exactly once; what fills up the last row
-    and the last batch has weight 0. All processes get the same number of batches. augment: of an
-    objective (masked_lm); it is given step 0 and a row's number in the split.
+    Every token but the first BOS is a target of weight 1 exactly once; padding of the last row and
+    the last batch has weight 0. All processes get the same number of batches. augment: that of an
+    objective (masked_lm), called with step 0 and a row's index in the split.
     """
     share = _share_of_process(batch_size, process_index, process_count)
     if store.marked:
@@ -280,7 +279,7 @@ def validation_batches(
 def _validation_conversations(
     store: TokenStore, batch_size: int, share: range, length: int, augment: Augment | None
 ) -> Iterator[Batch]:
-    """Every conversation once, whole or cut to a row, apart from the others in its row."""
+    """Yield every conversation once, whole or cropped to a row, as a segment of its own."""
     rows = whole_rows(store, length)
     for first in range(0, len(rows), batch_size):
         mine = [first + row for row in share]
@@ -290,7 +289,7 @@ def _validation_conversations(
 
 
 class _PlannedBatches(grain.IterDataset):
-    """The rows of each whole batch, planned in order; to be iterated once."""
+    """Dataset of planned global batches, in order. It can be iterated only once."""
 
     def __init__(self, plan: BatchPlan):
         super().__init__()

@@ -1,8 +1,8 @@
-"""Several sources in exact proportions, in stages: which source gives each row of every step.
+"""Mixtures of sources in exact proportions, and stages: the source of each row of every step.
 
-A source's turns are chosen by how far it is behind its share (Tijdeman 1980, "The chairman
-assignment problem"), not at random: after any number of rows each source has had its share of them
-to within one row. Each source keeps a plan and an order of its own.
+The next source is chosen by how far each is behind its share (Tijdeman 1980, "The chairman
+assignment problem"), not at random: after any number of rows each source has given its share of
+them to within one row. Each source keeps its own plan and order.
 """
 
 from bisect import bisect_right
@@ -58,7 +58,7 @@ class MixtureSource(Settings):
 
 
 class Stage(Settings):
-    """A part of the run with a mixture and a sequence length of its own."""
+    """A phase of the run with its own mixture, sequence length and batch size."""
 
     tokens: int | None = Field(
         default=None,
@@ -84,57 +84,57 @@ class Stage(Settings):
 
 
 class Span(NamedTuple):
-    """A stage as the planner sees it."""
+    """A stage in the form that the planner uses."""
 
     first_step: int
     weights: dict[str, float]
-    cut: int  # rows to a unit of T tokens
-    units: int  # of a step
+    cut: int  # rows per unit of T tokens
+    units: int  # per step
 
 
 class BatchSizes(NamedTuple):
-    """The size of each step of a run: from step firsts[i] on it has units[i] of T tokens."""
+    """Batch sizes of a run: from step firsts[i] on, a step has units[i] units of T tokens."""
 
     firsts: tuple[int, ...]
     units: tuple[int, ...]
     sequence_length: int
 
     def tokens(self, steps: int) -> int:
-        """Of the first so many steps."""
+        """Number of training tokens in the first `steps` steps."""
         ends = (*self.firsts[1:], steps)
         taken = (max(0, min(end, steps) - first) for first, end in zip(self.firsts, ends))
         return self.sequence_length * sum(n * size for n, size in zip(taken, self.units))
 
     def steps(self, tokens: int | float) -> int:
-        """How many whole steps so many tokens are."""
+        """Number of whole steps in `tokens` training tokens."""
         spent = [self.tokens(first) for first in self.firsts]
         last = bisect_right(spent, tokens) - 1
         size = self.units[last] * self.sequence_length
         return self.firsts[last] + int((tokens - spent[last]) // size)
 
     def shares(self, batch_size: int) -> tuple[tuple[int, float], ...]:
-        """(first step, size over batch_size); none where all steps have that size."""
+        """(first step, its size / batch_size) of each stage; empty if all steps have that size."""
         if {*self.units} == {batch_size}:
             return ()
         return tuple((first, units / batch_size) for first, units in zip(self.firsts, self.units))
 
 
 def weights_of(train: Source | MixtureSource) -> dict[str, float]:
-    """The share of each named source; a single one is named train."""
+    """Weights of the sources by name; a single source is named train."""
     if train.name != "mixture":
         return {"train": 1.0}
     return {name: part.weight for name, part in train.sources.items()}
 
 
 def sources_of(train: Source | MixtureSource) -> dict[str, Source]:
-    """The sources by name; a single one is named train."""
+    """Sources by name; a single source is named train."""
     if train.name != "mixture":
         return {"train": train}
     return {name: part.source for name, part in train.sources.items()}
 
 
 def source_names(train: Source | MixtureSource, most: int = 4) -> str:
-    """Where the text comes from, for the screen: the path of each source, at most so many."""
+    """Paths of the sources as a phrase for the screen, at most `most` of them."""
     paths = [source.path for source in sources_of(train).values()]
     more = f" and {len(paths) - most} more" if len(paths) > most else ""
     return ", ".join(paths[:most]) + more
@@ -171,7 +171,7 @@ def check_lengths(stages: Sequence[Stage], sequence_length: int) -> None:
 
 
 def batch_sizes(stages: Sequence[Stage], batch_size: int, sequence_length: int) -> BatchSizes:
-    """The size of each step. batch_size: rows of T tokens where a stage does not say."""
+    """Batch sizes of the stages. batch_size: rows of T tokens for stages that do not set one."""
     units = tuple(stage.batch_size or batch_size for stage in stages or [Stage()])
     lengths = (
         round((stage.tokens or 0) / (size * sequence_length)) for stage, size in zip(stages, units)
@@ -183,7 +183,7 @@ def batch_sizes(stages: Sequence[Stage], batch_size: int, sequence_length: int) 
 def spans(
     stages: Sequence[Stage], weights: dict[str, float], sequence_length: int, batch_size: int
 ) -> list[Span]:
-    """The stages by their first step. Raises UserError for a length that does not divide T."""
+    """Convert stages to spans. Raises UserError for a sequence length that does not divide T."""
     firsts, units, _ = batch_sizes(stages, batch_size, sequence_length)
     check_lengths(stages, sequence_length)
     found = []
@@ -196,10 +196,10 @@ def spans(
 
 
 def next_source(weights: Mapping[str, float], counts: Mapping[str, int]) -> str:
-    """The source of the next row. counts: rows that each source has given so far.
+    """Return the source of the next unit. counts: units that each source has given so far.
 
-    Of those that are due, the one that would be late first; every share is then kept to
-    1 - 1/(2k-2) turns for k names (Tijdeman 1980).
+    Among the sources that are due, it is the one with the earliest deadline. Every source then
+    stays within 1 - 1/(2k-2) units of its share, for k sources (Tijdeman 1980).
     """
     if len(weights) == 1:
         return next(iter(weights))
@@ -212,7 +212,7 @@ def next_source(weights: Mapping[str, float], counts: Mapping[str, int]) -> str:
 
 
 class PlannedBatch(NamedTuple):
-    """The rows of one batch, each with the name of its source; units of `cut` rows."""
+    """The rows of one batch, each with the name of its source, in units of `cut` rows."""
 
     rows: list[tuple[str, PlannedRow]]
     cut: int
@@ -220,16 +220,16 @@ class PlannedBatch(NamedTuple):
 
 
 class BatchPlan(grain.DatasetIterator[PlannedBatch]):
-    """Plans whole batches, one after the other."""
+    """Iterator that plans global batches in order."""
 
     def __init__(self, planners: dict[str, Planner], spans: list[Span]):
         super().__init__()
         self.planners, self.spans = planners, spans
         self.firsts = [span.first_step for span in spans]
         self.step = 0
-        self.turns = dict.fromkeys(planners, 0)  # since the shares last changed
+        self.turns = dict.fromkeys(planners, 0)  # units since the shares last changed
         self.units = dict.fromkeys(planners, 0)
-        self.spent: list[str] = []  # sources that have had their last epoch
+        self.spent: list[str] = []  # sources that have reached their max_epochs
 
     def __next__(self) -> PlannedBatch:
         span = self.spans[bisect_right(self.firsts, self.step) - 1]
@@ -270,9 +270,9 @@ class BatchPlan(grain.DatasetIterator[PlannedBatch]):
             planner.set_state(state["sources"][name])
 
     def statistics(self, state: dict[str, Any]) -> dict[str, float]:
-        """Of the stream up to a state: parts of the tokens dropped and of the rows filled; of
-        each source its epochs and what packing did in the last whole one, and, of several, its
-        share of the rows."""
+        """Metrics of the stream up to a state: the fractions of tokens dropped and of rows filled;
+        per source its epochs and the packing of its last whole epoch; if there are several, each
+        source's share of the rows."""
         parts = state["sources"]
         whole = Counts(*map(sum, zip(*(part["counts"] for part in parts.values()))))
         found = {f"data_{kind}": share for kind, share in shares_of(whole).items()}
@@ -296,6 +296,6 @@ def last_epoch(state: dict[str, Any]) -> Counts:
 
 
 def shares_of(counts: Counts) -> dict[str, float]:
-    """`crop`, the part of the tokens that are in no row, and `fill`, of the rows that is text."""
+    """`crop`: fraction of tokens in no row; `fill`: fraction of the rows that is not padding."""
     used, dropped, padding = counts[:3]
     return {"crop": dropped / max(used + dropped, 1), "fill": used / max(used + padding, 1)}

@@ -1,8 +1,8 @@
-"""One document a row, filled up with padding: how fine-tuning scripts of 2019 made batches.
+"""One document per row, padded: the batches of fine-tuning scripts of 2019.
 
-A document longer than a row becomes several rows, or loses its end. What stays free is padding of
-weight 0, which takes as much time as text does: packing was made to avoid it. It is here as the
-baseline that packings are measured against.
+A document longer than a row becomes several rows, or loses its end. The rest of a row is padding of
+weight 0, which takes as much time as text; packing avoids it. This is the baseline that packings
+are measured against.
 """
 
 from typing import Any, Literal, override
@@ -16,8 +16,7 @@ from jaxtrain.settings import Settings
 
 
 class OneDocumentConfig(Settings):
-    """One document a row, in random order; what stays free is padding of weight 0. Slow: for
-    comparisons."""
+    """One document per row, in random order, padded with weight 0. Slow: for comparisons."""
 
     name: Literal["one_document"] = "one_document"
     long_documents: Literal["split", "crop"] = Field(
@@ -27,11 +26,11 @@ class OneDocumentConfig(Settings):
 
 
 class OneDocument(BestFit):
-    """Plans rows of one document, or of one part of a document, each."""
+    """Planner of rows that hold one document, or one part of a document, each."""
 
     @override
     def _fitting(self, room: int) -> int:
-        """As that of BestFit in an empty row; nothing fits behind a document."""
+        """Size of an empty row's next document, as in BestFit; 0 if the row has a document."""
         empty = room == self.length // self.cut + 1
         return super()._fitting(room) if empty else 0
 
@@ -44,7 +43,7 @@ def make_one_document(
     max_epochs: float | None = None,
     shuffle: ShuffleConfig = GLOBAL,
 ) -> OneDocument:
-    """The planner. Its buffer is one document: rows have the order of the documents."""
+    """Make the planner. Its buffer holds one document, so rows keep the order of the documents."""
     split = config.long_documents == "split"
     if not split:
         check_documents_fit(store, "one_document, long_documents crop,", length)

@@ -1,9 +1,9 @@
-"""The order of an epoch: which item of a corpus comes at which place, as a function of a key.
+"""Shuffle order of an epoch: the item of a corpus at each position, as a function of a key.
 
-An item is a document, a part of one, or a window of the stream. `global` is a permutation of all of
-them. `blocks` is for stores that are larger than what a host can keep of them: a block of
-consecutive items is spread over `window` places of blocks, so that at any time the items of
-`window` blocks from anywhere in the corpus are mixed, and the blocks are needed one after another.
+An item is a document, a part of one, or a window of the stream. `global` permutes all items.
+`blocks` is for stores larger than a host's local cache: the consecutive items of a block are spread
+over `window` slots, one slot per block. At any time the items of `window` blocks from anywhere in
+the corpus are mixed, and the blocks are needed one after another.
 """
 
 from collections import OrderedDict
@@ -16,13 +16,13 @@ from pydantic import Field
 
 from jaxtrain.settings import Settings
 
-LISTED = 1 << 16  # below, a list is faster than grain's cipher, which slows down as 1 / count
-BLOCKS, ITEMS, SLOT = 0x424C4B00, 0x424C4B01, 0x424C4B02  # keep the numbers of `blocks` apart
-SLOTS = 4  # slots of an order that are kept
+LISTED = 1 << 16  # up to here an array is faster than grain's cipher, which slows as 1 / count
+BLOCKS, ITEMS, SLOT = 0x424C4B00, 0x424C4B01, 0x424C4B02  # seed words of the draws of `blocks`
+SLOTS = 4  # slots of an order that are kept in memory
 
 
 class GlobalShuffle(Settings):
-    """Any document may follow any other: a permutation of all of them, another in each epoch."""
+    """A new permutation of all documents in each epoch: any document may follow any other."""
 
     name: Literal["global"] = "global"
 
@@ -73,7 +73,7 @@ class GlobalOrder:
         self.count = count
 
     def take(self, first: int, last: int, *key: int) -> np.ndarray:
-        """int64 [last - first]: the items at these places of the epoch of `key`."""
+        """int64 [last - first]: items at positions first..last of the epoch of `key`."""
         if self.count <= LISTED:
             return _permutation(self.count, *key)[first:last]
         shuffled = [shuffled_index(i, self.count, *key) for i in range(first, last)]
@@ -81,16 +81,16 @@ class GlobalOrder:
 
 
 class SlotOrder(NamedTuple):
-    """How the blocks of an epoch lie in its slots."""
+    """Layout of the blocks of an epoch in its slots."""
 
     ranked: np.ndarray  # int64 [blocks]: the blocks in the order in which they are needed
     ends: np.ndarray  # int64 [blocks]: items up to the end of each slot
 
 
 class BlockOrder:
-    """Items in slots, one for each block; slot s has a part of each of the blocks of `window`
-    ranks up to s, at the beginning of an epoch also of those at its end. edges: int64
-    [blocks + 1], the first item of each block."""
+    """Items in as many slots as blocks. Slot s mixes a part of each of the `window` blocks ranked
+    up to s; the first slots of an epoch wrap around to the last blocks. edges: int64 [blocks + 1],
+    the first item of each block."""
 
     def __init__(self, edges: np.ndarray, window: int):
         self.edges, self.blocks = edges, len(edges) - 1
@@ -100,7 +100,7 @@ class BlockOrder:
         self._shuffled: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
 
     def take(self, first: int, last: int, *key: int) -> np.ndarray:
-        """int64 [last - first]: the items at these places of the epoch of `key`."""
+        """int64 [last - first]: items at positions first..last of the epoch of `key`."""
         ends = self._layout(*key).ends
         found, slot = [], self.slot(first, *key)
         while first < last:
@@ -113,11 +113,11 @@ class BlockOrder:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def slot(self, place: int, *key: int) -> int:
-        """The slot that a place of an epoch is in."""
+        """Slot of a position of an epoch."""
         return int(np.searchsorted(self._layout(*key).ends, place, side="right"))
 
     def needed(self, slot: int, *key: int) -> list[int]:
-        """The blocks that a slot has items of, the newest last."""
+        """Blocks whose items are in a slot, the newest last."""
         ranked = self._layout(*key).ranked
         return [int(ranked[(slot - i) % self.blocks]) for i in reversed(range(self.window))]
 
@@ -125,7 +125,7 @@ class BlockOrder:
         if key not in self._layouts:
             ranked, n, window = permutation(self.blocks, *key, BLOCKS), self.blocks, self.window
             each, more = divmod(np.diff(self.edges)[ranked], window)
-            # Of a block, `more` slots have `each` + 1 items and the others `each`.
+            # A block has `each` + 1 items in `more` slots, and `each` items in the others.
             sums = np.cumsum(np.concatenate([[0], each[n - window + 1 :], each]))
             begins = np.arange(n)
             extra = np.zeros(n + window + 1, np.int64)
@@ -151,7 +151,7 @@ class BlockOrder:
         return self._slots[*key, slot]
 
     def _items(self, block: int, *key: int) -> np.ndarray:
-        """The items of a block, shuffled; they are needed in `window` slots, one after another."""
+        """Shuffled items of a block; `window` consecutive slots share them."""
         if (*key, block) not in self._shuffled:
             first, last = int(self.edges[block]), int(self.edges[block + 1])
             found = first + permutation(last - first, *key, ITEMS, block)

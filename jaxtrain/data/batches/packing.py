@@ -1,4 +1,4 @@
-"""How documents fill the rows of a batch: the packings, and their rows as arrays of tokens."""
+"""Packing of documents into the rows of a batch, and the rows as arrays of tokens."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ class ConcatConfig(Settings):
 
 class BestFitConfig(Settings):
     """Every row starts with BOS and is full: documents that fit, then the beginning of the shortest
-    that waits, whose end waits for a later row."""
+    buffered document, whose end goes to a later row."""
 
     name: Literal["best_fit"] = "best_fit"
     buffer: int = Field(default=1000, gt=0, description=BUFFER)
@@ -49,7 +49,7 @@ class BestFitConfig(Settings):
 
 
 class PaddedConfig(Settings):
-    """Whole documents that fit, cropped to a row; what stays free is padding of weight 0."""
+    """Whole documents that fit, cropped to a row; the rest of the row is padding of weight 0."""
 
     name: Literal["padded"] = "padded"
     buffer: int = Field(default=1000, gt=0, description=BUFFER)
@@ -61,12 +61,12 @@ PackingConfig = Annotated[
 
 
 class Batch(NamedTuple):
-    """One process's part of a batch, as numpy arrays [B, T]; no weight: no label at that place."""
+    """One process's share of a batch, as numpy arrays [B, T]; weight 0: no label at a position."""
 
     tokens_BT: np.ndarray  # int32
-    targets_BT: np.ndarray  # int32, the token that follows
+    targets_BT: np.ndarray  # int32, the next token
     weights_BT: np.ndarray  # float32, 1 for a target that counts, else 0
-    segments_BT: np.ndarray | None  # int32, documents of the row from 1; 0 is padding
+    segments_BT: np.ndarray | None  # int32, segment ids of the row's documents from 1; 0: padding
     positions_BT: np.ndarray | None  # int32, from 0 in every segment
     reference_BT: np.ndarray | None = None  # float32, a reference model's loss of each target
     teacher: tuple[np.ndarray, np.ndarray] | None = None  # tokens [B, T, k], log-probs [B, T, k+1]
@@ -113,7 +113,7 @@ def make_padded(
     return BestFit(store, config.buffer, length, *key, **options)
 
 
-# One row a packing: (store, its config, T, *seeds, max_epochs=, shuffle=) -> what plans the rows.
+# One entry per packing: (store, its config, T, *seeds, max_epochs=, shuffle=) -> planner.
 PACKINGS: dict[str, Callable[..., Planner]] = {
     "concat": make_concat,
     "best_fit": make_best_fit,
@@ -143,8 +143,8 @@ def assemble(
 ) -> Batch:
     """Reads the tokens of planned rows of at most T+1 tokens and lays them out as [B, T] arrays.
 
-    The rows are shared by `workers` calls of a function that is `mapped` over them. `change`, if
-    there is one, is called with each row and its number.
+    mapped: such as the map of a thread pool; it runs `workers` calls, which share the rows.
+    change: if given, it is called with the index and the arrays of each row.
     """
     shape = (len(rows), length)
     tokens_BT, targets_BT = np.empty(shape, np.int32), np.empty(shape, np.int32)

@@ -1,4 +1,4 @@
-"""What planners make and say: pieces of documents in rows, counts, and what is read next."""
+"""Types of the planners: pieces of documents in rows, counts, and documents needed next."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -21,9 +21,9 @@ PlannedRow = list[Piece]
 class Counts(NamedTuple):
     """Counts of packing: tokens used, dropped and padded, documents cropped and left out."""
 
-    used: int = 0  # tokens in rows, each BOS among them
+    used: int = 0  # tokens in rows, BOS included
     dropped: int = 0  # tokens in no row
-    padding: int = 0  # places of rows without a token
+    padding: int = 0  # positions of rows without a token
     cropped: int = 0  # documents, or parts of them, that lost their end
     left_out: int = 0  # documents without a token in any row
 
@@ -32,8 +32,8 @@ class Counts(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """The documents that a planner needs next, as (first, last), those that it needs first first;
-    they are the same as long as `place` is."""
+    """Documents that a planner needs next, as ranges (first, last), in the order of need. They stay
+    the same as long as `place` does."""
 
     place: tuple[int, int]  # epoch and slot
     documents: list[tuple[int, int]]
@@ -42,7 +42,7 @@ class Ahead(NamedTuple):
 def blocks_ahead(
     order: BlockOrder, slot: int, slots: int, epoch: int, key: tuple[int, ...]
 ) -> Iterator[tuple[int, int]]:
-    """(epoch, block) of what the slots from `slot` on have items of."""
+    """Yield (epoch, block) for blocks with items in `slot` and the next `slots` slots, in order."""
     last = min(slot + slots, order.blocks - 1)
     yield from ((epoch, block) for block in order.needed(slot, *key, epoch))
     for later in range(slot + 1, last + 1):

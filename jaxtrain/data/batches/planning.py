@@ -1,12 +1,12 @@
-"""Which tokens make up each training row, decided from document lengths alone.
+"""Planning of training rows: the tokens of each row, decided from document lengths alone.
 
 A row of T+1 tokens is a list of `Piece`s. Since no token is read to plan, every process plans the
 same rows and then reads only its own: the stream depends on the seed and the row, not on workers.
-Rows are planned in units of T tokens: one row, or `cut` rows of T/cut while the sequence length of
-a run warms up; what has been seen of a corpus does not depend on how the units were cut.
+Rows are planned in units of T tokens: one row, or `cut` rows of T/cut during the warm-up of the
+sequence length. What has been seen of a corpus does not depend on how the units were cut.
 
-An epoch is placed to its last document before the next begins, in the same row if there is room:
-every document has been used as often as any other, or once less, whenever a row ends.
+All documents of an epoch are placed before the next epoch begins, in the same row if there is room.
+At the end of any row, each document has been used as often as any other, or once less.
 """
 
 from collections import OrderedDict, deque
@@ -30,14 +30,14 @@ from jaxtrain.data.store.blocks import first_documents
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.settings import UserError
 
-DRAWN_AT_ONCE = 1024  # parts whose place in the corpus is looked up together
-REFILL = 7 / 8  # one by one costs time, and as new documents come alone they fit less often
-MOST_CUT = 0.75  # of all tokens; more means that the documents do not suit the packing
-GOLDEN = (5**0.5 - 1) / 2  # steps of it around a circle are spread evenly, however many there are
+DRAWN_AT_ONCE = 1024  # document parts that are looked up in the corpus together
+REFILL = 7 / 8  # of the buffer; refilling one by one is slow, and lone new documents fit less often
+MOST_CUT = 0.75  # fraction of all tokens; above it the documents do not suit the packing
+GOLDEN = (5**0.5 - 1) / 2  # any number of steps of this size around a circle is spread evenly
 
 
 class Fragment(NamedTuple):
-    """Tokens start..stop of a document that wait for a row; `lost` of them were left out before."""
+    """Tokens start..stop of a document, buffered for a row; the `lost` tokens after are cropped."""
 
     document: int
     start: int
@@ -46,7 +46,7 @@ class Fragment(NamedTuple):
 
 
 def check_documents_fit(store: TokenStore, packing: str, length: int) -> None:
-    """UserError for a packing that crops documents, where most of the text would be lost."""
+    """Raise UserError if a packing that crops documents would lose most of the text (MOST_CUT)."""
     cut = float(np.maximum(store.lengths.astype(np.int64) - length, 0).sum()) / store.tokens
     if cut > MOST_CUT:
         if store.marked:
@@ -63,17 +63,17 @@ def check_documents_fit(store: TokenStore, packing: str, length: int) -> None:
 class BestFit:
     """Plans rows one after the other from a buffer of shuffled documents.
 
-    While a row has room for more than two documents of middle size, the one that waits longest is
-    placed, so that the order stays a random one. Then one that fills the row exactly, or two that
-    do together; else the one that waits longest, or the largest that fits. When none fits, the
-    row is closed (`fill` off), or the shortest fills it exactly and loses its end, as in nanochat;
-    or the end goes back to the buffer (`carry`). Unlike there, a document longer than a row is
-    split into parts, or cropped, before it enters the buffer: nanochat keeps such documents until
-    nothing else is left, and never uses the longest. One place that is left is a BOS, of nothing.
+    While a row has room for more than two documents of mean size, the oldest of the buffer is
+    placed, so that the order stays random. Then follows a document that fills the row exactly, or
+    two that do so together; else the oldest, or the largest that fits. If none fits, the row is
+    closed (`fill` off), or the shortest document fills it exactly. As in nanochat, its end is then
+    lost; with `carry` it returns to the buffer. A document longer than a row is split into parts,
+    or cropped, before it enters the buffer; nanochat instead keeps such documents until nothing
+    else is left, and never uses the longest. A single free position gets a BOS alone.
 
-    The buffer is a queue for each size and a set of the sizes there are, as the bits of an integer:
-    finding what fits is a few operations on T bits, whatever the buffer holds. The same bits in
-    reverse, shifted by the room, meet them where two sizes fill it.
+    The buffer is one queue per size, and a bit set of the sizes that exist, as an integer: finding
+    what fits is a few operations on T bits, whatever the buffer holds. The reversed bit set,
+    shifted by the room, shares a bit with it where two sizes fill the row.
     """
 
     def __init__(
@@ -92,28 +92,28 @@ class BestFit:
         self.fill, self.split, self.carry = fill, split, carry
         self.parts = PrefixSums(self.lengths, self._parts_of)
         self.weights, self.weighed = store.weights, np.empty(0)
-        if self.weights is not None:  # what they weigh together
+        if self.weights is not None:  # cumulative weights of the documents
             self.weighed = np.cumsum(self.weights * self._parts_of(self.lengths))
-        self.count = self.parts.total  # of an epoch
-        self.groups = np.array([0, len(self.lengths)])  # first documents of what is read together
+        self.count = self.parts.total  # parts of an epoch
+        self.groups = np.array([0, len(self.lengths)])  # first documents of groups read together
         if shuffle.name == "blocks":
             self.groups = first_documents(self.lengths)
         self.order = make_order(shuffle, self._edges())
         self.limit = None if max_epochs is None else int(max_epochs * self.count)
         self.buffer_size = min(buffer, self.count)
-        self.low = self.buffer_size * REFILL  # of so few documents the buffer is filled up again
+        self.low = self.buffer_size * REFILL  # documents at which the buffer is refilled
         self.cut = 1
-        self.waiting: OrderedDict[int, Fragment] = OrderedDict()  # by number, as they came
-        self.queues: dict[int, deque[int]] = {}  # numbers by size, which is tokens with BOS
-        self.came = self.held = 0  # fragments that ever came; tokens of those that wait
-        self.sizes = self.reverse = 0  # bit n, and bit T+1 - n: there is a queue of size n
+        self.waiting: OrderedDict[int, Fragment] = OrderedDict()  # by number, the oldest first
+        self.queues: dict[int, deque[int]] = {}  # fragment numbers by size (tokens with BOS)
+        self.came = self.held = 0  # fragments ever added; tokens in the buffer
+        self.sizes = self.reverse = 0  # bit n, and bit T+1 - n, are set if size n has a queue
         self.drawn = self.used = self.dropped = self.padding = self.cropped = self.left_out = 0
-        self.whole = 0  # epochs that are over
-        self.began = self.before = Counts()  # up to this epoch, and up to the one before
-        self._next: deque[Fragment] = deque()  # what `drawn` counts up to, looked up ahead
+        self.whole = 0  # finished epochs
+        self.began = self.before = Counts()  # at the start of this epoch, and of the one before
+        self._next: deque[Fragment] = deque()  # fragments after `drawn`, looked up in advance
 
     def unit(self, cut: int = 1) -> list[PlannedRow] | None:
-        """`cut` rows of at most T/cut + 1 tokens; None when the last epoch is over."""
+        """Return the next `cut` rows of at most T/cut + 1 tokens, or None after the last epoch."""
         if cut != self.cut:
             self.cut, before = cut, list(self.waiting.values())
             self._empty()
@@ -141,16 +141,16 @@ class BestFit:
         self._put(Fragment(*four) for four in zip(numbers, numbers, numbers, numbers))
 
     def epochs(self, state: dict[str, Any]) -> float:
-        """Passes over the corpus up to a state, to within the ends that wait."""
+        """Passes over the corpus up to a state, exact except for the ends in the buffer."""
         return max(state["drawn"] - len(state["waiting"]) // len(Fragment._fields), 0) / self.count
 
     @property
     def counts(self) -> Counts:
-        """Up to now."""
+        """Packing counts up to now."""
         return Counts(self.used, self.dropped, self.padding, self.cropped, self.left_out)
 
     def _row(self, room: int) -> tuple[PlannedRow, int]:
-        """A row, and how many tokens of room it has left."""
+        """Plan one row. Returns it, and the number of positions that stay free."""
         row: PlannedRow = []
         queues, waiting = self.queues, self.waiting
         while room:
@@ -182,7 +182,7 @@ class BestFit:
         return row, room
 
     def _fitting(self, room: int) -> int:
-        """The size of what is placed next in a row with so much room; 0 if nothing fits."""
+        """Size of the fragment to place next in a row with `room` tokens left; 0 if none fits."""
         largest = (self.sizes & (2 << room) - 1).bit_length() - 1
         if largest < 0:
             return 0
@@ -190,7 +190,7 @@ class BestFit:
         oldest = 1 + stop - start
         if oldest <= room and room * len(self.waiting) > 2 * self.held:
             return oldest
-        top = self.length // self.cut + 1  # of an empty row, which what fills it waits its turn for
+        top = self.length // self.cut + 1  # an empty row: a fragment that fills it must be oldest
         if largest == room and (oldest == room or room < top):
             return room
         pair = (self.sizes & self.reverse >> top - room).bit_length() - 1  # the larger of the two
@@ -199,7 +199,7 @@ class BestFit:
         return oldest if oldest <= room else largest
 
     def _take(self, size: int) -> Fragment:
-        """Out of the buffer, what waits longest of a size."""
+        """Remove and return the oldest fragment of a size from the buffer."""
         queue = self.queues[size]
         fragment = self.waiting.pop(queue.popleft())
         self.held -= size
@@ -210,8 +210,8 @@ class BestFit:
         return fragment
 
     def _refill(self) -> None:
-        """Moves the next parts of the epoch's order into the buffer; none while an epoch is drawn
-        but not placed yet, nor after the last one."""
+        """Moves the next parts of the epoch's order into the buffer. Moves none while parts of a
+        fully drawn epoch are still in the buffer, nor after the last epoch."""
         while len(self.waiting) < self.buffer_size:
             if not self._next:
                 if self.drawn % self.count == 0:
@@ -226,7 +226,7 @@ class BestFit:
             self._put([self._next.popleft() for _ in range(count)])
 
     def _end_epoch(self) -> None:
-        """Counts an epoch whose documents are all placed; once."""
+        """Counts an epoch once, when all of its documents are placed."""
         whole = self.drawn // self.count
         if whole > self.whole:
             if self.weights is not None:
@@ -234,7 +234,7 @@ class BestFit:
             self.whole, self.before, self.began = whole, self.began, self.counts
 
     def _take_back(self, rows: Iterable[PlannedRow], capacity: int) -> None:
-        """Counts rows that no one gets: the epochs ended before the unit was full."""
+        """Counts rows that are not returned: the epochs ended before the unit was full."""
         pieces = list(chain.from_iterable(rows))
         placed = sum(1 + piece.stop - piece.start for piece in pieces)
         self.used, self.dropped = self.used - placed, self.dropped + placed
@@ -260,14 +260,14 @@ class BestFit:
         self._next.extend(map(Fragment, *columns))
 
     def _edges(self) -> np.ndarray:
-        """int64: the first part of each group, and how many there are."""
+        """int64: the first part of each group, then the number of parts."""
         if self.weights is None:
             return self.parts.before(self.groups)
         places = np.concatenate([[0], self.weighed])[self.groups] / self.weighed[-1]
         return np.rint(places * self.count).astype(np.int64)
 
     def ahead(self, slots: int) -> Ahead:
-        """What is read next: now, and when so many more slots of the order have begun."""
+        """Documents that are needed now and in the next `slots` slots of the order."""
         if not isinstance(self.order, BlockOrder):
             return Ahead((0, 0), [(0, len(self.lengths))])
         epoch, place = divmod(self.drawn, self.count)
@@ -277,11 +277,11 @@ class BestFit:
         return Ahead((epoch, slot), [(groups[b], groups[b + 1]) for _, b in blocks])
 
     def _weighted(self, numbers: np.ndarray, weights: np.ndarray, epoch: int) -> np.ndarray:
-        """The parts that stand at places as far from each other along the weights.
+        """Parts at evenly spaced positions along the cumulative weights (systematic sampling).
 
-        An epoch has each part count x weight / total times, rounded up or down (systematic
-        sampling), all of them in the order of the `numbers`. The places begin at another offset in
-        each epoch, a golden section on, so that the roundings of many epochs even out.
+        An epoch has each part count x weight / total times, rounded up or down, in the order of
+        `numbers`. The offset of the positions moves on by a golden section in each epoch, so that
+        the roundings of many epochs even out.
         """
         places, documents = self._places(numbers, epoch)
         firsts = self.parts.before(documents)
@@ -290,20 +290,20 @@ class BestFit:
         return firsts + np.clip(index, 0, self._parts_of(self.lengths[documents]) - 1)
 
     def _parts_of(self, lengths: np.ndarray) -> np.ndarray:
-        """int64: how many parts documents of these lengths are."""
+        """int64: number of parts of documents with these lengths."""
         if not self.split:
             return np.ones(lengths.shape, np.int64)
         return np.maximum(-(-lengths.astype(np.int64) // self.length), 1)
 
     def _places(self, numbers: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where draws of an epoch stand along the weights, and whose documents' they are."""
+        """Positions of an epoch's draws along the cumulative weights, and the documents there."""
         offset = (random_bits(*self.key, 0, 1) / 2**32 + epoch * GOLDEN) % 1
         total = self.weighed[-1]
         places = np.minimum((numbers + offset) / self.count * total, np.nextafter(total, 0))
         return places, np.searchsorted(self.weighed, places, side="right")
 
     def _drawn_in(self, epoch: int) -> int:
-        """How many documents an epoch has drawn at least once."""
+        """Number of documents that an epoch has drawn at least once."""
         _, documents = self._places(np.arange(self.count), epoch)
         return 1 + int(np.count_nonzero(np.diff(documents)))
 

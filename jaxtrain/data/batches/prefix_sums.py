@@ -1,6 +1,6 @@
-"""Sums of a number of every document up to each: one in GROUP is kept, the others are summed again.
+"""Prefix sums over documents: one in GROUP is stored, the others are computed again when needed.
 
-At 10^9 documents an array of them is 8 GB a process. Kept are 0.125 bytes a document.
+At 10^9 documents an array of all sums takes 8 GB per process. This takes 0.125 bytes per document.
 """
 
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from collections.abc import Callable
 import numpy as np
 
 GROUP = 64
-CHUNK = 1 << 20  # documents that are looked at together, a multiple of GROUP
-FOUND = 1 << 12  # places that are looked up together
+CHUNK = 1 << 20  # documents that are summed together, a multiple of GROUP
+FOUND = 1 << 12  # positions that are looked up together
 
 
 class PrefixSums:
-    """Sums of of(lengths), numbers from 0 on, int64."""
+    """Prefix sums (int64) of of(lengths), which are integers of at least 0."""
 
     def __init__(self, lengths: np.ndarray, of: Callable[[np.ndarray], np.ndarray]):
         self.lengths, self.of = lengths, of
@@ -27,7 +27,7 @@ class PrefixSums:
         self.total = int(self.ends[-1])
 
     def before(self, documents: np.ndarray) -> np.ndarray:
-        """int64: what all documents before each of these sum up to."""
+        """int64: the sum over all documents before each of `documents`."""
         found = np.empty(len(documents), np.int64)
         for start in range(0, len(documents), FOUND):
             some = np.asarray(documents[start : start + FOUND])
@@ -38,7 +38,7 @@ class PrefixSums:
         return found
 
     def find(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int64, int64: the document that each place below `total` is in, and `before` of it."""
+        """int64, int64: the document at each position below `total`, and the sum before it."""
         documents, before = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
         for start in range(0, len(places), FOUND):
             some = np.asarray(places[start : start + FOUND])
@@ -56,7 +56,7 @@ class PrefixSums:
         return np.where(groups > 0, self.ends[groups - 1], 0)
 
     def _values(self, groups: np.ndarray) -> np.ndarray:
-        """int64 [groups, GROUP]: of the documents of groups; 0 behind the last one."""
+        """int64 [groups, GROUP]: values of the documents of these groups; 0 after the last one."""
         numbers = groups[:, None] * GROUP + np.arange(GROUP)
         there = numbers < len(self.lengths)
         values = self.of(self.lengths[np.where(there, numbers, 0)])

@@ -1,10 +1,10 @@
-"""Warm-up of the row length and of the batch size: each phase of a run has twice the one before.
+"""Warm-up of the sequence length and of the batch size: each phase of a run doubles the one before.
 
-Rows: short ones first, a step's tokens the same. Li et al. 2022 (arXiv:2108.06084) for stability,
-Jin et al. 2023 (GrowLength, arXiv:2310.00576) for speed: attention costs less in short rows.
-Batches: at first the critical batch is small, and small steps learn more of a token (McCandlish et
-al. 2018, arXiv:1812.06162; Merrill et al. 2025, arXiv:2505.23971). Each length and each size is a
-phase with a program of its own (`train/program.py`).
+Sequence length: short rows first, with the same tokens per step. Li et al. 2022 (arXiv:2108.06084)
+for stability, Jin et al. 2023 (GrowLength, arXiv:2310.00576) for speed: attention costs less in
+short rows. Batch size: the critical batch size is small at first, and small steps learn more per
+token (McCandlish et al. 2018, arXiv:1812.06162; Merrill et al. 2025, arXiv:2505.23971). Each length
+and each size is a phase with its own compiled program (`train/program.py`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jaxtrain.settings import Settings, UserError
 
 
 class LengthRamp(Settings):
-    """Rows that double in length until they have train.sequence_length tokens."""
+    """Sequence length that doubles until it is train.sequence_length."""
 
     start: int = Field(default=256, ge=2, description="Tokens of a row in the first phase")
     tokens: int = Field(
@@ -25,7 +25,7 @@ class LengthRamp(Settings):
 
 
 class BatchRamp(Settings):
-    """Steps that double in size until they have train.batch_size rows."""
+    """Batch size that doubles until it is train.batch_size."""
 
     start: int = Field(ge=1, description="Rows of a step in the first phase")
     tokens: int = Field(
@@ -34,9 +34,9 @@ class BatchRamp(Settings):
 
 
 def length_stages(ramp: LengthRamp, sequence_length: int) -> tuple[Stage, ...]:
-    """The stages of a ramp: lengths start, 2 start, ... and then sequence_length to the end.
+    """Stages of a ramp: lengths start, 2 start, ... and then sequence_length to the end.
 
-    UserError where doubling does not lead from `start` to sequence_length.
+    Raises UserError if doubling `start` does not lead to sequence_length.
     """
     lengths = doublings("length_ramp", ramp.start, "sequence_length", sequence_length)
     part = max(1, ramp.tokens // len(lengths))
@@ -44,9 +44,9 @@ def length_stages(ramp: LengthRamp, sequence_length: int) -> tuple[Stage, ...]:
 
 
 def batch_stages(ramp: BatchRamp, batch_size: int) -> tuple[Stage, ...]:
-    """The stages of a ramp: sizes start, 2 start, ... and then batch_size to the end.
+    """Stages of a ramp: sizes start, 2 start, ... and then batch_size to the end.
 
-    UserError where doubling does not lead from `start` to batch_size.
+    Raises UserError if doubling `start` does not lead to batch_size.
     """
     sizes = doublings("batch_ramp", ramp.start, "batch_size", batch_size)
     part = max(1, ramp.tokens // len(sizes))
@@ -54,7 +54,7 @@ def batch_stages(ramp: BatchRamp, batch_size: int) -> tuple[Stage, ...]:
 
 
 def doublings(ramp: str, start: int, field: str, end: int) -> list[int]:
-    """start, 2 start, ... below `end`. UserError where doubling does not lead there."""
+    """Return start, 2 start, ... below `end`. Raises UserError if doubling does not lead to it."""
     times = (end // start).bit_length() - 1
     if times < 1 or start << times != end:
         raise UserError(
@@ -65,7 +65,7 @@ def doublings(ramp: str, start: int, field: str, end: int) -> list[int]:
 
 
 def overlay(one: Sequence[Stage], other: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Stages that end where one of either list ends, with the fields of both."""
+    """Merge two lists of stages: a stage ends where one of either list does, with both's fields."""
     found, lists = [], [list(one), list(other)]
     while all(lists):
         fields = {}

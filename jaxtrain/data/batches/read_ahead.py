@@ -1,8 +1,8 @@
-"""Blocks of stores at a URL, fetched before the batches need them.
+"""Prefetching of blocks of stores at a URL, before the batches need them.
 
-Which documents come next is known: the order is a function of the key and the place. A thread asks
-the planners for the documents of the slots that come, and has their blocks fetched, a few at a
-time, so that what a batch waits for never stands in a long queue.
+The next documents are known, because the order is a function of the key and the position. A thread
+asks the planners for the documents of the next slots and fetches their blocks, a few at a time, so
+that a block that a batch waits for never stands in a long queue.
 """
 
 import threading
@@ -19,13 +19,13 @@ from jaxtrain.data.store.remote_store import RemoteRecords
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.settings import UserError
 
-SLOTS = 32  # of the order that are fetched ahead: seconds at 5M tokens a second
-AT_ONCE = 12  # blocks on their way; the others of FETCHERS are for what is waited for
-POLL = 0.02  # seconds between two looks at where the planners are
+SLOTS = 32  # slots of the order that are prefetched: seconds of data at 5M tokens per second
+AT_ONCE = 12  # concurrent prefetches; the other FETCHERS are for blocks that a batch waits for
+POLL = 0.02  # seconds between polls of the planners' positions
 
 
 class ReadAhead:
-    """Keeps the blocks that come next on this host until it is closed."""
+    """Prefetches the next blocks to this host until it is closed."""
 
     def __init__(self, stores: Mapping[str, TokenStore], planners: Mapping[str, Planner]):
         self.far = [
@@ -50,7 +50,7 @@ class ReadAhead:
                 ahead = planner.ahead(SLOTS)
                 if places.get(number) != ahead.place:
                     places[number] = ahead.place
-                    # A block that cannot be had is the fault of the batch that needs it.
+                    # The batch that needs a block reports that it cannot be fetched.
                     with suppress(UserError):
                         self._fetch(store, records, ahead.documents)
 
@@ -77,7 +77,7 @@ def _prefetched(
 
 
 def check_local_cache(config: DataConfig, stores: Mapping[str, TokenStore]) -> None:
-    """UserError for a local cache in which the blocks that are mixed have no room."""
+    """Raise UserError if the local cache is too small for the blocks that are mixed."""
     far = [store for store in stores.values() if isinstance(store.records, RemoteRecords)]
     held = sum(store.tokens * store.dtype.itemsize for store in far)
     needed = held

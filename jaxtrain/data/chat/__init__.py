@@ -1,5 +1,5 @@
-"""Conversations: their shapes in files, chat templates, which tokens are learned.
+"""Conversations: their file formats, chat templates, and loss masks.
 
-Here: records -> messages -> token ids with a loss mask, and what `too_long` leaves out. Not here:
-pairs of answers (preference/), rows of batches (batches/).
+Here: records -> messages -> token ids with a loss mask, and the rule `too_long`. Not here: pairs of
+answers (preference/), rows of batches (batches/).
 """

@@ -1,8 +1,8 @@
-"""Conversations by a template as tokens, those that the assistant says marked.
+"""Conversations rendered by a chat template and tokenized, with a loss mask on the answers.
 
-The loss counts the marked tokens, an answer's end of turn among them, and no others. Where an
-answer begins and ends in the text is found by rendering the conversation up to it, with and without
-it, so that templates need no marks of their own.
+The loss counts only the marked tokens, which include an answer's end-of-turn token. The span of an
+answer is found by rendering the conversation up to it, with and without it, so that templates need
+no generation blocks.
 """
 
 import json
@@ -23,23 +23,23 @@ from jaxtrain.data.tokenizer.sentencepiece_model import piece_offsets, sentencep
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer
 from jaxtrain.settings import UserError
 
-Span = tuple[int, int]  # characters of a text
-MarkedText = tuple[str, list[Span]]  # a text, and the answers in it that are learned
+Span = tuple[int, int]  # (start, stop) in characters of a text
+MarkedText = tuple[str, list[Span]]  # a rendered text, and the spans of its learned answers
 
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 OWN_MARKS = "mark what is learned in it with {% generation %} ... {% endgeneration %}"
 
 
-# ---- what is learned -------------------------------------------------------------------------
+# ---- texts and their learned spans -----------------------------------------------------------
 
 
 def texts_and_answers(
     messages: Sequence[Message], render: Render, learned: Sequence[int]
 ) -> list[MarkedText]:
-    """The texts to train on, each with the characters of the answers `learned` in it; none without.
+    """Return the texts to train on, each with the spans of its `learned` answers; [] without any.
 
-    One text, if a conversation is rendered as the beginning of a longer one; else (Qwen 3 leaves
-    out what was thought in earlier turns) one for each answer, as the model will see it.
+    It is one text if shorter parts of the conversation are rendered as prefixes of the whole. Else
+    it is one text per answer, as the model will see it (Qwen 3 drops earlier turns' thinking).
     """
     if not learned:
         return []
@@ -49,7 +49,7 @@ def texts_and_answers(
     if BEGIN in whole:
         text, spans = _generated(whole)
         if list(learned) != _answers(messages):
-            # The blocks of a message are those that it adds to the text before it.
+            # The generation blocks of a message are those that it adds to the text before it.
             count = lambda size: render(messages[:size], False).count(BEGIN)
             spans = [span for i in learned for span in spans[count(i) : count(i + 1)]]
         return [(text, spans)]
@@ -71,7 +71,7 @@ def texts_and_answers(
 
 
 def learned_answers(messages: Sequence[Message], render: Render) -> list[int]:
-    """Which messages are learned: the assistant's, but those with `train: false` or of no word."""
+    """Indices of the learned messages: the assistant's, except if `train: false` or empty."""
     asked = (i for i in _answers(messages) if messages[i].get("train", True))
     return [i for i in asked if not _is_empty(messages[: i + 1], render)]
 
@@ -81,7 +81,7 @@ def _answers(messages: Sequence[Message]) -> list[int]:
 
 
 def _is_empty(messages: Sequence[Message], render: Render) -> bool:
-    """Whether the last message has no content, and nothing else of it is written."""
+    """Whether the last message has no content, and the template writes nothing else of it."""
     *before, last = messages
     if last["content"].strip():
         return False
@@ -90,14 +90,14 @@ def _is_empty(messages: Sequence[Message], render: Render) -> bool:
 
 
 def check_tool_calls(messages: Sequence[Message], render: Render) -> None:
-    """Raises Refused if messages have tool_calls and the template leaves them out."""
+    """Raises TemplateRefused if messages have tool_calls and the template leaves them out."""
     if not any(message.get("tool_calls") for message in messages):
         return
     whole = render(messages, False)
     bare = [{k: v for k, v in one.items() if k != "tool_calls"} for one in messages]
     try:
         ignored = render(bare, False) == whole
-    except TemplateRefused:  # it looks at them
+    except TemplateRefused:  # the template reads them
         return
     if ignored:
         raise TemplateRefused(
@@ -116,7 +116,7 @@ def _common(a: str, b: str) -> str:
 
 
 def _generated(marked: str) -> tuple[str, list[Span]]:
-    """A text without its marks, and what stands between them."""
+    """Return a text without BEGIN and END, and the spans between them."""
     text, spans, start = "", [], 0
     for part in re.split(f"([{BEGIN}{END}])", marked):
         if part == BEGIN:
@@ -132,7 +132,7 @@ def _generated(marked: str) -> tuple[str, list[Span]]:
 
 
 class Pieces(NamedTuple):
-    """Tokens and where each stands in the text: in characters, or in bytes."""
+    """Token ids and their offsets in the text, in characters or in bytes."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -140,11 +140,11 @@ class Pieces(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """Encodes text in which special tokens are written out.
+    """Encoder of text in which special tokens are written out.
 
-    `special` are bos_token and eos_token unless a source says otherwise; `encode` reads many texts
-    at once (a call of a tokenizer starts threads); `at(text, i)` is where character i of a text
-    stands, in the unit of the pieces.
+    `special` are bos_token and eos_token, unless a source sets others. `encode` takes many texts at
+    once, because each call of a tokenizer starts threads. `at(text, i)` is the offset of character
+    i of a text, in the unit of the pieces.
     """
 
     special: dict[str, str]
@@ -155,7 +155,7 @@ class Reader(NamedTuple):
 def make_reader(tokenizer: Tokenizer) -> Reader:
     """A `Reader` of rendered templates for a tokenizer."""
     if tokenizer.name == "huggingface":
-        # A byte-level post-processor would leave spaces out of where tokens stand.
+        # A byte-level post-processor would leave spaces out of the offsets of tokens.
         model = json.loads(tokenizer.model) | {"post_processor": None}
         inner = tokenizers.Tokenizer.from_str(json.dumps(model))
         inner.no_truncation()
@@ -185,7 +185,7 @@ def make_reader(tokenizer: Tokenizer) -> Reader:
 
 
 def _placed(model: bytes, text: str) -> Pieces:
-    """The tokens of a text, and where they stand in its bytes, as sentencepiece says."""
+    """Encode a text with sentencepiece, which also gives the byte offsets of the tokens."""
     return Pieces(*(np.array(x, np.int64) for x in piece_offsets(_processor(model), text)))
 
 
@@ -202,10 +202,10 @@ def _encode_between(
     placed: Callable[[str], Pieces],
     texts: Sequence[str],
 ) -> list[Pieces]:
-    """Special tokens and the text between them, whose tokens stand where their bytes do.
+    """Encode special tokens, and the text between them with offsets from the sizes of its tokens.
 
-    sizes_V: None where the tokenizer changes text; then, and where they do not add up (a letter is
-    unknown), `placed` says where the tokens stand.
+    sizes_V: bytes of each token; None if the tokenizer changes text. Then, or if the sizes do not
+    add up (a letter is unknown), `placed` gives the offsets.
     """
     parts = [[part for part in split.split(text) if part] for text in texts]
     between = [part for text in parts for part in text if part not in names]
@@ -236,7 +236,7 @@ def _encode_between(
 
 
 def marks_of(pieces: Pieces, spans: Sequence[Span], tokenizer: Tokenizer) -> np.ndarray:
-    """bool [tokens]: those of the answers; what follows an end of turn is no part of one."""
+    """bool [tokens]: loss mask of the answers, without the whitespace after an end of turn."""
     marks = np.zeros(len(pieces.ids), bool)
     for start, stop in spans:
         inside = np.flatnonzero((pieces.ends > start) & (pieces.starts < stop))
@@ -251,7 +251,7 @@ def marks_of(pieces: Pieces, spans: Sequence[Span], tokenizer: Tokenizer) -> np.
 
 
 class Document(NamedTuple):
-    """A text to train on: its tokens after the first, which of them are learned, its UTF-8 size."""
+    """A text to train on: its tokens after the start token, their loss mask, its UTF-8 bytes."""
 
     ids: np.ndarray
     marks: np.ndarray
@@ -266,10 +266,10 @@ def _no_answer(messages: Sequence[Message]) -> TemplateRefused:
     )
 
 
-Asked = tuple[Sequence[Message], int, Tools]  # a conversation, how long its prompt is, its tools
+Asked = tuple[Sequence[Message], int, Tools]  # messages, how many of them are the prompt, tools
 
 
-OnError = Callable[[int, UserError], None]  # which of several texts cannot be used, and why
+OnError = Callable[[int, UserError], None]  # (index of a text that cannot be used, the reason)
 
 
 def raise_error(number: int, error: UserError) -> None:
@@ -290,10 +290,10 @@ def _each[T, R](things: Sequence[T], read: Callable[[T], R], on_error: OnError) 
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat template with a tokenizer: conversations as token ids.
+    """A chat template with a tokenizer, which encodes conversations as token ids.
 
-    `documents` and `answers` call their second argument for a conversation that cannot be used; it
-    is left out if that call returns.
+    `documents` and `answers` call `on_error` for a conversation that cannot be used. If the call
+    returns, the conversation is left out.
     """
 
     tokenizer: Tokenizer
@@ -303,7 +303,7 @@ class Chat:
     end: int  # the token after every answer
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> np.ndarray:
-        """The tokens up to the answer of the assistant."""
+        """Return the tokens of a prompt, up to the answer of the assistant."""
         (pieces,) = self.reader.encode([self.render(messages, True, tools)])
         started = pieces.ids[0] == self.start
         return pieces.ids if started else np.concatenate([[self.start], pieces.ids])
@@ -311,7 +311,7 @@ class Chat:
     def documents(
         self, conversations: Sequence[Conversation], on_error: OnError = raise_error
     ) -> list[list[Document]]:
-        """The texts to train on of each conversation; none of one without a learned answer."""
+        """Encode the texts to train on of each conversation; none if it has no learned answer."""
         rendered = _each(conversations, self._all_answers, on_error)
         found = iter(self._read([one for texts in rendered for one in texts or []]))
         several = [[next(found) for _ in texts or []] for texts in rendered]
@@ -320,7 +320,7 @@ class Chat:
     def answers(
         self, asked: Sequence[Asked], on_error: OnError = raise_error
     ) -> list[Document | None]:
-        """Each conversation, marked after its prompt alone."""
+        """Encode each conversation with a loss mask on the answers after its prompt alone."""
         rendered = _each(asked, self._last_answers, on_error)
         read = iter(self._read([one for one in rendered if one is not None]))
         found = [None if one is None else next(read) for one in rendered]
@@ -359,7 +359,7 @@ class Chat:
 
 
 def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> Chat:
-    """template: Jinja text. Raises UserError for a template that cannot be used."""
+    """Make a `Chat` from a Jinja template. Raises UserError for a template that cannot be used."""
     reader = make_reader(tokenizer)
     render = make_render(template, reader.special | special)
     probe = texts_and_answers(PROBE, render, [1])[0]
@@ -379,7 +379,7 @@ def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> C
 def encode_marked(
     texts: Sequence[MarkedText], tokenizer: Tokenizer, reader: Reader
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The tokens of each text, and which of them its spans hold."""
+    """Encode each text. Returns its token ids, and the loss mask of its spans."""
     found = []
     for pieces, (whole, spans) in zip(reader.encode([whole for whole, _ in texts]), texts):
         placed = [(reader.at(whole, start), reader.at(whole, stop)) for start, stop in spans]

@@ -57,8 +57,8 @@ def fit_conversations(
 def fit_stores(
     stores: dict[str, TokenStore], config: DataConfig, length: int
 ) -> tuple[dict[str, TokenStore], dict[str, Counts]]:
-    """The stores without the conversations that the rule leaves out; and of each source of
-    conversations, how many there are and what the rule did. Raises UserError if none is left."""
+    """Apply `too_long` to the stores. Returns them without the conversations that it leaves out,
+    and the counts of each chat or preference source. Raises UserError if none is left."""
     found, counted = dict(stores), {}
     for name, source in sources_of(config.train).items():
         if not isinstance(source, ChatTemplateSource):
@@ -73,14 +73,14 @@ def fit_stores(
 
 
 def _with_earlier(counts: Counts, left_out: Counts) -> Counts:
-    """Counts of a store, its documents first, with what was left out when it was written."""
+    """Add the conversations that were left out when a store was written to its counts."""
     total = next(iter(counts))
     reasons = {reason: counts.get(reason, 0) + count for reason, count in left_out.items()}
     return counts | {total: counts[total] + sum(left_out.values())} | reasons
 
 
 def dropped_shares(counted: dict[str, Counts]) -> dict[str, float]:
-    """Parts of all conversations that lose their end and that are left out, for the metrics."""
+    """Fractions of all conversations that lose their end or are left out, for the metrics."""
     if not counted:
         return {}
     total, cut, *out = (sum(numbers) for numbers in zip(*(c.values() for c in counted.values())))
@@ -103,7 +103,7 @@ def counts_phrase(count: Counts) -> str:
 def validation_pairs(
     store: TokenStore | None, config: DataConfig, length: int
 ) -> TokenStore | None:
-    """The validation split of preferences as pairs; None for other data, or without one."""
+    """View the validation split of preferences as pairs; None for other data or no split."""
     source = next(iter(sources_of(config.train).values()))
     if store is None or source.name != "preference":
         return None
@@ -114,7 +114,7 @@ def validation_pairs(
 
 
 def training_template(config: DataConfig) -> tuple[str, dict[str, str]] | None:
-    """The template that conversations are trained on with, and the tokens that it names."""
+    """Chat template of the training conversations, and its special tokens; None without any."""
     for source in sources_of(config.train).values():
         if isinstance(source, ChatTemplateSource):
             return read_template(source.template), source.special

@@ -1,4 +1,4 @@
-"""Conversations as people store them -> messages, each with a role and a content."""
+"""Conversations in common file formats -> messages, each with a role and a content."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,20 +11,20 @@ ROLES = {
     "model": "assistant", "bot": "assistant", "system": "system", "developer": "system",
     "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
-OWN = ("role", "from", "content", "value", "weight", "train")  # of a turn, read here
+OWN = ("role", "from", "content", "value", "weight", "train")  # keys of a message, read here
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
-BEGIN, END = "\ufdd0", "\ufdd1"  # no characters: free to mark what a template's blocks put out
+BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters: they mark the output of generation blocks
 
 
 def conversations(text: str, file: str, line: int) -> Iterator[tuple[Conversation, str]]:
-    """Each conversation of a text, with its place; arguments as in `records`."""
+    """Yield each conversation of a JSON text with its location; arguments as in `records`."""
     return ((conversation(record, place), place) for record, place in records(text, file, line))
 
 
 def records(text: str, file: str, line: int) -> Iterator[tuple[Any, str]]:
-    """The JSON values of a text, one a line or in an array, each with the name of its place.
+    """Yield the JSON values of a text, one per line or in an array, each with its location.
 
-    file, line: where the text stands. Raises UserError for what is not JSON.
+    file, line: location of the text. Raises UserError for invalid JSON.
     """
     if text.lstrip().startswith("["):
         for number, record in enumerate(parse_json(text, file), 1):
@@ -36,15 +36,15 @@ def records(text: str, file: str, line: int) -> Iterator[tuple[Any, str]]:
 
 
 def conversation(record: object, place: str) -> Conversation:
-    """The conversation that a JSON value says.
+    """Convert a JSON value to a conversation.
 
-    Shapes: {messages: [{role, content}]}, ShareGPT's {conversations: [{from, value}]}, Alpaca's
+    Formats: {messages: [{role, content}]}, ShareGPT's {conversations: [{from, value}]}, Alpaca's
     {instruction, input, output, history}, Dolly's {instruction, context, response}, and TRL's
-    {prompt, completion}, each a string or messages; of these the completion alone is learned.
+    {prompt, completion}, each a string or messages; there, only the completion is learned.
 
-    What the assistant says before anyone else is left out: it answers nothing, and most templates
-    refuse it. Raises UserError, which names the place, for other shapes, and for a conversation
-    without an answer.
+    Assistant messages before the first user or tool message are left out: they answer nothing, and
+    most templates refuse them. Raises UserError, which names the location, for other formats and
+    for a conversation without an answer.
     """
     turns = _turns(record, place) if isinstance(record, dict) else None
     if not isinstance(record, dict) or not isinstance(turns, list):
@@ -66,7 +66,7 @@ def conversation(record: object, place: str) -> Conversation:
 
 
 def check_characters[R: Record](record: R, place: str) -> R:
-    """The record. Raises UserError for characters that no text or template may have."""
+    """Return the record. Raises UserError for lone surrogates, and for BEGIN and END."""
     text = record.canonical_json()
     try:
         text.encode()
@@ -77,11 +77,11 @@ def check_characters[R: Record](record: R, place: str) -> R:
     return record
 
 
-# ---- what a record has beside its messages -----------------------------------------------------
+# ---- other fields of a record -----------------------------------------------------------------
 
 
 def with_system(messages: list[Message], record: dict[str, Any], place: str) -> list[Message]:
-    """Messages with the record's own `system` in front. Raises UserError if they have another."""
+    """Prepend the record's `system` to its messages. Raises UserError if they have another one."""
     system = string_of(record, "system", place, optional=True)
     said = [message["content"] for message in messages if message["role"] == "system"]
     if not system or said == [system]:
@@ -94,7 +94,7 @@ def with_system(messages: list[Message], record: dict[str, Any], place: str) -> 
 
 
 def tools_of(record: dict[str, Any], place: str) -> Tools:
-    """The record's `tools`, which may be written as JSON inside of it."""
+    """Return the record's `tools`, which may be a JSON string."""
     given = tools = record.get("tools")
     if isinstance(given, str) and given.strip():
         tools = parse_json(given, f"{place}: tools is a string that")
@@ -106,14 +106,14 @@ def tools_of(record: dict[str, Any], place: str) -> Tools:
 
 
 def refuse_media(record: dict[str, Any], place: str) -> None:
-    """Raises UserError for pictures, sound and films: what is said of them would be learned."""
+    """Raises UserError for images, audio and video: text about them would be learned."""
     for key in MEDIA:
         if record.get(key):
             raise UserError(f"{place} has {key}: models here read text only, leave the record out")
 
 
 def string_of(record: dict[str, Any], key: str, place: str, *, optional: bool = False) -> str:
-    """A field of a record that must be a string; an optional one may be null or missing."""
+    """Return a field that must be a string; an optional one may be null or missing."""
     value = record.get(key)
     if value is None and optional:
         return ""
@@ -127,7 +127,7 @@ def kind_of(value: object) -> str:
     return "null" if value is None else type(value).__name__
 
 
-# ---- turns -----------------------------------------------------------------------------------
+# ---- messages --------------------------------------------------------------------------------
 
 
 def _turns(record: dict[str, Any], place: str) -> Any:
@@ -157,7 +157,7 @@ def _prompted(record: dict[str, Any], place: str) -> list[Message]:
 
 
 def instruction_of(record: dict[str, Any], place: str) -> str:
-    """The field `instruction`, with Alpaca's `input` or Dolly's `context` behind it."""
+    """The field `instruction`, followed by Alpaca's `input` or Dolly's `context`."""
     more = [string_of(record, key, place, optional=True) for key in ("input", "context")]
     return "\n\n".join([string_of(record, "instruction", place), *filter(None, more)])
 
@@ -173,7 +173,7 @@ def _history(record: dict[str, Any], place: str) -> list[str]:
 
 
 def messages_of(given: object, role: str, place: str) -> list[Message]:
-    """A string as a message of that role, a message, or a list of them; an answer is the last."""
+    """Convert a string (of that role), a message or a list to messages; an answer must be last."""
     turns = [{"role": role, "content": given}] if isinstance(given, str) else given
     turns = [turns] if isinstance(turns, dict) else turns
     if not isinstance(turns, list) or not turns:
@@ -185,8 +185,8 @@ def messages_of(given: object, role: str, place: str) -> list[Message]:
 
 
 def message_of(turn: object, place: str) -> Message:
-    """One message in any of the spellings; `train` is in it, and false, if it is an answer that is
-    not to be learned. Raises UserError, which names the place."""
+    """Normalize a message in any of the formats. An answer that is not learned gets `train: False`.
+    Raises UserError, which names the location."""
     if not isinstance(turn, dict):
         raise UserError(f"{place} is {type(turn).__name__}, not an object")
     role = turn.get("role", turn.get("from"))
@@ -208,7 +208,7 @@ def message_of(turn: object, place: str) -> Message:
 
 
 def _text_of(part: dict[str, Any], place: str) -> str:
-    """The text of a part of a content. Raises UserError if it is none."""
+    """Return the text of a content part. Raises UserError if the part is not text."""
     if (kind := part.get("type", "text")) not in ("text", "input_text", "output_text"):
         raise UserError(
             f"{place}: the content has a part of type {kind!r}: models here read text only, leave "
@@ -218,7 +218,7 @@ def _text_of(part: dict[str, Any], place: str) -> str:
 
 
 def _is_learned(turn: dict[str, Any], place: str) -> bool:
-    """By OpenAI's `weight` and axolotl's `train`: yes, if a turn has neither."""
+    """Whether a message is learned, by OpenAI's `weight` and axolotl's `train`; default: yes."""
     for key, right in (("weight", "0 or 1"), ("train", "true or false")):
         if turn.get(key) not in (None, True, False):
             raise UserError(f"{place}: {key} is {turn[key]!r}; it must be {right}")

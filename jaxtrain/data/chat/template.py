@@ -1,4 +1,4 @@
-"""Chat templates: messages -> text, by Jinja as transformers runs it."""
+"""Chat templates: messages -> text, with Jinja set up as in transformers."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -12,26 +12,26 @@ from jaxtrain.data.records import Message, Tools
 from jaxtrain.settings import UserError
 
 Tree = dict[str, Any]  # a plain section of a configuration
-Render = Callable[..., str]  # (messages, begin an answer?, tools=None) -> text
+Render = Callable[..., str]  # (messages, add_generation_prompt, tools=None) -> text
 
 
 class TemplateRefused(UserError):
-    """A conversation that the template does not write."""
+    """The chat template refuses a conversation."""
 
 
-# For models without a template of their own: an answer ends with the end of a text.
+# For models without a template of their own: an answer ends with EOS.
 DEFAULT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '### ' + message['role'] | capitalize + '\\n' + message['content'] }}"
     "{{ eos_token if message['role'] == 'assistant' else '\\n\\n' }}{% endfor %}"
     "{{ '### Assistant\\n' if add_generation_prompt }}"
 )
-MOST_MADE = 2**24  # characters, entries, or bits of a power, that an operator of a template makes
-DATE = datetime(2024, 7, 26)  # templates that ask for today's would make other data every day
+MOST_MADE = 2**24  # limit on a template's * and **: characters, entries, or bits of a power
+DATE = datetime(2024, 7, 26)  # fixed: with today's date a template's data would change every day
 
 
 def read_template(given: str | None) -> str:
-    """The Jinja text of a template that is given as text, as a file, or not at all."""
+    """Return the Jinja text of a template given as text, as a file, or not at all (the default)."""
     if given is None or "{" in given:
         return given or DEFAULT_TEMPLATE
     if not Path(given).expanduser().is_file():
@@ -46,11 +46,11 @@ def read_template(given: str | None) -> str:
 
 
 def make_render(template: str, special: dict[str, str]) -> Render:
-    """The function that renders messages. special: the tokens that the template names (eos_token).
+    """Return the function that renders messages. special: tokens that the template names.
 
-    Sandboxed, with transformers' filters, functions and generation blocks: what these put out
-    stands between BEGIN and END. Raises UserError for a template that is no Jinja, and Refused when
-    it refuses a conversation.
+    Sandboxed, with transformers' filters, functions and generation blocks, whose output is put
+    between BEGIN and END. Raises UserError for invalid Jinja. The function raises TemplateRefused
+    for a conversation that the template refuses.
     """
     try:
         import jinja2
@@ -64,7 +64,7 @@ def make_render(template: str, special: dict[str, str]) -> Render:
         ) from error
 
     class Generation(Extension):
-        """{% generation %}: what the assistant says."""
+        """{% generation %} blocks: the assistant's output."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -86,7 +86,7 @@ def make_render(template: str, special: dict[str, str]) -> Render:
         )
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        """Without products and powers that would fill the memory."""
+        """Sandbox that refuses products and powers that would fill the memory."""
 
         intercepted_binops = frozenset(("*", "**"))
 
@@ -133,9 +133,9 @@ def make_render(template: str, special: dict[str, str]) -> Render:
 def apply_chat_defaults(tree: Tree) -> bool:
     """Fill in the defaults for conversations; returns whether the configuration trains on any.
 
-    The defaults: conversations are packed whole, one document each, and some are held out. What
-    the configuration sets itself wins. The text of a template file replaces its path, so that a
-    run directory needs no other file.
+    The defaults: conversations are packed whole, one document each, and some are held out. Values
+    that the configuration sets take precedence. The text of a template file replaces its path, so
+    that a run directory needs no other file.
     """
     data = tree.get("data")
     if not isinstance(data, dict):
@@ -156,7 +156,7 @@ def apply_chat_defaults(tree: Tree) -> bool:
 
 
 def chat_sources(node: object) -> Iterator[Tree]:
-    """The sources of conversations in a plain section."""
+    """Yield the chat and preference sources in a plain section of a configuration."""
     if isinstance(node, dict):
         if node.get("name") in CHAT_TEMPLATE_SOURCES:
             yield node

@@ -1,4 +1,4 @@
-"""Evaluation tasks: bundles of examples, prompts with their shots, rows of scored tokens.
+"""Evaluation tasks: bundles of examples, few-shot prompts, packed rows of scored tokens.
 
 Here: host code that makes arrays. Not here: the model that scores them (`jaxtrain/evaluation/`).
 """

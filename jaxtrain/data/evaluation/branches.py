@@ -1,8 +1,8 @@
-"""Scored sequences packed into rows of one shape; what sequences share is in a row once.
+"""Scored sequences packed into rows of one shape; a shared prefix is stored only once.
 
-A row is a trunk of T tokens, filled with texts, and R tokens of branches behind it: the ends of
-sequences whose common beginning is in the trunk (see `jaxtrain.model.branches`). Texts do not see
-each other, so the numbers are those of each sequence alone.
+A row is a trunk of T tokens, filled with texts, followed by R tokens of branches: the ends of
+sequences whose common prefix is in the trunk (see `jaxtrain.model.branches`). Texts do not attend
+to each other, so the scores are those of each sequence alone.
 """
 
 from bisect import bisect_left, insort
@@ -14,19 +14,19 @@ import numpy as np
 from jaxtrain.data.evaluation.prompts import Scored, common_prefix
 
 BUFFERED = 4  # batches of texts that are packed together
-BRANCH_SHARE = 4  # a trunk has this many tokens for one token of branches
+BRANCH_SHARE = 4  # trunk tokens per branch token
 
 
 class RowShape(NamedTuple):
-    """The shape of a batch that the program is compiled for."""
+    """Batch shape that a program is compiled for."""
 
     rows: int
     trunk: int  # tokens
     branch: int  # tokens
-    num_shards: int = 1  # the devices that share the rows, in equal parts
+    num_shards: int = 1  # devices that split the rows evenly
 
     def holding(self, tokens: int) -> "RowShape":
-        """Fewer and longer rows for a text of so many tokens; 2, 4, 8, ... times as long."""
+        """Shape with fewer, longer rows (2, 4, 8, ... times) that hold a text of this length."""
         if tokens <= self.trunk:
             return self
         times = 1 << (-(-tokens // self.trunk) - 1).bit_length()
@@ -35,27 +35,27 @@ class RowShape(NamedTuple):
 
 
 class BranchBatch(NamedTuple):
-    """A batch as numpy arrays of int32; T is trunk and branches, M the labels of a row."""
+    """A batch as numpy arrays of int32; T is trunk plus branches, M the most labels of a row."""
 
     tokens_BT: np.ndarray
     positions_BT: np.ndarray  # from 0 in every sequence
     segments_BT: np.ndarray  # from 1 in each row; 0 is padding
     parents_BR: np.ndarray  # segment that a branch token continues
-    before_BR: np.ndarray  # place of the token before it
-    places_BM: np.ndarray  # whose state predicts the label
+    before_BR: np.ndarray  # index in the row of the token before it
+    places_BM: np.ndarray  # index in the row of the token whose hidden state predicts the label
     labels_BM: np.ndarray  # -1 is padding
 
 
 class TrunkText(NamedTuple):
-    """A piece of a trunk with its branches, and the labels that are predicted in it."""
+    """A segment of a trunk with its branches, and the sequences whose labels it predicts."""
 
     tokens: np.ndarray
     branches: list[np.ndarray]
-    asked: list[tuple[int, Scored]]  # number and sequence; branch i belongs to the i-th
+    asked: list[tuple[int, Scored]]  # (sequence number, sequence); branch i belongs to the i-th
 
 
 class OpenRow(NamedTuple):
-    """A row while it is filled: its texts, and its free places."""
+    """A row that is being filled: its texts and its free positions."""
 
     texts: list[TrunkText]
     free: list[int]  # tokens of the trunk, of the branches, labels
@@ -64,11 +64,11 @@ class OpenRow(NamedTuple):
 def pack_branches(
     questions: Iterable[Sequence[Scored]], shape: RowShape
 ) -> Iterator[tuple[BranchBatch, np.ndarray]]:
-    """Batches that ask for all sequences, and whose label each is: owners_BM, -1 for none.
+    """Yield batches that score all sequences, and each label's sequence: owners_BM, -1 for none.
 
-    Sequences are numbered through, over all questions. Where all but the last token of a sequence
-    do not fit into a trunk, the question goes into longer rows, which have a program of their own.
-    A batch without branches has none of their tokens (R = 0).
+    Sequences are numbered consecutively, over all questions. If a sequence without its last token
+    does not fit into a trunk, its question goes into longer rows, which need another compiled
+    program. A batch without branches has no branch tokens (R = 0).
     """
     piles: dict[RowShape, list[TrunkText]] = {}
     waiting: dict[RowShape, int] = {}
@@ -84,7 +84,7 @@ def pack_branches(
             whole = (len(rows) - 1) // fit.rows * fit.rows
             for begin in range(0, whole, fit.rows):
                 yield layout(rows[begin : begin + fit.rows], fit)
-            # The last rows are the emptiest: their texts wait for better company.
+            # The last rows are the emptiest: their texts are packed again, with later ones.
             piles[fit] = [text for row in rows[whole:] for text in row.texts]
             waiting[fit] = sum(len(text.tokens) for text in piles[fit])
     for fit, texts in piles.items():
@@ -94,8 +94,8 @@ def pack_branches(
 
 
 def expected_shapes(questions: Iterable[Sequence[Scored]], shape: RowShape) -> list[RowShape]:
-    """The shapes of the batches that such questions come in, by `trunk_texts`: branch is 0 where
-    none of those of a length has branches. In the order in which they are asked for first."""
+    """Shapes of the batches that score these questions, in the order of first use. `branch` is 0 if
+    no text of that trunk length has branches (`trunk_texts`)."""
     branched: dict[RowShape, bool] = {}
     for question in questions:
         fit = shape.holding(max(len(scored.tokens) for scored in question) - 1)
@@ -105,7 +105,7 @@ def expected_shapes(questions: Iterable[Sequence[Scored]], shape: RowShape) -> l
 
 
 def fill_rows(texts: Sequence[TrunkText], shape: RowShape) -> list[OpenRow]:
-    """The texts in rows: the longest first, each where it leaves the least of the trunk free."""
+    """Pack texts into rows: the longest first, each where it leaves the least of the trunk free."""
     rows: list[OpenRow] = []
     order: list[tuple[int, int]] = []  # (free in the trunk, row), sorted
     for text in sorted(texts, key=lambda text: -len(text.tokens)):
@@ -127,8 +127,8 @@ def fill_rows(texts: Sequence[TrunkText], shape: RowShape) -> list[OpenRow]:
 def trunk_texts(question: Sequence[Scored], number: int, shape: RowShape) -> list[TrunkText]:
     """One text with branches if that saves enough, else each sequence as a text of its own.
 
-    The last token of a sequence is only a label. If the sequences differ in nothing else, a text
-    without branches answers them all.
+    The last token of a sequence is only a label. If the sequences differ only there, one text
+    without branches scores them all.
     """
     inputs = [scored.tokens[:-1] for scored in question]
     asked = list(enumerate(question, number))
@@ -146,13 +146,13 @@ def has_branches(text: TrunkText) -> bool:
 
 
 def row_needs(text: TrunkText) -> tuple[int, int, int]:
-    """Places that a text needs in a row: tokens of the trunk, of the branches, labels."""
+    """Positions that a text needs in a row: trunk tokens, branch tokens, labels."""
     labels = sum(len(scored.tokens) - scored.start for _, scored in text.asked)
     return len(text.tokens), sum(map(len, text.branches)), labels
 
 
 def layout(rows: Sequence[OpenRow], shape: RowShape) -> tuple[BranchBatch, np.ndarray]:
-    """The arrays of a batch."""
+    """Arrays of a batch, and owners_BM."""
     if not any(has_branches(text) for row in rows for text in row.texts):
         shape = shape._replace(branch=0)
     out = empty_batch(shape)

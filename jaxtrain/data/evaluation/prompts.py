@@ -1,11 +1,11 @@
 """Examples of evaluation tasks as token sequences: shots, then the question with each answer.
 
-The rules are nanochat's (`core_eval.py`): the shots of example i are drawn by `Random(1234 + i)`
-from all other examples that are asked; every sequence starts with BOS; a sequence that is longer
-than the context is read whole, up to ten times the context, which is what its GPT takes, but loses
-its beginning where positions are learned. Two rules stand in for an assertion there: an answer
-begins at the latest at the last token of the shortest sequence, and what two tokenisations of a
-text with and without its answer share ends where they first differ.
+The rules are nanochat's (`core_eval.py`). The shots of example i are drawn by `Random(1234 + i)`
+from all other examples that are asked. Every sequence starts with BOS. A sequence longer than the
+context is scored whole, up to ten times the context, as nanochat's GPT does; with learned positions
+it loses its beginning. Two rules replace an assertion of nanochat: an answer begins at the latest
+at the last token of the shortest sequence, and the common prefix of a text's tokens with and
+without its answer ends where they first differ.
 """
 
 import random
@@ -24,11 +24,11 @@ SHOT_SEED = 1234
 WORD_START = re.compile(r"(?<=\S) ")  # where a tokenizer that cuts at words always cuts
 REACH = 10  # times the context: nanochat's GPT has rotary positions for so many
 TOGETHER = 256  # examples that are tokenized at once
-SAMPLED = 32  # examples of a task that stand for all, by length
+SAMPLED = 32  # examples of a task that represent the lengths of all
 
 
 class Scored(NamedTuple):
-    """Asks for the log-likelihood of tokens[start:] after tokens[:start]; start >= 1."""
+    """Request for the log-likelihood of tokens[start:] given tokens[:start]; start >= 1."""
 
     tokens: np.ndarray  # int32
     start: int
@@ -49,10 +49,10 @@ class Prompt(NamedTuple):
 def questions(
     loaded: Loaded, tokenizer: Tokenizer, context: int, examples: Sequence[int] | None = None
 ) -> Iterator[list[Scored]]:
-    """The sequences to score for each example: one an answer (a language-modeling task: one).
+    """Yield the sequences to score of each example: one per answer (language modeling: one).
 
-    context: tokens. examples: those alone, by their indices. Raises UserError
-    for a sequence of more than REACH times as many; with `rules.crop` they have at most `context`.
+    context: in tokens. examples: indices of the examples to ask; None: all. Raises UserError for a
+    sequence longer than REACH x context; with `rules.crop` sequences have at most `context` tokens.
     """
     most = context if loaded.rules.crop else None
     encoder = Encoder(tokenizer)
@@ -74,8 +74,8 @@ def questions(
 
 
 def examples_of_all_lengths(loaded: Loaded) -> list[int]:
-    """The indices of some of a task's examples: half of them the longest in bytes, the others from
-    the shortest on at equal distances. A hundredth of the time of tokenizing them all."""
+    """Indices of a sample of a task's examples: half of them the longest in bytes, the others from
+    the shortest on at equal distances. Takes 1/100 of the time of tokenizing all examples."""
     sizes = [prompt_of(loaded.task, loaded.examples, i).size for i in range(loaded.asked)]
     ordered = sorted(range(loaded.asked), key=sizes.__getitem__)
     half = SAMPLED // 2
@@ -86,7 +86,7 @@ def examples_of_all_lengths(loaded: Loaded) -> list[int]:
 
 
 def shots_of(task: Task, examples: Sequence[Example], index: int) -> list[Example]:
-    """The examples that are shown, with their answers, before example `index`."""
+    """Few-shot examples that are shown, with their answers, before example `index`."""
     if not task.shots:
         return []
     # What `sample` draws depends on the length of the population alone.
@@ -133,11 +133,11 @@ class Cut(NamedTuple):
 
     head: str
     middle: np.ndarray
-    tail: str  # empty: there was no place to cut, all is head
+    tail: str  # empty: there was no position to cut at, and `head` is the whole text
 
 
 class Encoder:
-    """Prompts to tokens. What prompts share is tokenized once, if the tokenizer cuts at words."""
+    """Encodes prompts. Their shared parts are tokenized once, if the tokenizer cuts at words."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -146,7 +146,7 @@ class Encoder:
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[list[np.ndarray]]:
         """The tokens of each prompt's texts, after BOS."""
-        # The sign for a space is one to some tokenizers, so that words end elsewhere.
+        # To some tokenizers U+2581 is a space, so that words end elsewhere.
         signs = (SPACE in text for p in prompts for text in (*p.shared, *p.endings))
         if self.tokenizer.by_word and not any(signs):
             return self.by_word(prompts)
@@ -155,10 +155,10 @@ class Encoder:
         return [[np.concatenate([self.bos, next(encoded)]) for _ in p.endings] for p in prompts]
 
     def by_word(self, prompts: Sequence[Prompt]) -> list[list[np.ndarray]]:
-        """A text's tokens are those of its words: only words across two parts are still unknown."""
+        """Join the tokens of whole words; only words across two parts are tokenized per prompt."""
         self.learn({part for p in prompts for part in p.shared}.difference(self.known))
         between: list[str] = []  # texts across the parts
-        whole: list[list[np.ndarray]] = []  # of each prompt, what stands behind each of them
+        whole: list[list[np.ndarray]] = []  # of each prompt, the known tokens after each of them
         for prompt in prompts:
             begun, middles = "", []
             for head, middle, tail in map(self.known.__getitem__, prompt.shared):
@@ -193,7 +193,7 @@ class Encoder:
 
 
 def common_prefix(sequences: Sequence[np.ndarray]) -> int:
-    """Tokens that all sequences begin with."""
+    """Length of the common prefix of all sequences, in tokens."""
     length = min(map(len, sequences))
     first = sequences[0][:length]
     differs = np.zeros(length, bool)
@@ -203,20 +203,20 @@ def common_prefix(sequences: Sequence[np.ndarray]) -> int:
 
 
 def after_common_start(sequences: list[np.ndarray]) -> list[Scored]:
-    """Answers to one question: each from where they differ."""
+    """Score several answers to one question, each from where they first differ."""
     start = min(common_prefix(sequences), min(map(len, sequences)) - 1)
     return [Scored(tokens, max(start, 1)) for tokens in sequences]
 
 
 def common_end(sequences: list[np.ndarray]) -> list[Scored]:
-    """One answer to several questions: the tokens that all end with."""
+    """Score one answer to several questions: the common suffix of all sequences."""
     length = common_prefix([tokens[::-1] for tokens in sequences])
     length = min(max(length, 1), min(map(len, sequences)) - 1)
     return [Scored(tokens, len(tokens) - length) for tokens in sequences]
 
 
 def after_first(sequences: list[np.ndarray]) -> list[Scored]:
-    """The text without its answer, and with it."""
+    """Score an answer. sequences: the text without the answer, and the text with it."""
     start = min(common_prefix(sequences), len(sequences[1]) - 1)
     return [Scored(sequences[1], start)]
 
@@ -229,6 +229,6 @@ LOCATE = {
 
 
 def cropped(scored: Scored, most: int | None) -> Scored:
-    """The last `most` tokens, or all."""
+    """Crop to the last `most` tokens; None keeps all."""
     lost = max(0, len(scored.tokens) - (most or len(scored.tokens)))
     return Scored(scored.tokens[lost:], max(1, scored.start - lost))

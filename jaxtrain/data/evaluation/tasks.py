@@ -27,8 +27,8 @@ from jaxtrain.settings import Settings, UserError, parse_json
 from jaxtrain.storage.strict_yaml import read_yaml
 
 SOURCE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-REBUILT = "_rebuilt"  # ends the name of a file that stands in for one that may not be shared
-# What the decompressors raise, beside their own errors, for an archive that is cut.
+REBUILT = "_rebuilt"  # name ending of a file that replaces one that may not be redistributed
+# Exceptions of the decompressors for a truncated archive, besides their own types.
 DAMAGED = (
     EOFError,
     lzma.LZMAError,
@@ -51,7 +51,7 @@ Example = dict[str, Any]
 class Task(Settings):
     """An entry of `icl_tasks`."""
 
-    # llm-foundry's files say more, of metrics and batches that we have no choice of.
+    # llm-foundry's files have more keys, for metrics and batches, which are fixed here.
     model_config = ConfigDict(extra="ignore")
 
     label: str
@@ -68,10 +68,10 @@ class Task(Settings):
 
 
 class Rules(NamedTuple):
-    """How tasks are asked; the defaults are nanochat's."""
+    """Settings of the evaluation of tasks; the defaults are nanochat's."""
 
     limit: int | None = None  # examples of each task that are asked; None: all
-    all_shots: bool = False  # draw shots from all examples, not from those that are asked alone
+    all_shots: bool = False  # draw shots from all examples, not only from those that are asked
     crop: bool = False  # prompts longer than the context lose their beginning
 
 
@@ -79,11 +79,11 @@ NANOCHAT = Rules()
 
 
 class Loaded(NamedTuple):
-    """A task that is ready to ask."""
+    """A task with its examples, ready to evaluate."""
 
     task: Task
     examples: list[Example]  # shuffled; shots are drawn from all of them
-    asked: int  # how many are asked, from the first on
+    asked: int  # number of examples that are asked, from the first on
     total: int  # examples in the file
     chance: float  # accuracy of guessing
     file: Path
@@ -91,14 +91,14 @@ class Loaded(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """Changes with whatever the task asks."""
+        """Hash of everything that the task's score depends on, except model and tokenizer."""
         how = [self.asked, len(self.examples), self.rules.crop]
         rule = json.dumps([self.task.model_dump(), self.chance, *how], sort_keys=True)
         return hashlib.sha256(rule.encode() + self.file.read_bytes()).hexdigest()[:16]
 
 
 class Bundle:
-    """The tasks of an unpacked bundle, or of a folder that has less."""
+    """Tasks of an unpacked bundle, or of a folder with only some of its files."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -141,8 +141,8 @@ class Bundle:
     def load(self, task: Task, folder: Path, rules: Rules = NANOCHAT) -> Loaded:
         """Read a task's examples, shuffled as in nanochat, to ask the first `rules.limit` of them.
 
-        As there, shots are drawn from those that are asked, so that another limit asks other
-        questions; with `all_shots` what is asked is part of the whole evaluation.
+        As in nanochat, shots are drawn from the examples that are asked, so that another limit
+        gives other prompts. With `all_shots` the prompts are a part of the full evaluation's.
         """
         file = self.data_file(task, folder)
         examples = read_examples(file, task)
@@ -167,7 +167,7 @@ class Bundle:
         return Loaded(task, examples, asked, total, chance / 100, file, rules)
 
     def data_file(self, task: Task, folder: Path) -> Path:
-        """Beside the YAML, or in the bundle; a rebuilt file stands in for a missing one."""
+        """Find a data file next to the YAML or in the bundle, else a rebuilt file in its place."""
         for place in (folder, folder / "eval_data", self.folder / "eval_data"):
             path = place / task.dataset_uri
             rebuilt = sorted(path.parent.glob(f"{path.stem}*{REBUILT}{path.suffix}"))
@@ -177,9 +177,9 @@ class Bundle:
 
 
 def open_bundle(path: Path | None = None, names: Sequence[str] = ()) -> Bundle:
-    """The bundle at `path`, else $JAXTRAIN_CORE, else core_eval (an archive too) in the cache.
+    """Open the bundle at `path`, else $JAXTRAIN_CORE, else core_eval (or an archive) in the cache.
 
-    An archive is unpacked into the cache once. names: of the tasks; YAML files need no bundle.
+    An archive is unpacked into the cache once. names: the tasks; YAML files need no bundle.
     """
     cache = Path(os.environ.get("JAXTRAIN_CACHE", "~/.cache/jaxtrain")).expanduser()
     given = path or os.environ.get("JAXTRAIN_CORE")
@@ -205,7 +205,7 @@ def is_yaml(name: str) -> bool:
 
 
 def unpack(archive: Path, cache: Path) -> Path:
-    """The content of an archive, kept in a folder that is named by its hash."""
+    """Unpack an archive, once, into a folder of the cache that is named by its hash."""
     folder = cache / hashlib.sha256(archive.read_bytes()).hexdigest()[:16]
     if folder.is_dir():
         return folder

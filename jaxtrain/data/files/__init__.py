@@ -1,5 +1,5 @@
-"""Text files: where they are (paths, patterns, URLs), and what each format holds.
+"""Text files: finding them (paths, patterns, URLs), and reading each format.
 
 Here: sources of the configuration, local and remote files, blocks of whole documents. Not here:
-tokens, and what a chat record means (chat/, preference/).
+tokens, and the meaning of chat records (chat/, preference/).
 """

@@ -1,4 +1,4 @@
-"""Files of this machine by path, folder or pattern. A link counts as what it points to."""
+"""Local files by path, folder or glob pattern. Links are followed."""
 
 import fnmatch
 import os
@@ -14,10 +14,10 @@ from jaxtrain.settings import UserError
 class File(NamedTuple):
     """A file of a source, local or not."""
 
-    url: str  # a plain path if it is local, which may be a link
-    size: int | None  # bytes, as it is stored
-    version: str  # changes with the content, where the storage tells
-    name: str = ""  # its path below the folder of the source
+    url: str  # a plain path for a local file, which may be a link
+    size: int | None  # bytes as stored
+    version: str  # changes with the content, if the storage reports it
+    name: str = ""  # path relative to the folder of the source
 
 
 def local_path(url: str) -> str:
@@ -26,14 +26,14 @@ def local_path(url: str) -> str:
 
 
 def is_folder(path: str) -> bool:
-    """Raises UserError for what cannot be read, such as a loop of links."""
+    """Whether a path is a folder. Raises UserError if it cannot be read, as for a loop of links."""
     return stat.S_ISDIR(_status(path).st_mode)
 
 
 def files_at(paths: list[str], *, strict: bool = True) -> list[File]:
-    """Those of the paths that are files; sockets and the like are not.
+    """Return the paths that are regular files, which excludes sockets and the like.
 
-    Raises UserError for a link to nothing or in a loop, which is left out if not `strict`.
+    Raises UserError for a missing path or a broken link; if not `strict`, these are left out.
     """
     found = []
     for path in paths:
@@ -51,10 +51,10 @@ def files_at(paths: list[str], *, strict: bool = True) -> list[File]:
 def files_under(
     folder: str, endings: tuple[str, ...], *, not_entered: Collection[str] = (), strict: bool = True
 ) -> list[File]:
-    """The files of a folder and of its folders whose names end so.
+    """Return all files below a folder whose names end in one of `endings`.
 
-    Raises UserError for a folder that cannot be read; if `strict`, for a link to nothing and for
-    one to a folder that it is in. Those are left out else.
+    Raises UserError for a folder that cannot be read. Broken links, and links to a folder that
+    contains them, raise UserError if `strict`, else they are left out.
     """
     below = _walk(folder, not_entered, strict)
     paths = [path for path, folder in below if not folder and path.lower().endswith(endings)]
@@ -62,9 +62,9 @@ def files_under(
 
 
 def files_like(pattern: str, *, strict: bool = True) -> list[File]:
-    """The files that match an absolute path with *, ?, [...], and ** for any folders.
+    """Return the files that match an absolute path with *, ?, [...], and ** for any folders.
 
-    Brackets stand for themselves where something has that very name. Raises as `files_under`.
+    Brackets are literal if a file or folder has exactly that name. Raises as `files_under`.
     """
     paths, parts = ["/"], [part for part in pattern.split("/") if part]
     for part in parts[:-1]:
@@ -75,7 +75,7 @@ def files_like(pattern: str, *, strict: bool = True) -> list[File]:
 
 
 def fixed_part(pattern: str) -> str:
-    """The folder that all of `files_like` is below."""
+    """Return the fixed folder of a pattern, above all matches of `files_like`."""
     parts = pattern.split("/")
     for number, part in enumerate(parts):
         here = "/".join(parts[: number + 1])
@@ -85,7 +85,7 @@ def fixed_part(pattern: str) -> str:
 
 
 def without_copies(paths: Iterable[str]) -> list[str]:
-    """The paths of different files: of each the path itself rather than a link, else one link."""
+    """Return one path per distinct file: a path that is not a link, else one of its links."""
     real_folder = lru_cache(os.path.realpath)
     kept: dict[str, str] = {}
     for linked, path in sorted((os.path.islink(path), path) for path in paths):
@@ -96,7 +96,7 @@ def without_copies(paths: Iterable[str]) -> list[str]:
 
 
 def _matches(folder: str, part: str, strict: bool) -> list[str]:
-    """The paths that match a part of a pattern in a folder; ** matches the folder too."""
+    """Return the paths in a folder that match one pattern component; ** matches the folder too."""
     if part == "**":
         return [folder, *(path for path, _ in _walk(folder, (), strict))]
     if not re.search(r"[*?\[]", part):
@@ -110,7 +110,7 @@ def _matches(folder: str, part: str, strict: bool) -> list[str]:
 def _walk(
     folder: str, not_entered: Collection[str], strict: bool, above: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, bool]]:
-    """Everything below a folder, and whether it is a folder."""
+    """Yield each path below a folder, and whether it is a folder."""
     above = (*above, os.path.realpath(folder))
     for entry in _entries(folder):
         if not os.path.isdir(entry.path) if entry.is_symlink() else not entry.is_dir():

@@ -1,18 +1,18 @@
-"""A readable file whose position is a number: what reads by ranges is built on it."""
+"""Base class of read-only, seekable files that are read by byte ranges."""
 
 import io
 from typing import override
 
 
 class PositionedReader(io.RawIOBase):
-    """`readinto` of a subclass reads at `at`, and moves it on."""
+    """Raw file with its byte position in `at`. A subclass's `readinto` reads there and moves it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.at = 0
 
     def end(self) -> int:
-        """Where the file ends, in bytes."""
+        """Size of the file in bytes."""
         raise NotImplementedError
 
     @override

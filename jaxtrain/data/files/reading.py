@@ -1,7 +1,7 @@
-"""Files to documents, in two steps: one process cuts files into blocks, many turn blocks into text.
+"""Files to documents in two steps: one process cuts files into blocks, many decode blocks to text.
 
-A block ends where a document ends. Where it ends depends on where it starts and on nothing else, so
-that reading can begin at any block and finds the same ones from there on.
+A block ends at the end of a document. Its end depends only on its start, so reading can resume at
+any block and finds the same blocks from there on.
 """
 
 import gzip
@@ -38,27 +38,27 @@ BLOCK = 1 << 22  # bytes of text, unless a document is longer
 
 
 class Position(NamedTuple):
-    """Where reading goes on: a byte of the decompressed file, or a row group of Parquet."""
+    """Position to resume reading at: a byte of the decompressed file, or a Parquet row group."""
 
     file: int = 0
     at: int = 0
     line: int = 1
-    stored: int = 0  # bytes read so far of the files as they are stored
+    stored: int = 0  # bytes read so far, of the files as stored (compressed)
 
 
 START = Position()
 
 
 class TextBlock(NamedTuple):
-    """Some whole documents of one file."""
+    """Consecutive whole documents of one file."""
 
     file: File
     line: int  # the number of its first line, from 1
     start: int  # a byte of the decompressed file, or a row group
     size: int  # bytes of text
-    data: bytes | None  # None: who needs it reads row group `start`
+    data: bytes | None  # None: the consumer reads row group `start` itself
     after: Position
-    row_group: RowGroup | None = None  # for nodes of a cluster, which need not have the file
+    row_group: RowGroup | None = None  # for cluster nodes, which may lack the file
 
 
 def read_documents(source: Source) -> Iterator[str]:
@@ -77,7 +77,7 @@ def read_documents(source: Source) -> Iterator[str]:
 
 
 def blocks(source: Source, files: list[File], begin: Position = START) -> Iterator[TextBlock]:
-    """The blocks of `files` in order from `begin` on."""
+    """Yield the blocks of `files` in order, from `begin` on."""
     stored = sum(file.size or 0 for file in files[: begin.file])
     for number in range(begin.file, len(files)):
         at = begin if number == begin.file else Position(number)
@@ -86,14 +86,14 @@ def blocks(source: Source, files: list[File], begin: Position = START) -> Iterat
 
 
 def texts_of(source: Source, block: TextBlock) -> Iterator[str]:
-    """The documents of a block that are not empty. Raises UserError where the text is bad."""
+    """Return the non-empty documents of a block. Raises UserError for bad text."""
     return (text for text, _ in records_of(source, block))
 
 
 def records_of(
     source: Source, block: TextBlock, fields: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The documents of a block with what else their line of JSONL says, or with these columns."""
+    """Return documents of a block, each with its JSONL record or the Parquet columns `fields`."""
     reader = SOURCES[source.name]
     if reader.records is None:
         return ((text, {}) for text in reader.texts(source, block) if text)
@@ -102,7 +102,7 @@ def records_of(
 
 @runtime_checkable
 class ByteStream(Protocol):
-    """What bytes are read from: a file, a decompressor, bytes in memory."""
+    """A source of bytes: a file, a decompressor, or bytes in memory."""
 
     def read(self, size: int, /) -> bytes: ...
     def close(self) -> None: ...
@@ -115,9 +115,9 @@ def cut_stream(
     cut: Callable[[bytes], int],
     stored: Callable[[], int],
 ) -> Iterator[TextBlock]:
-    """Blocks of a stream of text that stands at byte `at.at`; `cut` finds the end of a document.
+    """Yield the blocks of a text stream at byte `at.at`; `cut` finds the last end of a document.
 
-    `stored()` tells how many bytes have been read of the file as it is stored.
+    `stored()` returns the number of bytes read so far of the file as stored.
     """
     place, held, ended = at, b"", False
     while True:
@@ -142,7 +142,7 @@ def cut_stream(
 
 
 def _chat_blocks(source: Any, file: File, at: Position) -> Iterator[TextBlock]:
-    whole = ".json" in Path(file.url).suffixes  # it may be one array
+    whole = ".json" in Path(file.url).suffixes  # the file may be one array
     return blocks_of_file(file, at, CUTS["file" if whole else "line"])
 
 
@@ -159,11 +159,11 @@ def blocks_of_file(file: File, at: Position, cut: Callable[[bytes], int]) -> Ite
                 yield from cut_stream(raw, file, at, cut, raw.tell)
         except DAMAGED as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # of the disk or the network, not of what is in the file
+                raise  # an error of the disk or the network, not of the content
             raise UserError(f"{file.url} cannot be decompressed, it is damaged: {error}") from error
 
 
-# What the decompressors raise; Arrow's is an OSError without a number.
+# Exceptions of the decompressors; Arrow raises an OSError without errno.
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError, OSError)
 
 
@@ -175,7 +175,7 @@ def _skip(stream: ByteStream, count: int) -> None:
 def _zstandard(file: IO[bytes]) -> ByteStream:
     import pyarrow as pa
 
-    return pa.CompressedInputStream(file, "zstd")  # notices a file that was cut short
+    return pa.CompressedInputStream(file, "zstd")  # detects a truncated file
 
 
 DECOMPRESSORS: dict[str, Callable[[IO[bytes]], ByteStream]] = {
@@ -190,7 +190,7 @@ def _after_blank_line(data: bytes) -> int:
     return max(ends, default=0)
 
 
-# What ends a document: (bytes) -> the end of the last one that is known to be whole, or 0.
+# Document boundaries: (bytes) -> end of the last document that is known to be whole, or 0.
 CUTS: dict[str, Callable[[bytes], int]] = {
     "file": lambda data: 0,
     "line": lambda data: data.rfind(b"\n") + 1,
@@ -207,7 +207,7 @@ def _decoded(block: TextBlock) -> str:
         raise UserError(
             f"{block.file.url} is not UTF-8 text: bad byte at offset {offset}"
         ) from error
-    # A byte order mark at the start of a file is no part of its text.
+    # A byte order mark at the start of a file is not part of its text.
     return text.removeprefix("\ufeff") if block.start == 0 else text
 
 
@@ -260,7 +260,7 @@ def _chat(source: Any, block: TextBlock) -> Iterator[str]:
 def chat_records(
     source: ChatSource | PreferenceSource, block: TextBlock
 ) -> Iterator[tuple[Record, str]]:
-    """The conversations or preferences of a block, each with its place."""
+    """Return the conversations or preferences of a block, each with its file and line."""
     read = preferences if source.name == "preference" else conversations
     return read(_decoded(block), block.file.url, block.line)
 
@@ -300,7 +300,7 @@ def _parquet_records(
 
 
 def other_columns(source: Source, block: TextBlock) -> tuple[str, ...]:
-    """The columns of a Parquet file beside the text; of JSONL none, a record has all it says."""
+    """Parquet columns other than the text. Empty for JSONL, whose records hold all fields."""
     if source.name != "parquet":
         return ()
     names = _parquet_of(source, block).schema_arrow.names
@@ -308,7 +308,7 @@ def other_columns(source: Source, block: TextBlock) -> tuple[str, ...]:
 
 
 def _parquet_of(source: Any, block: TextBlock) -> Any:
-    """The `pyarrow.parquet.ParquetFile` of a block, or of the part that came with it."""
+    """Open the `pyarrow.parquet.ParquetFile` of a block, from its own `row_group` if it has one."""
     if block.row_group is not None:
         return _whole(block.file, block.row_group.open)
     return _parquet_file(source, block.file)
@@ -336,14 +336,14 @@ def _parquet_file(source: Any, file: File) -> Any:
 
 
 def _whole[T](file: File, read: Callable[[], T]) -> T:
-    """The result of `read`, which reads a Parquet file. Raises UserError if the file is damaged."""
+    """Call `read`, which reads a Parquet file. Raises UserError if the file is damaged."""
     import pyarrow as pa
 
     try:
         return read()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the disk or the network, not of what is in the file
+            raise  # an error of the disk or the network, not of the content
         reason = " ".join(str(error).split())
         raise UserError(f"{file.url} is not a Parquet file, or damaged: {reason}") from error
 

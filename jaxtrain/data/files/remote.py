@@ -1,7 +1,7 @@
-"""Files on this machine or far away: opened by URL, read on through failures of the network.
+"""Local and remote files, opened by URL; remote reads resume after network failures.
 
-fsspec opens the URLs, and a lost connection is taken up again at the byte that was reached. http(s)
-is read by the standard library: one request streams a whole file, and no further package is needed.
+fsspec opens the URLs. After a lost connection, reading resumes at the byte that was reached.
+http(s) uses the standard library: one request streams a whole file, without another package.
 """
 
 import io
@@ -17,8 +17,8 @@ from jaxtrain.data.files.positioned import PositionedReader
 from jaxtrain.settings import UserError
 from jaxtrain.storage.objects import is_local, open_filesystem, retried
 
-TIMEOUT = 60.0  # seconds in which a server must say something
-AHEAD = 1 << 23  # bytes that fsspec asks an object store for at a time
+TIMEOUT = 60.0  # seconds that a server may be silent
+AHEAD = 1 << 23  # bytes per read-ahead request of fsspec to an object store
 HTTP = ("http", "https")
 
 
@@ -30,9 +30,9 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 
 def revision_of(url: str) -> tuple[str, str] | None:
-    """(repository, commit) that a URL of huggingface.co is read from; None for all others.
+    """Return the (repository, commit) of an hf:// URL; None for all other URLs.
 
-    hf://datasets/OWNER/NAME@REVISION/... names a branch, tag or commit; else it is the main branch.
+    REVISION in hf://datasets/OWNER/NAME@REVISION/... is a branch, tag or commit; default: main.
     """
     if not url.startswith("hf://"):
         return None
@@ -55,7 +55,7 @@ def revision_of(url: str) -> tuple[str, str] | None:
 
 
 def open_file(file: File) -> io.BufferedReader:
-    """A file for reading, from its start; a remote one reads on through failures."""
+    """Open a file for reading. Reads of a remote file resume after network failures."""
     if is_local(file.url):
         try:
             return open(local_path(file.url), "rb")
@@ -65,11 +65,11 @@ def open_file(file: File) -> io.BufferedReader:
 
 
 class NothingThere(Exception):
-    """The range that was asked for begins at the end of the file."""
+    """The requested byte range begins at the end of the file."""
 
 
 class _Resumed(PositionedReader):
-    """A remote file that is opened again at the byte that was reached, when reading fails."""
+    """A remote file that is reopened at the byte that was reached whenever reading fails."""
 
     def __init__(self, filesystem: Any, path: str, file: File):
         super().__init__()
@@ -86,7 +86,7 @@ class _Resumed(PositionedReader):
     def _read(self, size: int) -> bytes:
         try:
             if self.at >= (self._file.size or self.at + 1):
-                return b""  # a request for nothing is refused
+                return b""  # servers refuse a request for an empty range
             if self._stream is None:
                 self._stream = self._open()
             data = self._stream.read(size)
@@ -114,7 +114,7 @@ class _Resumed(PositionedReader):
         return stream
 
     def _ended(self) -> bool:
-        """Whether a stream of unknown length that says no more was whole."""
+        """Whether a stream of unknown length that returns no more data is complete."""
         if not isinstance(self._filesystem, HttpFileSystem):
             return True
         return self._filesystem.ended(self._stream, self._path, self.at, self._file.version)
@@ -141,7 +141,7 @@ class _Resumed(PositionedReader):
 
 
 class HttpFileSystem(AbstractFileSystem):
-    """Single files of web servers; they have no folders that could be listed."""
+    """Single files of web servers, which have no folders to list."""
 
     protocol = HTTP
 
@@ -156,7 +156,7 @@ class HttpFileSystem(AbstractFileSystem):
             }
 
     def stream(self, url: str, start: int, version: str) -> HTTPResponse:
-        """The bytes from `start` on, also of a server that sends only whole files."""
+        """Open a file at byte `start`, even if the server can send only whole files."""
         headers = {"Range": f"bytes={start}-"} if start else {}
         response = _request(url, headers)
         if _version(response.headers) != version:
@@ -171,13 +171,13 @@ class HttpFileSystem(AbstractFileSystem):
         return response
 
     def ended(self, response: HTTPResponse, url: str, at: int, version: str) -> bool:
-        """Whether a response that says no more was whole, `at` bytes of the file.
+        """Whether a response that returns no more data is complete, after `at` bytes of the file.
 
-        An answer with neither a length nor chunks ends when the connection does, for whatever
-        reason: a second request, for what comes after, finds out.
+        A response with neither a length nor chunks ends when the connection closes, for any
+        reason. A second request, for the bytes after it, tells whether the file goes on.
         """
         if response.chunked or response.length is not None:
-            return not response.length  # a chunk that is missing has raised an error
+            return not response.length  # a missing chunk has already raised an error
         try:
             with self.stream(url, at, version) as rest:
                 return not rest.read(1)

@@ -1,4 +1,4 @@
-"""Row groups of a Parquet file as they are stored, for nodes of a cluster that lack the file."""
+"""Raw row groups of a Parquet file, for cluster nodes that lack the file."""
 
 import io
 from collections.abc import Buffer
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple, Protocol, override, runtime_checkable
 from jaxtrain.data.files.local import File, local_path
 from jaxtrain.data.files.positioned import PositionedReader
 
-MAGIC_BYTES = 8  # behind the footer: its length and the magic word
-# Old writers counted too few bytes of a column chunk (PARQUET-816), and readers take so many more.
+MAGIC_BYTES = 8  # after the footer: its length and the magic bytes
+# Extra bytes that readers take, because old writers undercount a column chunk (PARQUET-816).
 PADDING = 100
 
 
 @runtime_checkable
 class ColumnChunk(Protocol):
-    """What is read of a `pyarrow.parquet.ColumnChunkMetaData`."""
+    """Attributes that are used of a `pyarrow.parquet.ColumnChunkMetaData`."""
 
     @property
     def dictionary_page_offset(self) -> int | None: ...
@@ -27,7 +27,7 @@ class ColumnChunk(Protocol):
 
 @runtime_checkable
 class RowGroupMetadata(Protocol):
-    """What is read of a `pyarrow.parquet.RowGroupMetaData`."""
+    """Attributes that are used of a `pyarrow.parquet.RowGroupMetaData`."""
 
     @property
     def num_columns(self) -> int: ...
@@ -35,11 +35,11 @@ class RowGroupMetadata(Protocol):
 
 
 class RowGroup(NamedTuple):
-    """One row group, compressed as it is stored, with what is needed to read it."""
+    """One row group as stored (compressed), with the metadata that is needed to read it."""
 
     footer: bytes  # the metadata of the file
     file_bytes: int
-    start: int  # the byte of the file that `data` begins at
+    start: int  # byte offset of `data` in the file
     data: bytes
 
     def open(self) -> Any:
@@ -50,7 +50,7 @@ class RowGroup(NamedTuple):
 
 
 def read_footer(file: File) -> bytes:
-    """The end of a local Parquet file."""
+    """Read the footer of a local Parquet file, with its length and magic bytes."""
     with open(local_path(file.url), "rb") as opened:
         end = opened.seek(-MAGIC_BYTES, io.SEEK_END)
         size = int.from_bytes(opened.read(4), "little")
@@ -59,7 +59,7 @@ def read_footer(file: File) -> bytes:
 
 
 def read_row_group(file: File, group: RowGroupMetadata, footer: bytes) -> RowGroup:
-    """The bytes of a row group of a local file."""
+    """Read the bytes of a row group of a local file."""
     chunks = [group.column(number) for number in range(group.num_columns)]
     starts = [_start(chunk) for chunk in chunks]
     start = min(starts, default=0)
@@ -71,7 +71,7 @@ def read_row_group(file: File, group: RowGroupMetadata, footer: bytes) -> RowGro
 
 
 def _start(chunk: ColumnChunk) -> int:
-    """The first byte of a column chunk: of its dictionary, if it has one."""
+    """Offset of a column chunk's first byte: that of its dictionary page, if it has one."""
     dictionary = chunk.dictionary_page_offset or chunk.data_page_offset
     return min(dictionary, chunk.data_page_offset)
 
@@ -85,7 +85,7 @@ def _metadata(footer: bytes) -> Any:
 
 
 class _Stored(PositionedReader):
-    """The file as far as one row group goes."""
+    """File object that holds the bytes of one row group only."""
 
     def __init__(self, group: RowGroup):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where text comes from: the kinds of source, and their files."""
+"""Text sources: their configuration, and the files that they name."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ SAMPLE_BY = (
     "it; null: each once an epoch. Packing best_fit or padded"
 )
 SHAKESPEARE = Path(__file__).parents[1] / "tinyshakespeare.txt"
-HASH_ALWAYS_BELOW = 1 << 24  # bytes; larger files are hashed again when size or time change
+HASH_ALWAYS_BELOW = 1 << 24  # bytes; larger files are hashed again only if size or time changed
 PATH = (
     "A file, a folder, a glob such as data/*.gz, or a URL: hf://datasets/OWNER/NAME/*.parquet "
     "(OWNER/NAME@REVISION for a branch, tag or commit), s3://, gs://, https://; {000..012} stands "
@@ -52,9 +52,9 @@ class Filtered(Settings):
 
 
 class TextSource(Filtered):
-    """Plain UTF-8 text; .gz, .xz and .zst are read as they are."""
+    """Plain UTF-8 text; .gz, .xz and .zst files are decompressed while they are read."""
 
-    sample_by: ClassVar[str | None] = None  # there is nothing beside the text
+    sample_by: ClassVar[str | None] = None  # plain text has no field to sample by
     name: Literal["text"] = "text"
     path: str = Field(
         default="tinyshakespeare", description=PATH + "; the bare name tinyshakespeare is built in"
@@ -75,7 +75,7 @@ class TextSource(Filtered):
 
 
 class JsonlSource(Filtered):
-    """One JSON object a line; .gz, .xz and .zst are read as they are."""
+    """One JSON object per line; .gz, .xz and .zst files are decompressed while they are read."""
 
     name: Literal["jsonl"] = "jsonl"
     path: str = Field(description=PATH)
@@ -93,9 +93,9 @@ class ParquetSource(Filtered):
 
 
 class CodeSource(Filtered):
-    """Folders of source code, a document a file; binaries and copies of others' code are left out.
+    """Folders of source code, one document per file; binaries and third-party code are left out.
 
-    Folders that hold no work of their own (.git, node_modules, vendor, build, ...) are not entered.
+    Folders without code of their own (.git, node_modules, vendor, build, ...) are skipped.
     """
 
     sample_by: ClassVar[str | None] = None
@@ -116,7 +116,7 @@ class CodeSource(Filtered):
 class ChatTemplateSource(Settings):
     """Records that a chat template turns into text. A .json file may hold them as one array."""
 
-    filters: ClassVar[tuple[Filter, ...]] = ()  # they judge text, and this is JSON of messages
+    filters: ClassVar[tuple[Filter, ...]] = ()  # filters work on text, not on JSON of messages
     sample_by: ClassVar[str | None] = None
     path: str = Field(description=PATH)
     template: str | None = Field(
@@ -137,11 +137,11 @@ class ChatTemplateSource(Settings):
 
 
 class ChatSource(ChatTemplateSource):
-    """Conversations, one JSON object a line; the loss counts what the assistant says.
+    """Conversations, one JSON object per line; only the assistant's tokens count in the loss.
 
-    Shapes: messages; ShareGPT's conversations; Alpaca's instruction, input, output, history;
-    Dolly's instruction, context, response; prompt and completion, strings or messages. Beside them
-    system and tools. A turn with weight 0 or train false is not learned.
+    Formats: messages; ShareGPT's conversations; Alpaca's instruction, input, output, history;
+    Dolly's instruction, context, response; prompt and completion, strings or messages. The fields
+    system and tools are optional. A message with weight 0 or train false is not learned.
     """
 
     name: Literal["chat"] = "chat"
@@ -153,10 +153,10 @@ class ChatSource(ChatTemplateSource):
 
 
 class PreferenceSource(ChatTemplateSource):
-    """Preferred and other answers, one JSON object a line, for `objective`.
+    """Preference pairs or labelled answers, one JSON object per line, for `objective`.
 
-    Shapes: prompt, chosen and rejected; the two with the prompt in them; prompt, completion and
-    label. Each is a string, which is then one message, or a list of messages.
+    Formats: prompt, chosen and rejected; chosen and rejected with the prompt in them; prompt,
+    completion and label. Each text is a string, which becomes one message, or a list of messages.
     """
 
     name: Literal["preference"] = "preference"
@@ -167,7 +167,7 @@ class PreferenceSource(ChatTemplateSource):
     )
 
 
-CHAT_TEMPLATE_SOURCES = ("chat", "preference")  # sources that a chat template writes
+CHAT_TEMPLATE_SOURCES = ("chat", "preference")  # sources rendered by a chat template
 Source = Annotated[
     TextSource | JsonlSource | ParquetSource | CodeSource | ChatSource | PreferenceSource,
     Field(discriminator="name"),
@@ -197,7 +197,7 @@ def source_path(source: Source) -> str:
 
 
 def field_of(source: Source) -> str:
-    """The name of what holds a document's text when it is written as JSONL."""
+    """JSONL key that a document's text is written under."""
     if source.name == "parquet":
         return source.column
     return source.field if source.name == "jsonl" else "text"
@@ -220,7 +220,7 @@ def content_hash(source: Source, cache_dir: Path) -> str:
 
 
 def find_files(source: Source) -> list[File]:
-    """The files of `source`, sorted by path; each once, though links lead to it too.
+    """Return the files of `source`, sorted by path; each once, even if links lead to it too.
 
     Raises UserError if there is none.
     """
@@ -231,7 +231,7 @@ def find_files(source: Source) -> list[File]:
 
 
 def revisions_of(sources: Iterable[Source]) -> dict[str, str]:
-    """The commit of each repository of huggingface.co that sources are read from, by its URL."""
+    """Commits of the Hugging Face repositories that sources are read from, by repository URL."""
     urls = (_spelled_out(source_path(source))[0] for source in sources)
     return dict(found for url in urls if (found := revision_of(url)))
 
@@ -310,7 +310,7 @@ def _is_own_code(source: CodeSource, file: File) -> bool:
 
 
 def _spelled_out(url: str) -> list[str]:
-    """`a{08..10}` -> a08, a09, a10: how the shards of a web server are named, which lists none."""
+    """Expand `a{08..10}` to a08, a09, a10: shards of a web server, which cannot list its files."""
     match = re.search(r"\{(\d+)\.\.(\d+)\}", url)
     if not match:
         return [url]

@@ -1,7 +1,7 @@
-"""Filters of documents: one file and one row of FILTERS each.
+"""Filters of documents, one entry of FILTERS each.
 
 Here: the filters, and running them over sources (on all cores, resumable) with a report. Not here:
-tokenizing what is left (store/), and models that score documents (`jaxtrain/evaluation/score.py`).
+tokenizing the rest (store/), and models that score documents (`jaxtrain/evaluation/score.py`).
 """
 
 from typing import Annotated

@@ -1,6 +1,6 @@
-"""Many texts at once as arrays: their words, lines and paragraphs, and a hash of each.
+"""Words, lines and paragraphs of many texts as arrays, with a hash of each.
 
-A filter in plain Python looks at every word; here numpy looks at all words of some megabytes.
+Plain Python would process one word at a time; numpy processes all words of some megabytes at once.
 """
 
 from functools import cached_property, lru_cache
@@ -17,12 +17,12 @@ BETWEEN = b"\n\n"  # ends words, lines and paragraphs
 
 
 class Spans(NamedTuple):
-    """Pieces of the texts in their order, as places in `Arrays.data`."""
+    """Pieces of the texts in their order, as offsets in `TextArrays.data`."""
 
     starts: np.ndarray  # int64 [N]
     stops: np.ndarray  # int64 [N]
-    texts: np.ndarray  # int64 [N], the number of the text that each is in
-    hashes: np.ndarray  # uint64 [N], of their bytes
+    texts: np.ndarray  # int64 [N], index of the text of each piece
+    hashes: np.ndarray  # uint64 [N], hash of the bytes of each piece
 
 
 class TextArrays:
@@ -41,7 +41,7 @@ class TextArrays:
 
     @cached_property
     def folded_words(self) -> Spans:
-        """Letters and digits; each Chinese or Japanese character is a word of its own."""
+        """Runs of letters and digits; each Chinese or Japanese character is a word of its own."""
         data, inside = self.data, IN_WORDS[self.data]
         # U+2000 to U+203F are punctuation, and so are U+3000 to U+303F.
         marks = np.flatnonzero((data[1:-1] == 0x80) & ((data[:-2] == 0xE2) | (data[:-2] == 0xE3)))
@@ -101,14 +101,14 @@ class TextArrays:
 
 
 def ngrams(spans: Spans, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of n spans in a row of the same text, uint64, and where each begins in `spans`."""
+    """uint64 hashes of n consecutive spans of one text, and the index of the first span of each."""
     total = rolling_hashes(spans, n)
     first = np.flatnonzero(spans.texts[: len(total)] == spans.texts[n - 1 :][: len(total)])
     return mixed(total[first]), first
 
 
 def rolling_hashes(spans: Spans, n: int) -> np.ndarray:
-    """uint64: a number for each n spans in a row, which may be of two texts."""
+    """uint64: a hash of each n consecutive spans, which may cross from one text to the next."""
     count = max(len(spans.hashes) - n + 1, 0)
     total = spans.hashes[:count].copy()
     for offset in range(1, n):
@@ -118,7 +118,7 @@ def rolling_hashes(spans: Spans, n: int) -> np.ndarray:
 
 
 def rolling_hashes_at(spans: Spans, n: int, first: np.ndarray) -> np.ndarray:
-    """`rolling_hashes` at the spans `first` alone."""
+    """`rolling_hashes` only at the spans `first`."""
     total = spans.hashes[first]
     for offset in range(1, n):
         total = total * BASE + spans.hashes[first + offset]
@@ -126,10 +126,10 @@ def rolling_hashes_at(spans: Spans, n: int, first: np.ndarray) -> np.ndarray:
 
 
 def group_equal(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Orders the places of equal things of one text side by side, the first of each first.
+    """Sorts indices so that equal items of one text are adjacent, in the order of occurrence.
 
-    Returns the places int64 [N], and where each of them is like the one before: bool [N].
-    Two things are told apart by 64 bits less those of N.
+    Returns the indices int64 [N], and bool [N]: whether each item equals the one before.
+    Items are compared by 64 bits of their hash, less the bits of N.
     """
     bits = np.uint64(len(hashes).bit_length())
     keys = mixed(hashes + texts.astype(np.uint64) * BASE) >> bits << bits
@@ -141,7 +141,7 @@ def group_equal(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def seen_before(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
-    """bool [N]: whether an equal one stands earlier in the same text."""
+    """bool [N]: whether an equal item occurs earlier in the same text."""
     places, same = group_equal(hashes, texts)
     seen = np.zeros(len(hashes), bool)
     seen[places[same]] = True
@@ -149,7 +149,7 @@ def seen_before(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
 
 
 def mixed(values: np.ndarray) -> np.ndarray:
-    """Spreads each of 64 bits over all (splitmix64)."""
+    """Mixes the bits of uint64 values (splitmix64)."""
     values = values ^ values >> np.uint64(30)
     values *= np.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> np.uint64(27)
@@ -159,12 +159,12 @@ def mixed(values: np.ndarray) -> np.ndarray:
 
 
 def share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """part / whole, and 0 of nothing."""
+    """part / whole, and 0 for 0 / 0."""
     return part / np.maximum(whole, 1)
 
 
 def _runs(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each run of True begins and ends; the last value is False."""
+    """Starts and stops of the runs of True; the last value is False."""
     before = np.concatenate([[False], inside[:-1]])
     edges = np.flatnonzero(inside != before)
     return edges[::2], edges[1::2]

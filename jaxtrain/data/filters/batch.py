@@ -24,24 +24,24 @@ UNSEEN = "\u00ad\u2060\ufeff"
 
 
 class TextBatch:
-    """Some documents; what filters need of them is worked out when it is first asked for."""
+    """A batch of documents; the arrays that filters need are computed at the first use."""
 
     def __init__(self, texts: list[str], records: Sequence[Mapping[str, Any]]):
         self.texts, self.records = texts, records
 
     @cached_property
     def spaced(self) -> list[str]:
-        """The texts with plain spaces in the place of others, each as long as it was."""
+        """The texts with plain spaces in place of other spaces; each keeps its length."""
         return changed(self.texts, self._written, spaces())
 
     @cached_property
     def arrays(self) -> TextArrays:
-        """Of the texts with plain spaces."""
+        """`TextArrays` of the texts with plain spaces."""
         return self._written if self.spaced is self.texts else TextArrays(self.spaced)
 
     @cached_property
     def folded(self) -> TextArrays:
-        """Of the texts as they are compared: small letters, one form of each character."""
+        """`TextArrays` of the texts normalized for comparison: lower case, NFKC."""
         lowered = [text.lower() for text in self.texts]
         arrays = TextArrays(lowered)
         texts = changed(lowered, arrays, compatible())
@@ -54,11 +54,11 @@ class TextBatch:
         return TextArrays(self.texts)
 
     def sizes(self) -> list[int]:
-        """UTF-8 bytes of each."""
+        """UTF-8 bytes of each text."""
         return [len(text.encode()) for text in self.texts]
 
     def take(self, which: np.ndarray, texts: list[str] | None = None) -> "TextBatch":
-        """Some of the documents, perhaps changed: `texts` are of all."""
+        """Select documents by index. texts: changed texts of all documents of this batch."""
         if len(which) == len(self.texts) and texts is None:
             return self
         texts = texts or self.texts
@@ -66,18 +66,18 @@ class TextBatch:
 
 
 class FilterVerdict(NamedTuple):
-    """Which documents a filter removes, and how it leaves the others."""
+    """The documents that a filter removes, and the texts of the others."""
 
     reasons: np.ndarray  # uint8 [documents]: 0 keeps it, else the number of a reason, from 1
-    texts: list[str] | None = None  # all documents as the filter leaves them; None: unchanged
+    texts: list[str] | None = None  # texts of all documents after the filter; None: unchanged
 
 
 class FilterFunctions(NamedTuple):
     """The functions of one filter; the first argument of each is the filter's configuration.
 
     A filter of single documents has `apply`. A filter that compares documents has `features`
-    (numbers for each document) and `decide`, which gets those of all documents, and the number of
-    the source of each.
+    (values for each document) and `decide`, which gets the features and the source numbers of all
+    documents.
     """
 
     reasons: tuple[str, ...]
@@ -96,26 +96,26 @@ def first_reason(*rules: np.ndarray) -> np.ndarray:
     return np.where(broken.any(0), broken.argmax(0) + 1, 0).astype(np.uint8)
 
 
-# ---- texts as they are compared ------------------------------------------------------------------
+# ---- normalization for comparison ----------------------------------------------------------------
 
 
 class Change(NamedTuple):
-    """Characters that are written in another way."""
+    """A replacement of characters."""
 
     to: dict[str, str]
-    joining: frozenset[str]  # whose form may depend on the character before
+    joining: frozenset[str]  # characters whose form may depend on the character before
     marked: np.ndarray  # bool [LAST]: whether a character is one of all these
 
 
 @cache
 def spaces() -> Change:
-    """Every space that is not ASCII becomes a plain one; a text keeps its number of characters."""
+    """Replace every non-ASCII space by a plain one; a text keeps its number of characters."""
     return _change({c: " " for c in map(chr, range(0x80, LAST)) if c.isspace()})
 
 
 @cache
 def compatible() -> Change:
-    """Normalization form NFKC (Unicode Annex 15), plain spaces, and nothing for what is UNSEEN."""
+    """Normalize to NFKC (Unicode Annex 15) with plain spaces, and remove UNSEEN characters."""
     form = lambda c: unicodedata.normalize("NFKC", c)
     others = [c for c in map(chr, range(0x80, LAST)) if not "\ud800" <= c <= "\udfff"]
     joining = frozenset(c for c in others if _joins(form(c)[0]))
@@ -124,8 +124,8 @@ def compatible() -> Change:
 
 
 def changed(texts: list[str], arrays: TextArrays, change: Change) -> list[str]:
-    """The texts in that form; the same object where nothing changes. arrays: of the texts."""
-    first = np.flatnonzero(arrays.data >= 0xC2)  # where a character begins that is not ASCII
+    """Apply a change to the texts; unchanged texts stay the same objects. arrays: of the texts."""
+    first = np.flatnonzero(arrays.data >= 0xC2)  # first bytes of the non-ASCII characters
     codes = _code_points(arrays.data, first)
     found = np.flatnonzero(change.marked[np.minimum(codes, LAST - 1)])
     if not len(found):
@@ -147,7 +147,7 @@ def changed(texts: list[str], arrays: TextArrays, change: Change) -> list[str]:
 
 
 def _joins(character: str) -> bool:
-    """Whether the character before may change with it: marks, vowels and finals of Hangul."""
+    """Whether a character may combine with the one before: marks, Hangul vowels and finals."""
     return unicodedata.category(character)[0] == "M" or "\u1160" <= character <= "\u11ff"
 
 
@@ -158,7 +158,7 @@ def _change(to: dict[str, str], joining: frozenset[str] = frozenset()) -> Change
 
 
 def _code_points(data: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """int64 code points of the UTF-8 characters at these places; 3 more bytes must follow."""
+    """int64 code points of the UTF-8 characters at these offsets; 3 more bytes must follow."""
     lead, second = data[first].astype(np.int64), data[first + 1] & 0x3F
     codes = (lead & 0x1F) << 6 | second
     for size, least, bits in ((3, 0xE0, 0x0F), (4, 0xF0, 0x07)):

@@ -1,4 +1,4 @@
-"""The rules of C4 (Raffel et al. 2020, arXiv:1910.10683, section 2.2), which take lines away."""
+"""The rules of C4 (Raffel et al. 2020, arXiv:1910.10683, section 2.2), which remove lines."""
 
 import re
 from itertools import repeat
@@ -21,9 +21,9 @@ BRACKET, LOREM, SHORT = 1, 2, 3
 
 
 class C4(Settings):
-    """Keeps the lines that are sentences, and the documents in which enough of them are left.
+    """Keeps the lines that are sentences, and the documents that have enough of them left.
 
-    Not done: its list of bad words, and that a span of three sentences stays only once.
+    Not implemented: C4's list of bad words, and its deduplication of spans of three sentences.
     """
 
     name: Literal["c4"] = "c4"
@@ -52,9 +52,9 @@ def filter_c4(config: C4, batch: TextBatch) -> FilterVerdict:
 
 
 def lines_kept(config: C4, text: str, spaced: str, bad: tuple[str, ...]) -> list[str]:
-    """The lines that are sentences and say nothing `bad`, without the marks of Wikipedia.
+    """Return the lines that are sentences without `bad` phrases, minus Wikipedia's citation marks.
 
-    spaced: the text with plain spaces, by which it is judged.
+    spaced: the text with plain spaces, which the rules are applied to.
     """
     kept = []
     for written, plain in zip(_lines(text), _lines(spaced) if spaced is not text else repeat("")):

@@ -1,4 +1,4 @@
-"""Evaluation sets kept out of the training text, by the word sequences that they share with it."""
+"""Decontamination: removes training documents that share word n-grams with evaluation sets."""
 
 import hashlib
 import io
@@ -21,15 +21,15 @@ from jaxtrain.settings import Settings, UserError
 
 TOGETHER = 1 << 19  # characters of evaluation text that are hashed at once
 START = 3  # words of a short text that are looked for first
-SLOTS = 16  # places in the table for one sequence: the others are looked up in it in vain
-ROOM = 1 << 17  # places at least, which the cache of a core holds
+SLOTS = 16  # table slots per known hash; most slots are empty and reject other hashes at once
+ROOM = 1 << 17  # minimum number of table slots, which fit in the cache of a core
 
 
 class Decontaminate(Settings):
-    """Removes documents that share words in a row with an evaluation set (GPT-3, arXiv:2005.14165).
+    """Removes documents that share word n-grams with an evaluation set (GPT-3, arXiv:2005.14165).
 
     Case, punctuation, kinds of spaces and forms of a letter (NFKC) do not count. A text of fewer
-    words is looked for as a whole, and removes a document whatever `min_hits` says.
+    than `ngram` words is matched as a whole, and removes a document whatever `min_hits` says.
     """
 
     name: Literal["decontaminate"] = "decontaminate"
@@ -50,7 +50,7 @@ class Decontaminate(Settings):
 
 
 def evaluation_texts(config: Decontaminate) -> Iterator[str]:
-    """Every text that may not be trained on; of a question, with each of its answers."""
+    """Yield every text to keep out of training: each question with each of its answers."""
     for bundle, task, folder in _tasks(config):
         loaded, alone = bundle.load(task, folder), task.model_copy(update={"num_fewshot": (0,)})
         # The first of two endings has no answer: alone it may be as little as "It follows".
@@ -68,7 +68,7 @@ def evaluation_texts(config: Decontaminate) -> Iterator[str]:
 
 
 def evaluation_hash(config: Decontaminate) -> str:
-    """A hash of the files that are read."""
+    """Hash of the evaluation files that are read."""
     total = hashlib.sha256()
     for bundle, task, folder in _tasks(config):
         total.update(task.model_dump_json().encode())
@@ -85,14 +85,14 @@ class PreparedDecontaminate:
 
     ngram: int
     min_hits: int
-    path: str  # of a file that is named by what it was made of
-    # What is in the file, for nodes of a cluster, which need not share the folder.
+    path: str  # file of the hashes, named by a hash of its inputs
+    # Content of the file, for cluster nodes, which may not share the folder.
     data: bytes | None = field(default=None, compare=False, repr=False)
     name: Literal["decontaminate"] = "decontaminate"
 
 
 def write_ngrams(config: Decontaminate, folder: Path) -> PreparedDecontaminate:
-    """Writes the hashes of all n-grams."""
+    """Writes the hashes of all n-grams, unless the folder has them."""
     path = folder / f"ngrams-{evaluation_hash(config)[:16]}-{config.ngram}.npz"
     if not path.is_file():
         found: dict[str, list[np.ndarray]] = {"long": [np.empty(0, np.uint64)]}
@@ -120,8 +120,8 @@ def _together(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _hashes(texts: list[str], ngram: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Hashes of the sequences of `ngram` words (`long`); for texts of fewer words, of all of them
-    (`whole`) and of the first one, two or three (`start` and the number)."""
+    """Yield hashes of all n-grams (`long`). For texts of fewer words, yield hashes of all words
+    (`whole`) and of the first one, two or three words (`start1` to `start3`)."""
     words = TextBatch(texts, [{}] * len(texts)).folded.folded_words
     yield "long", ngrams(words, ngram)[0]
     counts = np.bincount(words.texts, minlength=len(texts))
@@ -149,7 +149,7 @@ def filter_contaminated(config: PreparedDecontaminate, batch: TextBatch) -> Filt
 
 
 def _is_whole(words: Spans, begins: np.ndarray, ngram: int, whole: "Known") -> np.ndarray:
-    """bool [B]: whether one of the known texts of fewer words begins with each of these words."""
+    """bool [B]: whether a known text of fewer than `ngram` words begins at each of these words."""
     left = np.searchsorted(words.texts, words.texts[begins], side="right") - begins
     numbers = np.arange(1, ngram)
     total, all_BN = np.zeros(len(begins), np.uint64), np.zeros((len(begins), ngram - 1), np.uint64)
@@ -162,14 +162,14 @@ def _is_whole(words: Spans, begins: np.ndarray, ngram: int, whole: "Known") -> n
 
 
 class Known(NamedTuple):
-    """Hashes, sorted, and a table of the beginnings that one of them may have."""
+    """Sorted hashes, and a boolean table of the leading bits that they have."""
 
     hashes: np.ndarray
     table: np.ndarray
     shift: np.uint64
 
     def places(self, hashes: np.ndarray) -> np.ndarray:
-        """Where the known ones are among others."""
+        """Indices of the known hashes in `hashes`."""
         maybe = np.flatnonzero(self.table[hashes >> self.shift])
         place = np.minimum(np.searchsorted(self.hashes, hashes[maybe]), len(self.hashes) - 1)
         return maybe[self.hashes[place] == hashes[maybe]] if len(self.hashes) else maybe

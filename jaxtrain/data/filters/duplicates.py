@@ -1,4 +1,4 @@
-"""Documents that are there already: the same text, or nearly. The first of each is kept."""
+"""Exact and near-duplicate documents. The first of each is kept."""
 
 import hashlib
 from typing import Annotated, Literal
@@ -22,9 +22,9 @@ class ExactDuplicates(Settings):
 class NearDuplicates(Settings):
     """Removes a document that shares most of its words with an earlier one (MinHash, Broder 1997).
 
-    Two are near if all `rows` hashes of one of the `bands` are equal: of two that share a part s of
-    their n-grams with probability 1 - (1 - s^rows)^bands, which is 1/2 at s = 0.69 with the
-    defaults, those of FineWeb (arXiv:2406.17557). What is near a third that is near counts too.
+    Two documents match if all `rows` hashes of one of the `bands` are equal. If they share a
+    fraction s of their n-grams, the probability is 1 - (1 - s^rows)^bands: 1/2 at s = 0.69 with the
+    defaults, which are FineWeb's (arXiv:2406.17557). Matches are transitive.
     """
 
     name: Literal["near_duplicates"] = "near_duplicates"
@@ -49,7 +49,7 @@ def minhash_bands(config: NearDuplicates, batch: TextBatch) -> np.ndarray:
     counts = np.bincount(words.texts, minlength=arrays.count)
     found = [_shingles(words, config.ngram)]
     for count in np.unique(counts[(counts > 0) & (counts < config.ngram)]):
-        # A text of fewer words than a shingle has one of all its words.
+        # A text of fewer words than a shingle has one shingle, of all its words.
         here = counts[words.texts] == count
         found.append(_shingles(Spans(*(values[here] for values in words)), int(count)))
     hashes, texts = map(np.concatenate, zip(*found))
@@ -73,7 +73,7 @@ def minhash_bands(config: NearDuplicates, batch: TextBatch) -> np.ndarray:
 
 
 def _shingles(words: Spans, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of n words in a row, and the text of each."""
+    """Hashes of n consecutive words, and the index of the text of each."""
     hashes, first = ngrams(words, n)
     return hashes, words.texts[first]
 
@@ -81,7 +81,7 @@ def _shingles(words: Spans, n: int) -> tuple[np.ndarray, np.ndarray]:
 def mark_duplicates(
     config: ExactDuplicates | NearDuplicates, marks: MarkFiles, sources_D: np.ndarray, mapped: Map
 ) -> np.ndarray:
-    """uint8 [documents]: 1 + the source of the first document that each is like; 0 for that one."""
+    """uint8 [documents]: 1 + the source of the first document of each cluster; 0 for that one."""
     first = np.arange(len(sources_D))
     columns = range(marks.columns())
     partitions = (part for column in columns for part in marks.partitions(column))
@@ -103,8 +103,8 @@ def equal_pairs(partition: np.ndarray) -> np.ndarray:
 
 
 def join_clusters(first_D: np.ndarray, pairs: np.ndarray) -> None:
-    """Joins the clusters of documents that are pairs, in place. first_D: the first document of the
-    cluster that each is in."""
+    """Merges the clusters of the documents of each pair, in place. first_D: the first document of
+    each document's cluster."""
     a, b = pairs
     while True:
         low, high = np.minimum(first_D[a], first_D[b]), np.maximum(first_D[a], first_D[b])
@@ -116,7 +116,7 @@ def join_clusters(first_D: np.ndarray, pairs: np.ndarray) -> None:
 
 
 def _permutations(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """x -> multiply x + add modulo 2^32 is a permutation if `multiply` is odd."""
+    """Draws `multiply` (odd) and `add`: x -> multiply x + add modulo 2^32 is then a permutation."""
     drawn = np.random.SeedSequence(1).generate_state(2 * count, np.uint32)
     return drawn[:count] | np.uint32(1), drawn[count:]
 

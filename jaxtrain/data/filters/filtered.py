@@ -18,11 +18,11 @@ Reports = dict[str, dict[str, Any]]  # what filters removed, by the name of the 
 
 
 def filter_sources(config: DataConfig, progress: Progress) -> tuple[DataConfig, Reports]:
-    """The configuration with each source that has filters replaced by what they leave of it.
+    """Return the configuration with filtered text in place of each source that has filters.
 
-    That is JSONL in the cache, by a hash of the text and the filters; it is written if it is not
-    there. A single source is named train, one of its own for validation is named validation. The
-    filters of a mixture come after those of its sources.
+    Filtered text is JSONL in the cache, keyed by a hash of the text and the filters, and written if
+    missing. In the reports a single source is named train, a separate validation source validation.
+    The filters of a mixture run after those of its sources.
     """
     reports: Reports = {}
     train, validation = config.train, config.validation
@@ -41,9 +41,9 @@ def filter_sources(config: DataConfig, progress: Progress) -> tuple[DataConfig, 
 
 
 def filter_into(config: DataConfig, out: Path, progress: Progress) -> Reports:
-    """Writes the training text that passes the filters into `out`; of a mixture, into `out`/NAME.
+    """Writes the filtered training text to `out`, or to `out`/NAME for each source of a mixture.
 
-    The report is beside each folder, or beside `out` if the mixture itself has filters. Raises
+    The report is next to each folder, or next to `out` if the mixture itself has filters. Raises
     UserError if there are no filters.
     """
     reports: Reports = {}
@@ -68,7 +68,7 @@ def _left(
     progress: Progress,
     out: Path | None = None,
 ) -> Source:
-    """A source after its own filters, written to `out` or the cache."""
+    """Run a source's own filters. Returns the filtered source, in `out` or the cache."""
     if not source.filters:
         return source
     key, told = filter_key(source, cache_directory(config)), named_progress(name, progress)
@@ -92,9 +92,9 @@ def _left_across(
     progress: Progress,
     out: Path | None = None,
 ) -> dict[str, Source]:
-    """The sources after the mixture's own filters, written to NAME in `out` or the cache.
+    """Run the mixture's own filters. Returns the filtered sources, in NAME of `out` or the cache.
 
-    Of a document that several sources have, the first of them keeps its copy.
+    If several sources have a document, the first of them keeps its copy.
     """
     assert config.train.name == "mixture"
     filters, first = config.train.filters, config.train.first
@@ -120,7 +120,7 @@ def _left_across(
 
 
 def _place(config: DataConfig, key: str, progress: Progress, out: Path | None) -> tuple[Path, Any]:
-    """The folder of filtered text, and its lock where it is one of the cache."""
+    """Folder of filtered text, and its lock if it is in the cache."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         return out, nullcontext()
@@ -135,7 +135,7 @@ def _written(directory: Path, source: Source) -> JsonlSource:
 
 
 def report_lines(name: str, report: dict[str, Any], samples: int = 0) -> Iterator[str]:
-    """A table for people, and so many of the documents that were removed for each reason."""
+    """Yield a report as lines of text, with up to `samples` removed documents per reason."""
     read, kept = report["read"], report["kept"]
     width = max(len(row["name"]) for row in report["filters"])
     yield f"{name}: {read['documents']:,} documents, {read['bytes'] / 1e6:,.1f} MB"

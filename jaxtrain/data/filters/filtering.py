@@ -1,9 +1,9 @@
-"""A source through its filters to JSONL, in two readings, on all cores.
+"""Runs the filters of a source and writes JSONL, in two passes, on all cores.
 
-In the first, processes say what the filters think of each document and note what those need that
-decide when they have seen all (duplicates, a share of the best). In the second what is left is
-written, in the order of the text: the bytes are a function of the text and the filters, whatever
-the number of processes and however often the work was interrupted.
+In the first pass, workers compute the verdict of each filter on each document, and features for the
+filters that decide over all documents (duplicates, a share of the best). The second pass writes the
+documents that remain, in the order of the text. The bytes depend only on the text and the filters,
+not on the number of processes or on interruptions.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ from jaxtrain.data.store.store import sync
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_whole
 
-COMMIT_SECONDS = 10  # the batch in hand and those behind it add less than 5 to what a kill loses
+COMMIT_SECONDS = 10  # a kill also loses the batches in flight, less than 5 seconds of work
 SHARD = 1 << 28  # compressed bytes of a file
-ALONE = 1 << 22  # stored bytes; less is filtered before other processes would have started
+ALONE = 1 << 22  # stored bytes; less text is filtered sooner than worker processes start
 FORMAT = 3
 MEMORY = 4.0  # GiB, of `data.dedup_memory`
 ReasonsOf = Callable[[str], Sequence[str]]  # the name of a filter -> its reasons, from 1
@@ -49,10 +49,10 @@ def filter_source(
     memory: float = MEMORY,
     progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
-    """Writes what the filters of a source leave of it, and returns the report, which lies beside.
+    """Writes a source's filtered text, and returns the report, which is stored next to it.
 
-    `directory` appears when all is done; until then the work is in a folder of its own, and goes on
-    there after an interruption. key: of the text and the filters. memory: `data.dedup_memory`.
+    `directory` appears when all is done. Until then the files are in another folder, from which an
+    interrupted call continues. key: hash of the text and the filters. memory: `data.dedup_memory`.
     Raises UserError if nothing is left, and if the directory holds something else.
     """
     if directory.exists():
@@ -113,9 +113,9 @@ def _filter(
     nothing_left: Callable[[str, dict[str, Any]], str],
     reasons_of: ReasonsOf = lambda name: FILTERS[name].reasons,
 ) -> dict[str, dict[str, Any]]:
-    """Filters sources of the same filters together, each into a folder of its name; the reports.
+    """Filters sources with the same filters, each into a folder of its name. Returns the reports.
 
-    limits: processes, and GiB to compare documents in.
+    limits: number of processes, and GiB of memory to compare documents in.
     """
     processes, memory = limits
     files = {name: find_files(job.source) for name, job in jobs.items()}
@@ -141,7 +141,7 @@ def _filter(
             rest = files[name], found[name], partly / name, mapped, told[name]
             samples = _second_reading(job, *rest)
             reports[name] = filter_report(job, found[name], samples, reasons_of)
-    for name in jobs:  # nothing but text stays
+    for name in jobs:  # keep only the text
         for path in (partly / name).iterdir():
             if path.is_file() and not path.name.endswith(".jsonl.zst"):
                 path.unlink()
@@ -159,12 +159,12 @@ def _publish(partly: Path, directory: Path, report: dict[str, Any]) -> dict[str,
 
 
 def report_path(directory: Path) -> Path:
-    """Beside the text, so that the folder holds nothing else."""
+    """Path of the report: next to the folder of text, which holds nothing else."""
     return directory.with_name(f"{directory.name}.filters.json")
 
 
 def filter_key(source: Source, cache: Path) -> str:
-    """A hash of all that decides what the filters leave."""
+    """A hash of everything that the filtered text depends on."""
     settings = source.model_dump() | {"path": content_hash(source, cache), "format": FORMAT}
     for filter, row in zip(source.filters, settings["filters"]):
         input_hash = FILTERS[filter.name].input_hash
@@ -181,7 +181,7 @@ def key_across(sources: Mapping[str, Source], filters: Sequence[Any], cache: Pat
 
 
 def read_report(directory: Path, key: str) -> dict[str, Any]:
-    """The report beside a folder. Raises UserError if the folder is of another key."""
+    """Read the report next to a folder. Raises UserError if the folder has another key."""
     path = report_path(directory)
     result = json.loads(path.read_text()) if path.is_file() else {}
     if result.get("key") != key:
@@ -192,13 +192,13 @@ def read_report(directory: Path, key: str) -> dict[str, Any]:
     return result
 
 
-# ---- the first reading -------------------------------------------------------------------------
+# ---- the first pass ----------------------------------------------------------------------------
 
 
 def _first_reading(
     job: FilterJob, files: list[File], folder: Path, mapped: Map, progress: Progress
 ) -> list[Found]:
-    """The verdicts on each group of blocks; those that `folder` has are not computed again."""
+    """Compute the verdicts on each group of blocks, except those that `folder` already has."""
     found = [one for path in verdict_files(folder) for one in _load(path)]
     after, total = (found[-1].after if found else START), sum(file.size or 0 for file in files)
     size = sum(one.size for one in found)
@@ -218,9 +218,9 @@ def _first_reading(
 
 
 class MarkComparison(NamedTuple):
-    """Where and how documents are compared."""
+    """Settings of the comparison of documents."""
 
-    files: Sequence[Path]  # with the marks
+    files: Sequence[Path]  # files of the marks
     parts: int  # partitions
     scratch: Path
     mapped: Map
@@ -256,13 +256,13 @@ def _decide(
 
 
 def verdict_files(folder: Path) -> list[Path]:
-    """The files of the first reading, in the order of the text."""
+    """The files of the first pass, in the order of the text."""
     return sorted(folder.glob("verdicts-*.npz"))
 
 
 def _save(folder: Path, groups: list[Found], saved: int) -> int:
-    """The groups from `saved` on as one file of arrays, which appears when it is complete; how many
-    are saved then. Their marks leave the memory."""
+    """Saves the groups from `saved` on as one file of arrays, atomically, and frees their marks.
+    Returns the number of saved groups."""
     path, found = folder / f"verdicts-{saved:08d}.npz", groups[saved:]
     arrays = {
         "counts": np.array([len(one.removed_D) for one in found]),
@@ -291,7 +291,7 @@ def _load(path: Path) -> Iterator[Found]:
             yield Found(**one, marks={}, size=size, after=Position(*after))
 
 
-# ---- the second reading ------------------------------------------------------------------------
+# ---- the second pass ---------------------------------------------------------------------------
 
 
 def _second_reading(
@@ -302,7 +302,7 @@ def _second_reading(
     mapped: Map,
     progress: Progress,
 ) -> list[Sample]:
-    """Writes numbered files of JSONL; an interrupted writing goes on after its last commit."""
+    """Writes numbered files of JSONL; an interrupted call continues after its last commit."""
     note, state = folder / "written.json", {"files": 0, "bytes": 0, "groups": 0, "samples": []}
     if note.is_file():
         state |= json.loads(note.read_text())
@@ -320,7 +320,7 @@ def _second_reading(
     for written, kept in enumerate(mapped(partial(write_kept, job), tasks()), done + 1):
         path = _shard(folder, number)
         with path.open("ab") as file:
-            file.truncate(at)  # what was written after the last commit
+            file.truncate(at)  # drop the bytes written after the last commit
             file.write(kept.data)
             at = file.tell()
         samples, size = lowest(samples + kept.samples), size + kept.size
@@ -343,7 +343,7 @@ def _shard(folder: Path, number: int) -> Path:
     return folder / f"{number:05d}.jsonl.zst"
 
 
-# ---- what was removed --------------------------------------------------------------------------
+# ---- report ------------------------------------------------------------------------------------
 
 
 def filter_report(
@@ -352,7 +352,7 @@ def filter_report(
     samples: list[Sample],
     reasons_of: ReasonsOf,
 ) -> dict[str, Any]:
-    """Documents and bytes that were read, that each filter removed and why, and that are left."""
+    """Documents and bytes that were read, removed by each filter with the reasons, and kept."""
     removed = np.concatenate([one.removed_D for one in groups])
     reasons = np.concatenate([one.reasons_D for one in groups])
     sizes = np.concatenate([one.sizes_DF for one in groups]).astype(np.int64)

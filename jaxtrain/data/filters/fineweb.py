@@ -1,7 +1,7 @@
 """The rules that FineWeb adds to those of Gopher and C4 (arXiv:2406.17557, section 3.6).
 
-datatrove (its FineWebQualityFilter) differs from the paper: ten times stricter on repeated lines, a
-fourth rule, and a line ends in a mark that ends a sentence in any script, not in a quotation mark.
+datatrove (its FineWebQualityFilter) differs from the paper: it is ten times stricter on repeated
+lines, has a fourth rule, and counts the sentence-final marks of all scripts, but no quotation mark.
 """
 
 import re
@@ -17,7 +17,7 @@ from jaxtrain.data.filters.gopher import total
 from jaxtrain.settings import Settings
 
 PUNCTUATION = tuple(".!?\"'\u201d\u2019\u2026\u3002\uff01\uff1f")
-# What ends a sentence, by Unicode's property Sentence_Terminal: code points and ranges of them.
+# Sentence-final marks, by Unicode's property Sentence_Terminal: code points and ranges of them.
 TERMINAL = """
     21 2e 3f 589 61d-61f 6d4 700-702 7f9 837 839 83d-83e 964-965 104a-104b 1362 1367-1368 166e
     1735-1736 17d4-17d6 17d9-17da 1803 1809 1944-1945 1aa8-1aab 1b5a-1b5b 1b5e-1b5f 1b7d-1b7e
@@ -35,8 +35,8 @@ TOKEN = re.compile(r"\w+|[^\w\s]")
 class FineWeb(Settings):
     """Removes lists, tables of contents and pages that repeat their lines.
 
-    The preset datatrove is how the library judges: at most 1% instead of 10% of repeated text, no
-    more than 0.3 line breaks to a word, other marks that end a line, and what is at a bound stays.
+    The preset datatrove has the rules of the library: at most 1% instead of 10% of repeated text,
+    at most 0.3 line breaks per word, other final marks of lines; documents at a bound are kept.
     """
 
     name: Literal["fineweb"] = "fineweb"
@@ -83,7 +83,7 @@ def filter_fineweb(config: FineWeb, batch: TextBatch) -> FilterVerdict:
 
 
 def datatrove_reason(config: FineWeb, text: str) -> int:
-    """The number of the reason, or 0. Words are cut from punctuation, about as there."""
+    """The number of the reason, or 0. Words are split from punctuation, about as in datatrove."""
     lines = [line for line in text.split("\n") if line.strip()]
     if sum(line[-1] in sentence_ends() for line in lines) < config.min_line_ends * len(lines):
         return ENDS

@@ -19,7 +19,7 @@ from jaxtrain.data.filters.batch import FilterFunctions, FilterVerdict, TextBatc
 from jaxtrain.settings import Settings
 
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
-BEGINNING = 2000  # characters, nearly always enough to find them
+BEGINNING = 2000  # characters, nearly always enough to find the stop words
 BULLETS = ("-", "*", "\u2022", "\u2023", "\u25b6", "\u25c6", "\u25cf", "\u25e6")
 ELLIPSES = ("...", "\u2026")
 
@@ -50,7 +50,7 @@ class GopherQuality(Settings):
 
 
 class GopherRepetition(Settings):
-    """Removes what repeats itself; a repetition is a line, ... with an equal one before it."""
+    """Removes repetitive documents: lines, paragraphs or n-grams with an equal one before them."""
 
     name: Literal["gopher_repetition"] = "gopher_repetition"
     max_lines: float = Field(default=0.3, ge=0, description="Share of the lines at most")
@@ -101,7 +101,7 @@ def filter_quality(config: GopherQuality, batch: TextBatch) -> FilterVerdict:
 
 
 def stop_words(text: str, enough: int) -> int:
-    """How many of the stop words a text has; it is read no further once there are enough."""
+    """Number of stop words in a text's beginning, or in the whole text if those are too few."""
     found = len(STOP_WORDS.intersection(text[:BEGINNING].lower().split()))
     if found < enough:  # full-width letters too
         found = len(STOP_WORDS.intersection(normalize("NFKC", text).lower().split()))
@@ -127,7 +127,7 @@ def filter_repetition(config: GopherRepetition, batch: TextBatch) -> FilterVerdi
 
 
 def top_ngram(arrays: TextArrays, n: int) -> np.ndarray:
-    """int64 [texts]: characters in all places of the n words that stand together most often."""
+    """int64 [texts]: characters of all occurrences of the most frequent n-gram of words."""
     words = arrays.words
     hashes, first = ngrams(words, n)
     places, same = group_equal(hashes, words.texts[first])
@@ -142,7 +142,7 @@ def top_ngram(arrays: TextArrays, n: int) -> np.ndarray:
 
 
 def repeated(arrays: TextArrays, n: int) -> np.ndarray:
-    """int64 [texts]: characters of words in a sequence of n that stood before, each once."""
+    """int64 [texts]: characters of the words in repeated n-grams, each word counted once."""
     words = arrays.words
     hashes, first = ngrams(words, n)
     again = first[seen_before(hashes, words.texts[first])]
@@ -154,7 +154,7 @@ def repeated(arrays: TextArrays, n: int) -> np.ndarray:
 
 
 def _repeats(config: GopherRepetition, batch: TextBatch) -> np.ndarray:
-    """Whether too much is repeated; what no sequence of 5 covers, no longer one does."""
+    """Whether too much is repeated. Text outside repeated 5-grams is outside longer ones too."""
     broken = np.zeros(len(batch.texts), bool)
     left = np.arange(len(batch.texts))
     for n, most in enumerate(config.max_ngrams, 5):

@@ -11,7 +11,7 @@ from jaxtrain.data.filters.arrays import TextArrays, share
 from jaxtrain.data.filters.batch import FilterFunctions, FilterVerdict, TextBatch
 from jaxtrain.settings import Settings
 
-# Short words that texts of a language are full of, as `Arrays.folded_words` cuts them.
+# Frequent short words of each language, as `TextArrays.folded_words` cuts them.
 STOP_WORDS = {
     "en": "the of and to in a is that for it as was with be by on not he i this are or his from "
     "at which but have an they you were had their we been has",
@@ -63,7 +63,7 @@ Script = Literal[
 
 
 class LanguageFilter(Settings):
-    """Removes documents whose frequent words are those of another language, or of none we know."""
+    """Removes documents whose stop words are of another language, or of no known language."""
 
     name: Literal["language"] = "language"
     keep: tuple[Language, ...] = Field(default=("en",), description="Languages that stay")
@@ -73,7 +73,7 @@ class LanguageFilter(Settings):
 
 
 class ScriptFilter(Settings):
-    """Removes documents with too few letters of a script, or too little that is a letter."""
+    """Removes documents with too few letters of the kept scripts, or too few letters at all."""
 
     name: Literal["script"] = "script"
     keep: tuple[Script, ...] = Field(default=("latin",), description="Scripts that stay")
@@ -106,7 +106,7 @@ def stop_word_shares(arrays: TextArrays) -> np.ndarray:
 
 @cache
 def _known_words() -> tuple[np.ndarray, np.ndarray]:
-    """The hashes of all stop words, sorted, and which of them each language has."""
+    """Sorted hashes of all stop words, and bool [languages, words]: which words each has."""
     hashes = {
         name: TextArrays(words.split()).folded_words.hashes for name, words in STOP_WORDS.items()
     }
@@ -121,7 +121,7 @@ def filter_script(config: ScriptFilter, batch: TextBatch) -> FilterVerdict:
 
 
 def script_shares(text: str, scripts: tuple[str, ...]) -> tuple[float, float]:
-    """The share of a text's letters that are of these scripts, and that of letters in it."""
+    """Share of these scripts in a text's letters, and of letters in its visible characters."""
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     there = np.bincount(_script_of()[codes], minlength=len(SCRIPTS) + 2)
     kept = sum(int(there[1 + list(SCRIPTS).index(name)]) for name in scripts)
@@ -132,8 +132,8 @@ def script_shares(text: str, scripts: tuple[str, ...]) -> tuple[float, float]:
 
 @cache
 def _script_of() -> np.ndarray:
-    """uint8 [characters of Unicode]: the number of a letter's script from 1; the next for what
-    leaves no mark on paper, spaces and control characters; else 0."""
+    """uint8 [characters of Unicode]: the number of a letter's script, from 1; len(SCRIPTS) + 1 for
+    spaces and control characters; else 0."""
     table = np.zeros(sys.maxunicode + 1, np.uint8)
     for number, blocks in enumerate(SCRIPTS.values(), 1):
         for first, last in blocks.split():

@@ -1,7 +1,7 @@
-"""What filters note of each document, in files, for those that decide when they have seen all.
+"""Marks: features of each document, in files, for filters that decide over all documents.
 
-A file has the marks of some documents in a row, each column of a filter as one array, so that a
-column is read without the others. A column is cut into partitions by the values, in files again:
+A file has the marks of consecutive documents, each column of a filter as one array, so that a
+column is read without the others. A column is partitioned by its values, into temporary files:
 equal values are in one partition, and memory holds a few partitions at a time.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 MOST_PARTS = 512  # files that are open at once
-# Of a document in a partition, at most: twice in a message, and while it is sorted.
+# Memory per document of a partition, at most: two copies in a message, and the sort.
 BYTES = 64
 
 
@@ -26,12 +26,12 @@ class MarkFiles(NamedTuple):
     scratch: Path  # a folder for their files
 
     def columns(self) -> int:
-        """How many marks a document has."""
+        """Number of marks of a document."""
         with np.load(self.files[0]) as arrays:
             return sum(name.startswith(f"marks{self.number}.") for name in arrays)
 
     def pieces(self, column: int) -> Iterator[np.ndarray]:
-        """A column, file by file."""
+        """Yield a column, file by file."""
         at = 0
         for path in self.files:
             with np.load(path) as arrays:
@@ -44,7 +44,7 @@ class MarkFiles(NamedTuple):
         return np.concatenate([*self.pieces(column)])
 
     def partitions(self, column: int) -> Iterator[np.ndarray]:
-        """uint64 [documents, 2] of each partition: the value, which is not 0, and the document."""
+        """Yield each partition as uint64 [documents, 2]: (value, document), without values of 0."""
         files = [(self.scratch / f"partition-{i}.tmp").open("w+b") for i in range(self.parts)]
         try:
             at = 0
@@ -67,7 +67,7 @@ class MarkFiles(NamedTuple):
 
 
 def mark_columns(marks: Mapping[int, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of a file: of each filter by its number, [documents] or [documents, columns]."""
+    """Arrays of a file. marks: [documents] or [documents, columns], by the number of the filter."""
     return {
         f"marks{number}.{place}": column
         for number, some in marks.items()
@@ -76,5 +76,5 @@ def mark_columns(marks: Mapping[int, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def count_parts(documents: int, tasks: int, memory: float) -> int:
-    """Partitions of so many documents, of which `tasks` at once have to fit in `memory` GiB."""
+    """Number of partitions of the documents, such that `tasks` at once fit in `memory` GiB."""
     return min(MOST_PARTS, max(1, -int(-documents * BYTES * tasks // int(memory * 2**30))))

@@ -1,4 +1,4 @@
-"""A number that a document already has: the perplexity of a model, the score of a classifier."""
+"""Filter by a number that documents already have, such as a perplexity or a classifier's score."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ from jaxtrain.settings import Settings, UserError
 
 
 class ScoreFilter(Settings):
-    """Keeps documents by a field of JSONL or a column of Parquet; those without a number go."""
+    """Keeps documents by a JSONL field or Parquet column; those without a number are removed."""
 
     name: Literal["score"] = "score"
     field: str = Field(description="The key or column that holds the number")
@@ -33,7 +33,7 @@ class ScoreFilter(Settings):
 
 
 def document_scores(config: ScoreFilter, batch: TextBatch) -> np.ndarray:
-    """float64 [documents]; NaN for none. Raises UserError for what is no number."""
+    """float64 [documents]; NaN if missing. Raises UserError for a value that is not a number."""
     values = [record.get(config.field) for record in batch.records]
     for value in values:
         if not (value is None or isinstance(value, (int, float))):
@@ -46,7 +46,7 @@ def document_scores(config: ScoreFilter, batch: TextBatch) -> np.ndarray:
 def filter_by_rank(
     config: ScoreFilter, marks: MarkFiles, _sources_D: np.ndarray, _mapped: Map
 ) -> np.ndarray:
-    """Bounds first, then the share of what is left; of equal scores the earlier documents stay."""
+    """Apply the bounds, then keep a share of the rest; of equal scores the earlier ones stay."""
     scores_D = marks.column()
     if len(scores_D) and np.isnan(scores_D).all():
         raise UserError(f"data.train.filters: no document has a field '{config.field}'")

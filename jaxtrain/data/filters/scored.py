@@ -1,4 +1,4 @@
-"""Text with a number for each document: read as tokens, written again as JSONL with the numbers."""
+"""Scoring of documents: reads a source as tokens, and writes it as JSONL with the scores."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ from jaxtrain.data.tokenizer.tokenizer import Tokenizer
 
 
 class DocumentGroup(NamedTuple):
-    """Some documents in a row."""
+    """Consecutive documents of a source."""
 
     documents: list[np.ndarray]  # tokens of each, after BOS, int32
     size: int  # bytes of text
@@ -33,7 +33,7 @@ def document_groups(
     begin: Position,
     mapped: Map,
 ) -> Iterator[DocumentGroup]:
-    """The documents of a source from `begin` on, a few MB at a time. `folder`: the tokenizer's."""
+    """Yield the documents of a source from `begin` on, a few MB at a time. folder: tokenizer's."""
     job, dtype = encode_job(source, folder), token_type(tokenizer.vocab_size)
     for answer in mapped(partial(encode_blocks, job), batch_blocks(blocks(source, files, begin))):
         ids, lengths = np.frombuffer(answer.train.ids, dtype), answer.train.lengths
@@ -49,7 +49,7 @@ def frames(
     columns: Mapping[str, np.ndarray],
     mapped: Map,
 ) -> Iterator[tuple[bytes, int]]:
-    """A source as JSONL in frames of Zstandard, each document with its number of each column.
+    """Yield a source as Zstandard frames of JSONL, each document with its value of each column.
 
     counts: documents of each group. Also yields the bytes of text of each frame.
     """
@@ -75,5 +75,5 @@ def _frame(source: Source, task: tuple[Sequence[TextBlock], Mapping[str, np.ndar
 
 
 def round_scores(column: np.ndarray) -> list[float | None]:
-    """Seven digits of each number, the precision of float32; None for NaN."""
+    """Round values to seven digits, the precision of float32; None for NaN."""
     return [None if value != value else float(f"{value:.7g}") for value in column.tolist()]

@@ -14,7 +14,7 @@ from jaxtrain.data.files.sources import Source, field_of
 from jaxtrain.data.filters import FILTERS
 from jaxtrain.data.filters.batch import TextBatch
 
-SAMPLES = 3  # documents that are shown of each reason
+SAMPLES = 3  # removed documents that are shown for each reason
 SHOWN = 400  # characters of each
 LEVEL = 3  # of Zstandard
 PART = 1 << 19  # bytes of text that go through the filters together
@@ -36,15 +36,15 @@ class Found(NamedTuple):
     """The verdicts on a group of blocks, D documents."""
 
     removed_D: np.ndarray  # uint8: the number of the filter that removes each, from 1; 0: none
-    reasons_D: np.ndarray  # uint8: of that filter
-    sizes_DF: np.ndarray  # uint32: bytes that reach each filter, and last what leaves them all
-    marks: dict[int, np.ndarray]  # [D, ...] of each filter that decides when it has seen all
+    reasons_D: np.ndarray  # uint8: the reason of that filter
+    sizes_DF: np.ndarray  # uint32: bytes that reach each filter; last, bytes that pass them all
+    marks: dict[int, np.ndarray]  # [D, ...] of each filter that decides over all documents
     size: int
     after: Position
 
 
 class Sample(NamedTuple):
-    """A removed document, and the hash that it was drawn by."""
+    """A removed document, and the hash by which samples are chosen."""
 
     hash: int
     filter: int
@@ -53,7 +53,7 @@ class Sample(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The documents of a group that are left, as JSONL, and some of those that are not."""
+    """The remaining documents of a group, as JSONL, and samples of the removed ones."""
 
     data: bytes  # a frame of Zstandard
     size: int
@@ -104,7 +104,7 @@ def _filter_part(
 
 
 def write_kept(job: FilterJob, task: tuple[Sequence[TextBlock], np.ndarray, np.ndarray]) -> Kept:
-    """The documents of a group that no filter removed, as the filters leave them."""
+    """Write the documents of a group that no filter removed, with the filters' edits."""
     group, removed, reasons = task
     batch = read_batch(job, group, whole=True)
     samples: dict[tuple[int, int], list[Sample]] = {}
@@ -125,7 +125,7 @@ def write_kept(job: FilterJob, task: tuple[Sequence[TextBlock], np.ndarray, np.n
 
 
 def lowest(samples: list[Sample]) -> list[Sample]:
-    """The samples of each reason whose hash is lowest, so that no order of work shows in them."""
+    """Samples with the lowest hashes of each reason, whatever the order of the work."""
     some: list[Sample] = []
     counts: dict[tuple[int, int], int] = {}
     for sample in sorted(samples):
@@ -137,16 +137,16 @@ def lowest(samples: list[Sample]) -> list[Sample]:
 
 
 def read_batch(job: FilterJob, group: Sequence[TextBlock], whole: bool = False) -> TextBatch:
-    """The documents of a group with the fields that the filters look at, or with all."""
+    """Read the documents of a group with the fields that filters use, or with all if `whole`."""
     fields = lambda block: other_columns(job.source, block) if whole else job.fields
     pairs = [pair for block in group for pair in records_of(job.source, block, fields(block))]
     return TextBatch([text for text, _ in pairs], [record for _, record in pairs])
 
 
 def jsonl_line(source: Source, text: str, record: Mapping[str, Any]) -> str:
-    """A document as JSONL with all fields of its record, each under the name that it has there.
+    """Format a document as JSONL with all fields of its record, under their own names.
 
-    Of what JSON has no type for, bytes become base64, and dates and the like a string.
+    JSON lacks some types: bytes become base64, and dates and the like become strings.
     """
     plain = lambda value: b64encode(value).decode() if isinstance(value, bytes) else str(value)
     return json.dumps({**record, field_of(source): text}, ensure_ascii=False, default=plain) + "\n"

@@ -1,8 +1,7 @@
-"""Pairs of texts in the rows of a batch: the two of a pair stand side by side, as two segments.
+"""Preference pairs in the rows of a batch: the two texts of a pair are adjacent segments.
 
-A row is planned as if a pair were one document, so that it holds whole pairs only. The segments of
-a row count from 1: those of pair p are 2p + 1 (chosen) and 2p + 2 (rejected, or the text that a
-judged answer is compared with).
+Planning treats a pair as one document, so a row holds whole pairs only. The segment ids of a row
+start at 1: pair p has 2p + 1 (chosen) and 2p + 2 (rejected, or KTO's unrelated answer).
 """
 
 import dataclasses
@@ -19,11 +18,11 @@ from jaxtrain.data.store.encode import unpack_loss_mask
 from jaxtrain.data.store.store import Pairs, TokenStore
 from jaxtrain.settings import UserError
 
-References = dict[str, np.ndarray]  # of each source: float32 [preferences, 2], log-probs
+References = dict[str, np.ndarray]  # by source: float32 [preferences, 2], reference log-probs
 
 
 class PairBatch(NamedTuple):
-    """A `Batch` of pairs, and what is known of each: P is the most that a row can have."""
+    """A `Batch` of pairs with their labels and reference log-probs; P is `most_pairs` of a row."""
 
     tokens_BT: np.ndarray
     targets_BT: np.ndarray
@@ -37,8 +36,8 @@ class PairBatch(NamedTuple):
 def fit_pairs(
     store: TokenStore, rule: str, length: int, split: str = "train"
 ) -> tuple[TokenStore, dict[str, int]]:
-    """A view of a store of preferences as pairs that fit a row, and how many there are, lost
-    their end, and were left out. Raises UserError if none is left."""
+    """View a store of preferences as the pairs that fit a row. Also returns counts: all, truncated
+    and left out. Raises UserError if none is left."""
     stored_P2 = store.lengths.reshape(-1, TEXTS).astype(np.int64)
     lengths_P2, kto_labels_P = stored_P2, np.full(len(stored_P2), PAIR, np.int32)
     if store.labels is not None:
@@ -69,7 +68,7 @@ def fit_pairs(
 
 
 def texts_of_pairs(store: TokenStore, row: PlannedRow) -> tuple[TokenStore, PlannedRow]:
-    """A row of pairs as a row of their texts; of other stores as it is."""
+    """Expand a row of pairs to a row of their texts; rows of other stores stay unchanged."""
     if store.pairs is None:
         return store, row
     texts = [
@@ -83,7 +82,7 @@ def texts_of_pairs(store: TokenStore, row: PlannedRow) -> tuple[TokenStore, Plan
 def with_pair_labels(
     batch: Batch, rows: Sequence[tuple[TokenStore, PlannedRow, str]], references: References | None
 ) -> PairBatch:
-    """A batch of texts with what is known of its pairs. rows: of pairs, with their source."""
+    """Add labels and reference log-probs to a batch. rows: (store, row of pairs, source name)."""
     slots = most_pairs(batch.tokens_BT.shape[1])
     kto_labels_BP = np.full((len(rows), slots), -1, np.int32)
     references_BP2 = np.zeros((len(rows), slots, 2), np.float32)
@@ -100,7 +99,7 @@ def with_pair_labels(
 
 
 def most_pairs(length: int) -> int:
-    """How many pairs a row can have: each of their texts is a BOS and a token at least."""
+    """Maximum number of pairs in a row: each of their texts is at least a BOS and a token."""
     return max(1, (length + 1) // 4)
 
 
@@ -113,8 +112,8 @@ def iterate_pairs(
     share: range,
     references: References | None = None,
 ) -> Iterator[tuple[PairBatch, list[list[int]]]]:
-    """Each pair once: batches of the rows `share` of `batch_size`, and for all of these rows the
-    numbers of their preferences."""
+    """Yield each pair once: batches of the rows `share` of each `batch_size` rows, and the
+    preference numbers of all `batch_size` rows."""
     assert view.pairs is not None
     rows = whole_rows(view, sequence_length)
     rows += [[] for _ in range(-len(rows) % batch_size)]

@@ -1,9 +1,8 @@
 """Preference files -> pairs of answers (`PreferencePair`), or labelled answers (`KTOExample`).
 
-A pair is a prompt, the answer that was chosen and the one that was rejected; the prompt may be
-ShareGPT's `conversations` up to there, or Alpaca's `instruction` and `input`. An example of KTO
-(arXiv:2402.01306) is a prompt, a completion and a label; its unrelated answer is the completion of
-the next line.
+A pair is a prompt, a chosen and a rejected answer. The prompt may be ShareGPT's `conversations` up
+to the answer, or Alpaca's `instruction` and `input`. An example of KTO (arXiv:2402.01306) is a
+prompt, a completion and a label; its unrelated answer is the completion of the next line.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from jaxtrain.data.chat.template import TemplateRefused
 from jaxtrain.data.records import KTOExample, Message, Preference, PreferencePair
 from jaxtrain.settings import UserError
 
-TEXTS = 2  # documents that a preference is stored as
+TEXTS = 2  # documents per stored preference
 
 KINDS = {
     False: "a pair (prompt, chosen and rejected)",
@@ -32,16 +31,16 @@ KINDS = {
 
 
 class RecordKind(NamedTuple):
-    """Whether a record is an example of KTO or a pair, and its place."""
+    """Kind of a record, an example of KTO or a pair, and its location."""
 
     is_kto: bool
     place: str
 
 
 def preferences(text: str, file: str, line: int) -> Iterator[tuple[Preference, str]]:
-    """Each preference of a text, with its place. They are of one kind.
+    """Yield each preference of a JSON text, with its location. All must be of one kind.
 
-    file, line: where the text stands. Raises UserError for what is no preference.
+    file, line: location of the text. Raises UserError for a record that is not a preference.
     """
     examples: list[tuple[KTOExample, str]] = []
     first: RecordKind | None = None
@@ -62,7 +61,7 @@ def preferences(text: str, file: str, line: int) -> Iterator[tuple[Preference, s
 
 
 def same_kind(first: RecordKind | None, this: RecordKind) -> RecordKind:
-    """The first of several records. Raises UserError if this one is of another kind."""
+    """Return the kind of the first record. Raises UserError if this record is of another kind."""
     if first is not None and first.is_kto != this.is_kto:
         raise UserError(
             f"{this.place} is {KINDS[this.is_kto]}, but {first.place} is {KINDS[first.is_kto]}: "
@@ -74,7 +73,7 @@ def same_kind(first: RecordKind | None, this: RecordKind) -> RecordKind:
 def encode_preferences(
     chat: Chat, records: Sequence[Preference], on_error: OnError = raise_error
 ) -> list[list[Document]]:
-    """The two texts of each preference; none of one for which `on_error` was called."""
+    """Encode the two texts of each preference; none if `on_error` was called for it."""
     kept = [i for i, record in enumerate(records) if _has_signal(i, record, on_error)]
     both = [
         (messages, len(records[i].prompt), records[i].tools)
@@ -90,7 +89,7 @@ def encode_preferences(
 
 
 def _has_signal(number: int, record: Preference, on_error: OnError) -> bool:
-    """Whether a preference can teach anything; calls `on_error` if not."""
+    """Whether a preference gives any training signal; calls `on_error` if not."""
     first, second = record.texts
     if isinstance(record, PreferencePair) and first == second:
         reason = "chosen and rejected are the same answer, so that neither is better"
@@ -155,7 +154,7 @@ def _prompt(record: dict[str, Any], place: str) -> list[Message] | None:
 
 
 def _continues(messages: list[Message]) -> bool:
-    """Whether messages are what follows a prompt, not a conversation from its beginning."""
+    """Whether messages continue a prompt, rather than begin a conversation."""
     return messages[0]["role"] in ("assistant", "tool")
 
 

@@ -1,7 +1,7 @@
-"""A folder of blocks from far away: bounded, shared by the processes of a host, oldest out first.
+"""Bounded LRU cache of remote blocks in a local folder, shared by the processes of a host.
 
-A block is a file, which appears whole; its modification time is when it was last used. A process
-that fetches a block holds the lock of its name, so that the others wait and find it.
+A block is a file that is written atomically; its modification time is its last use. A process that
+fetches a block holds the lock of its name, so that the other processes wait and then find it.
 """
 
 import fcntl
@@ -17,20 +17,20 @@ import numpy as np
 
 from jaxtrain.storage.disk import disk_full
 
-LOCKS = 256  # files that the names of blocks are spread over
-FULL = 0.95  # of max_bytes are left when the oldest blocks have gone
+LOCKS = 256  # lock files, over which the names of blocks are hashed
+FULL = 0.95  # fraction of max_bytes that is left after an eviction
 TRIES = 3  # fetches of a block whose checksum is wrong
 
 
 class Changed(Exception):
-    """A block is not as it was written, however often it is fetched."""
+    """A block has a wrong checksum at every fetch."""
 
 
 class BlockCache:
-    """The blocks of all stores of a host; each is named FOLDER/NAME.
+    """Cached blocks of all stores of a host; each is named FOLDER/NAME.
 
-    Where the disk is full, or the folder cannot be written, blocks stay in memory, and one line on
-    stderr says so.
+    If the disk is full or the folder cannot be written, blocks stay in memory, and one line on
+    stderr reports it.
     """
 
     def __init__(self, folder: Path, max_bytes: int):
@@ -42,16 +42,16 @@ class BlockCache:
     def read(
         self, name: str, size: int, crc32: str, fetch: Callable[[], bytes]
     ) -> tuple[np.ndarray, bool]:
-        """uint8 [size]: a block, and whether it is a file; fetched if it is not there.
+        """Return a block, uint8 [size], and whether it is a file. A missing block is fetched.
 
-        Raises Changed if what is fetched has another checksum.
+        Raises Changed if the fetched bytes have another checksum.
         """
         found = self._mapped(name, size, crc32)
         if found is not None:
             return found, True
         try:
             with self._locked(f"{zlib.crc32(name.encode()) % LOCKS:03d}"):
-                found = self._mapped(name, size, crc32)  # of another process, meanwhile
+                found = self._mapped(name, size, crc32)  # another process may have fetched it
                 if found is not None:
                     return found, True
                 data = self._fetched(name, crc32, fetch)
@@ -63,7 +63,7 @@ class BlockCache:
         return (np.frombuffer(data, np.uint8), False) if found is None else (found, True)
 
     def touch(self, name: str) -> bool:
-        """Notes that a block is in use; False if it is not there."""
+        """Mark a block as just used. Returns False if it is not cached."""
         with suppress(OSError):
             os.utime(self.folder / name)
             return True
@@ -103,7 +103,7 @@ class BlockCache:
         raise Changed(name)
 
     def _keep(self, name: str, data: bytes) -> None:
-        """Writes a block; one that does not fit on the disk is tried again with more room."""
+        """Write a block. If the disk is full, evict more blocks and try again."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
@@ -125,8 +125,8 @@ class BlockCache:
                 raise
 
     def _make_room(self, size: int, limit: int, forced: bool = False) -> None:
-        """Removes the blocks that were used longest ago until `size` bytes more are no more than
-        `limit`. What is held is counted in the file `bytes`, and anew whenever that is too much."""
+        """Evict the least recently used blocks until `size` more bytes stay within `limit`. The
+        file `bytes` has the total of all blocks, counted anew whenever it exceeds `limit`."""
         with self._locked("bytes"):
             note = self.folder / "bytes"
             try:
@@ -138,7 +138,7 @@ class BlockCache:
             note.write_text(str(total))
 
     def _remove_oldest(self, size: int, limit: int, forced: bool) -> int:
-        """The bytes that are held then, `size` among them."""
+        """Evict the oldest blocks. Returns the bytes that are then held, `size` included."""
         held = self.held()
         total = sum(bytes for _, bytes, _ in held) + size
         wanted = FULL * limit if forced or total > limit else limit

@@ -1,4 +1,4 @@
-"""The blocks of one store at a URL, from the local cache or by a range of an object."""
+"""Blocks of one store at a URL, from the local cache or by range requests of its objects."""
 
 import threading
 import time
@@ -15,20 +15,20 @@ from jaxtrain.settings import UserError
 from jaxtrain.storage.objects import RemoteFolder
 
 OBJECT_BLOCKS = 64  # blocks of an object: 128 MiB of 2-byte tokens
-FETCHERS = 16  # blocks that a process fetches at a time: what 20 ms of latency hide behind
+FETCHERS = 16  # concurrent block fetches of a process, enough to hide 20 ms of latency
 OPEN = 1024  # blocks that a process keeps open
-IN_MEMORY = 64  # blocks that it keeps in memory, where the cache cannot be written
-TOUCH = 256  # reads of a block from one note of its use to the next
+IN_MEMORY = 64  # blocks that it keeps in memory, if the cache cannot be written
+TOUCH = 256  # reads of a block between updates of its last use
 DIGITS = 8  # of a checksum
 
 
 def object_name(block: int) -> str:
-    """The object that a block is in."""
+    """Name of the object that holds a block."""
     return f"tokens/{block // OBJECT_BLOCKS:05d}"
 
 
 class OpenBlock:
-    """A block that a process has at hand; `offsets` are those of its records, in tokens."""
+    """A block that a process has open. offsets: starts of its records, in tokens."""
 
     def __init__(self, tokens: np.ndarray, first_record: int, offsets: np.ndarray, filed: bool):
         self.tokens, self.first_record, self.offsets = tokens, first_record, offsets
@@ -40,7 +40,7 @@ class OpenBlock:
 
 
 class BlockSource:
-    """What a process has of the blocks; each is fetched once, however many readers wait for it."""
+    """The blocks that a process has open; each is fetched once, even if several readers wait."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class BlockSource:
         self.place, self.name, self.lengths, self.dtype = place, name, lengths, dtype
         self.first_record, self.sums, self.cache = first_record, sums, cache
         self.blocks = blocks_of(lengths, first_record)
-        self.waits = self.fetched = 0  # blocks that a reader waited for; that came from far away
-        self.wait_s = 0.0  # of readers, for blocks
+        self.waits = self.fetched = 0  # blocks that readers waited for; blocks from the URL
+        self.wait_s = 0.0  # seconds that readers waited for blocks
         self._open: OrderedDict[int, OpenBlock] = OrderedDict()
         self._coming: dict[int, Future[OpenBlock]] = {}
         self._guard = threading.Lock()
@@ -66,11 +66,11 @@ class BlockSource:
         return len(self.blocks.tokens) - 1
 
     def is_here(self, number: int) -> bool:
-        """Whether this host has a block, which then counts as used."""
+        """Whether this host has a block cached; marks the block as used."""
         return self.cache.touch(self._file(number))
 
     def prefetch(self, number: int) -> Future[OpenBlock] | None:
-        """Begins to fetch a block; None if it is here."""
+        """Start to fetch a block. Returns None if this process has it open."""
         with self._guard:
             if number in self._open:
                 return None
@@ -79,7 +79,7 @@ class BlockSource:
             return self._coming[number]
 
     def read(self, numbers: Sequence[int]) -> dict[int, OpenBlock]:
-        """These blocks; those that are not here are fetched at the same time."""
+        """Return these blocks; the missing ones are fetched concurrently."""
         found: dict[int, OpenBlock] = {}
         coming: dict[int, Future[OpenBlock]] = {}
         for number in numbers:
@@ -91,7 +91,7 @@ class BlockSource:
                 found[number] = block
             elif (future := self.prefetch(number)) is not None:
                 coming[number] = future
-            else:  # it came between these two looks
+            else:  # another thread opened it in between
                 found[number] = self._load(number)
         self.waits += sum(not future.done() for future in coming.values())
         begin = time.perf_counter()

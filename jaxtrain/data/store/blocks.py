@@ -1,33 +1,33 @@
-"""Where a store's tokens are cut into blocks: what is fetched, kept and shuffled as one piece.
+"""Blocks of a store's tokens: the unit of fetching, caching and shuffling.
 
-A block holds whole documents, BLOCK_TOKENS and the rest of its last one; a longer document is cut
-every BLOCK_TOKENS. Where blocks begin is a function of the lengths of the documents alone.
+A block holds whole documents: BLOCK_TOKENS tokens, and the rest of its last document. A longer
+document is cut every BLOCK_TOKENS. Block boundaries depend only on the lengths of the documents.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-RECORD_TOKENS = 8192  # of a longer document, the tokens of each record but the last
+RECORD_TOKENS = 8192  # tokens of each record of a longer document, except its last record
 BLOCK_TOKENS = 1 << 20  # a multiple of RECORD_TOKENS
-AT_ONCE = 1 << 20  # documents that are looked at together
+AT_ONCE = 1 << 20  # documents that are processed together
 
 
 class Blocks(NamedTuple):
-    """Block b begins with record `records[b]` and token `tokens[b]`; both have an end more."""
+    """Block b begins with record `records[b]` and token `tokens[b]`; both end with the total."""
 
     records: np.ndarray  # int64 [blocks + 1]
     tokens: np.ndarray  # int64 [blocks + 1]
 
 
 def record_counts(lengths: np.ndarray) -> np.ndarray:
-    """How many records documents of these lengths take."""
+    """Number of records of documents with these lengths."""
     return -(-lengths.astype(np.int64) // RECORD_TOKENS)
 
 
 def first_records(lengths: np.ndarray) -> np.ndarray:
-    """uint32, or int64 if they are too many, [documents + 1]: the first record of each document,
-    and how many there are."""
+    """First record of each document, then the number of records: [documents + 1], uint32, or int64
+    if they are too many."""
     parts = [slice(start, start + AT_ONCE) for start in range(0, len(lengths), AT_ONCE)]
     total = sum(int(record_counts(lengths[part]).sum()) for part in parts)
     found = np.zeros(len(lengths) + 1, np.uint32 if total < 1 << 32 else np.int64)
@@ -40,7 +40,7 @@ def first_records(lengths: np.ndarray) -> np.ndarray:
 
 
 def first_documents(lengths: np.ndarray) -> np.ndarray:
-    """int64 [groups + 1]: the first document of each group of BLOCK_TOKENS, and their number.
+    """int64 [groups + 1]: first document of each group of BLOCK_TOKENS, then the document count.
 
     A document belongs to the group that its first token is in.
     """
@@ -58,8 +58,8 @@ def blocks_of(lengths: np.ndarray, first_record: np.ndarray) -> Blocks:
     documents = first_documents(lengths)
     held = np.add.reduceat(lengths, documents[:-1], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(held)])
-    # (first record, first token) of the groups, and of what follows every BLOCK_TOKENS of a
-    # document that is longer than that.
+    # (first record, first token) of the groups, and of each further BLOCK_TOKENS of a document
+    # that is longer than that.
     records, tokens = [first_record[documents]], [starts]
     per_block = BLOCK_TOKENS // RECORD_TOKENS
     for document in np.flatnonzero(lengths > BLOCK_TOKENS):
@@ -74,8 +74,8 @@ def blocks_of(lengths: np.ndarray, first_record: np.ndarray) -> Blocks:
 def record_offsets(
     lengths: np.ndarray, first_record: np.ndarray, first: int, last: int
 ) -> np.ndarray:
-    """int64 [last - first + 1]: where records first..last begin, in tokens from that of `first`."""
-    of = first_record.dtype.type  # of another type all of it would be converted
+    """int64 [last - first + 1]: starts of records first..last, in tokens after that of `first`."""
+    of = first_record.dtype.type  # a value of another dtype would convert the whole array
     low = int(np.searchsorted(first_record, of(first), side="right")) - 1
     high = int(np.searchsorted(first_record, of(last), side="left"))
     held = np.full(last - first, RECORD_TOKENS, np.int64)

@@ -1,4 +1,4 @@
-"""The folder of prepared data, and the lock of an entry."""
+"""The cache folder of prepared data, and the locks of its entries."""
 
 import fcntl
 import os
@@ -12,13 +12,13 @@ from jaxtrain.settings import UserError
 
 
 def cache_url(config: DataConfig) -> str | None:
-    """Where prepared data is kept, if that is no folder."""
+    """URL of the cache of prepared data; None if it is a local folder."""
     url = config.cache_dir or ""
     return f"{url.rstrip('/')}/data" if "://" in url else None
 
 
 def cache_directory(config: DataConfig) -> Path:
-    """Where prepared data is kept; of data at a URL, where it is made and its blocks are kept."""
+    """Local cache folder; for a cache at a URL, where data is prepared and blocks are cached."""
     default = os.environ.get("JAXTRAIN_CACHE", "~/.cache/jaxtrain")
     folder = config.cache_dir if cache_url(config) is None else config.local_cache.path
     return Path(folder or default).expanduser() / "data"
@@ -26,7 +26,7 @@ def cache_directory(config: DataConfig) -> Path:
 
 @contextmanager
 def locked(directory: Path, progress: Progress = lambda *_: None) -> Iterator[None]:
-    """Holds the lock of a folder of the cache; reports that it waits for another process."""
+    """Holds the lock of a cache folder; reports if it waits for another process."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / "lock").open("w")

@@ -26,35 +26,35 @@ from jaxtrain.data.tokenizer.tokenizer import (
 )
 from jaxtrain.settings import UserError
 
-BATCH = 3 << 20  # bytes of text that a process takes at a time: a block, or many short files
+BATCH = 3 << 20  # bytes of text of a worker's task: a block, or many short files
 # Why a conversation is not in a store: nothing in it is learned, or the template refuses it.
 DROP_REASONS = ("unanswered", "refused")
-PIECE = 1 << 16  # characters of a document that are drawn together, a multiple of a training chunk
+PIECE = 1 << 16  # characters of a sampled piece of a document, a multiple of a training chunk
 
 
 class EncodeJob(NamedTuple):
     """The settings of a tokenizer worker."""
 
     source: Source
-    tokenizer: Path | SavedTokenizer | None  # or the folder it is in; None: there is none yet
-    held_out: int  # documents whose hash is below are for validation
+    tokenizer: Path | SavedTokenizer | None  # or its folder; None: there is none yet
+    held_out: int  # documents whose hash is below it are for validation
 
 
 def encode_job(source: Source, tokenizer: Path, held_out: int = 0) -> EncodeJob:
-    """A job with the tokenizer of a folder; nodes of a cluster, which need not share the folder,
-    get the tokenizer itself."""
+    """Make a job with the tokenizer of a folder. Nodes of a cluster, which may not share the
+    folder, get the tokenizer itself."""
     given = tokenizer if current_cluster() is None else read_tokenizer(tokenizer)
     return EncodeJob(source, given, held_out)
 
 
 class Encoded(NamedTuple):
-    """Some documents."""
+    """Tokenized documents."""
 
     ids: bytes  # their tokens without BOS, in the dtype of the store
     lengths: np.ndarray  # int64 [documents], in tokens
     sizes: np.ndarray  # int64 [documents], in UTF-8 bytes
     weights: np.ndarray | None = None  # float64 [documents], of a source with sample_by
-    counts: Mapping[str, int] = MappingProxyType({})  # texts read, and of DROP_REASONS
+    counts: Mapping[str, int] = MappingProxyType({})  # records read, and records by DROP_REASONS
     labels: np.ndarray | None = None  # uint8 [documents], 1 for desirable; of examples of KTO
 
 
@@ -69,7 +69,7 @@ class EncodedSplits(NamedTuple):
 
 
 class SampledPiece(NamedTuple):
-    """A piece of a document, where it stands, and the hash that it was drawn by."""
+    """A piece of a document, its position, and the hash that it was sampled by."""
 
     hash: int
     place: tuple[int, int, int, int]  # file, block, document, piece
@@ -77,7 +77,7 @@ class SampledPiece(NamedTuple):
 
 
 def batch_blocks(blocks: Iterable[TextBlock]) -> Iterator[list[TextBlock]]:
-    """Blocks in groups of BATCH bytes; where a group ends depends on its blocks alone."""
+    """Yield blocks in groups of BATCH bytes; the end of a group depends on its blocks alone."""
     group: list[TextBlock] = []
     size = 0
     for block in blocks:
@@ -91,23 +91,23 @@ def batch_blocks(blocks: Iterable[TextBlock]) -> Iterator[list[TextBlock]]:
 
 
 def token_type(vocab_size: int, marked: bool = False) -> np.dtype:
-    """The dtype of a store's tokens; with marks the highest bit is one."""
+    """dtype of a store's tokens; if `marked`, the highest bit of a token is its loss mask."""
     return np.dtype("<u2" if vocab_size << marked <= 1 << 16 else "<u4")
 
 
 def pack_loss_mask(ids: np.ndarray, marks: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Tokens of a dtype, the highest bit of those that are marked set."""
+    """Convert ids to a dtype, and set the highest bit of those that are marked."""
     return ids.astype(dtype) | (marks.astype(dtype) << (8 * dtype.itemsize - 1))
 
 
 def unpack_loss_mask(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ids and the marks (0 or 1) of what `pack_loss_mask` made."""
+    """Inverse of `pack_loss_mask`: returns the ids and the marks (0 or 1)."""
     bit = 8 * tokens.itemsize - 1
     return tokens & tokens.dtype.type((1 << bit) - 1), tokens >> bit
 
 
 class EncodedRecord(NamedTuple):
-    """The documents that a text, or a record of a chat file, is stored as."""
+    """The stored documents of one text, or of one record of a chat file."""
 
     key: str  # its hash decides the split
     ids: list[np.ndarray]  # of each document
@@ -119,7 +119,7 @@ class EncodedRecord(NamedTuple):
 
 
 def encode_blocks(job: EncodeJob, group: list[TextBlock]) -> EncodedSplits:
-    """The tokens of a group of blocks."""
+    """Tokenize a group of blocks, and split its documents into training and validation."""
     assert job.tokenizer is not None
     tokenizer, has_chat = _tokenizer(job.tokenizer), job.source.name in CHAT_TEMPLATE_SOURCES
     dtype = token_type(tokenizer.vocab_size, has_chat)
@@ -147,7 +147,8 @@ def _encode_text(
 
 
 def _encode_chat(job: EncodeJob, group: list[TextBlock], dtype: np.dtype) -> list[EncodedRecord]:
-    """Conversations or preferences. What the template refuses is an error, or is left out."""
+    """Tokenize conversations or preferences. Records that the template refuses raise or are left
+    out."""
     source = job.source
     assert job.tokenizer is not None and isinstance(source, ChatTemplateSource)
     pairs = [pair for block in group for pair in chat_records(source, block)]
@@ -186,7 +187,7 @@ def _encode_chat(job: EncodeJob, group: list[TextBlock], dtype: np.dtype) -> lis
 def sample_pieces(
     job: EncodeJob, task: tuple[int, list[TextBlock]]
 ) -> tuple[list[SampledPiece], int, Position]:
-    """Pieces of training documents whose hash is below a limit, and the bytes looked through."""
+    """Return training pieces whose hash is below a limit, the bytes read, and the next position."""
     limit, group = task
     found, size = [], 0
     for place, key, text in _documents(job.source, group):
@@ -203,7 +204,7 @@ def sample_pieces(
 def beginnings(
     characters: int, job: EncodeJob, group: list[TextBlock]
 ) -> tuple[list[str], int, Position]:
-    """The first characters of training documents, and the bytes looked through."""
+    """Return the first characters of training documents, the bytes read, and the next position."""
     found, size = [], 0
     for _, key, text in _documents(job.source, group):
         size += len(key.encode())
@@ -236,7 +237,7 @@ def text_hash(text: str) -> int:
 
 
 def chat_of_source(source: ChatTemplateSource, tokenizer: Path | SavedTokenizer) -> Chat:
-    """The template of a source with a tokenizer, or with that of a folder."""
+    """Make the `Chat` of a source's template with a tokenizer, or with that of a folder."""
     return _chat(read_template(source.template), tuple(source.special.items()), tokenizer)
 
 
@@ -266,7 +267,7 @@ def _packed(read: list[EncodedRecord], dtype: np.dtype) -> Encoded:
 
 
 def _weighted(source: Source, block: TextBlock) -> Iterator[tuple[str, float]]:
-    """The documents of a block, each with what it weighs; 0 without a number."""
+    """Yield the documents of a block, each with its sampling weight; 0 if it has none."""
     name = source.sample_by
     if name is None:
         yield from ((text, 1.0) for text in texts_of(source, block))

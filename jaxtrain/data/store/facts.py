@@ -1,4 +1,4 @@
-"""Facts of stores for the report."""
+"""Statistics of stores for the report of a run."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ HISTOGRAM = [2**power for power in range(1, 21)]  # upper ends, in tokens
 def describe_stores(
     stores: dict[str, TokenStore], filters: Reports | None = None
 ) -> dict[str, dict]:
-    """Facts of each source for the report: documents, tokens, bytes, a histogram of lengths by
+    """Statistics of each source for the report: documents, tokens, bytes, a histogram of lengths by
     powers of two, the documents left out with each damaged shard, and what filters removed."""
     return {
         name: {

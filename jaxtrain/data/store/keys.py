@@ -1,4 +1,4 @@
-"""The names of what a preparation makes: hashes of all that decides it."""
+"""Cache keys of prepared data: hashes of everything that it depends on."""
 
 import hashlib
 import json
@@ -13,12 +13,12 @@ from jaxtrain.data.filters.filtering import filter_key
 from jaxtrain.data.store import store as stores
 from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
 
-RULES = 2  # goes up when conversations are read in another way: stores of before are not theirs
-IDS = 2  # goes up when sentencepiece models read text in another way
+RULES = 2  # version of the reading of conversations: older stores are not reused
+IDS = 2  # version of the encoding by sentencepiece models
 
 
 def entry_key(config: DataConfig, cache: Path) -> str:
-    """A hash of all that decides the stores: contents, how they are read, split and tokenized."""
+    """Hash of everything that the stores depend on: contents, reading, splits and tokenizer."""
     settings = config.model_dump(include={"train", "validation", "tokenizer"})
     settings["format"] = stores.FORMAT
     if config.tokenizer.name == "sentencepiece":
@@ -33,7 +33,7 @@ def entry_key(config: DataConfig, cache: Path) -> str:
 
 
 def request_key(config: DataConfig, cache: Path) -> str:
-    """A hash of all that decides what `prepare` finds: contents, and what is done to them."""
+    """Hash of everything that the result of `prepare` depends on: contents and processing."""
     settings = config.model_dump(include={"validation", "tokenizer"})
     settings |= {"format": stores.FORMAT, "ids": IDS, "name": config.train.name}
     named: dict[str, Source] = dict(sources_of(config.train))
@@ -56,7 +56,7 @@ def request_key(config: DataConfig, cache: Path) -> str:
 
 
 def _contents(source: Source, cache: Path) -> dict[str, Any]:
-    """The fields of a source with the hashes of the files that they name."""
+    """The fields of a source, with hashes of files in place of their names."""
     fields: dict[str, Any] = {"path": content_hash(source, cache)}
     if isinstance(
         source, ChatTemplateSource

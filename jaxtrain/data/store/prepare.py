@@ -1,8 +1,8 @@
-"""From the data configuration to token stores on disk, skipping what the cache holds.
+"""Preparation: from the data configuration to token stores on disk, reusing the cache.
 
-One process reads the files and cuts them into blocks, processes of their own turn blocks into
-tokens, and this one writes those in the order of the blocks: the bytes of a store are a function of
-the text, whatever the number of processes and however often the work was interrupted.
+The main process cuts files into blocks, worker processes tokenize the blocks, and the main process
+writes the tokens in the order of the blocks. The bytes of a store depend only on the text, not on
+the number of processes or on interruptions.
 """
 
 import hashlib
@@ -60,10 +60,10 @@ from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import full_disk_explained
 from jaxtrain.storage.objects import RemoteFolder
 
-ALONE = 1 << 24  # stored bytes; less text is tokenized before other processes would have started
-COMMIT_SECONDS = 10  # the batch in hand and those behind it add less than 5 to what a kill loses
+ALONE = 1 << 24  # stored bytes; less text is tokenized sooner than worker processes start
+COMMIT_SECONDS = 10  # a kill also loses the batches in flight, less than 5 seconds of work
 NOUNS = {"chat": "conversations", "preference": "preferences"}  # of other sources: documents
-FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # to hold out; HELD_OUT documents, if there are
+FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # suggested to hold out HELD_OUT documents
 HELD_OUT = 5
 
 
@@ -79,7 +79,7 @@ class Prepared:
 
 
 def revisions(config: DataConfig) -> dict[str, str]:
-    """The commit of each repository of huggingface.co that is read, for training or validation."""
+    """Commits of the Hugging Face repositories that are read, for training or validation."""
     sources = list(sources_of(config.train).values())
     if config.validation.name == "source":
         sources.append(config.validation.source)
@@ -87,7 +87,7 @@ def revisions(config: DataConfig) -> dict[str, str]:
 
 
 def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prepared:
-    """Stores and tokenizer of a configuration, from the cache where it has them.
+    """Prepare the stores and the tokenizer of a configuration, or take them from the cache.
 
     Sources that have filters go through them first. Each source of a mixture has a cache entry of
     its own, as if it were the only one with that tokenizer. A tokenizer is trained on equally many
@@ -104,7 +104,7 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
 
 
 def _at(config: DataConfig, progress: Progress) -> Prepared:
-    """`prepare` for a cache at a URL, whose note of a request spares filtering and tokenizing."""
+    """`prepare` for a cache at a URL. With a note of this request nothing is computed again."""
     place = RemoteFolder(cache_url(config) or "", explained=True)
     request = request_key(config, cache_directory(config))
     note = read_note(place, request)
@@ -165,7 +165,7 @@ def prepare_source(config: DataConfig, *, progress: Progress = lambda *_: None) 
     """Trains or loads the tokenizer and tokenizes both splits, unless the cache has them.
 
     The cache is keyed by the content of the files and the settings that matter. A lock lets the
-    processes of a machine share the work; an interrupted preparation goes on where it was.
+    processes of a machine share the work; an interrupted preparation resumes where it stopped.
     """
     cache = cache_directory(config)
     directory = cache / entry_key(config, cache)
@@ -211,7 +211,7 @@ def _publish(
 
 
 def cached_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of an entry of the cache. What was made with a damaged one goes with it."""
+    """Load the tokenizer of a cache entry. If it is damaged, the whole entry has to be deleted."""
     try:
         return load_tokenizer(directory / "tokenizer")
     except UserError as error:
@@ -221,7 +221,7 @@ def cached_tokenizer(directory: Path) -> Tokenizer:
 
 
 def _fill(config: DataConfig, directory: Path, progress: Progress) -> None:
-    """Makes what `directory` lacks."""
+    """Makes the tokenizer and the stores that `directory` lacks."""
     texts = split_texts(config)
     small = sum(text.stored for text in texts) < ALONE
     with block_pool(config.prepare_workers, small) as mapped:
@@ -241,8 +241,8 @@ def _fill(config: DataConfig, directory: Path, progress: Progress) -> None:
 
 
 def _tokenize(text: SplitText, directory: Path, mapped: Map, progress: Progress) -> None:
-    """Writes the stores of a text. Every COMMIT_SECONDS the block that was reached is noted: there
-    the work goes on after an interruption. All shards end at the same block."""
+    """Writes the stores of a text. Progress is committed every COMMIT_SECONDS, and an interrupted
+    call resumes there. The shards of all splits end at the same block."""
     tokenizer = cached_tokenizer(directory)
     partial_stores = directory / f"{'-'.join(text.splits)}.{tokenizer.fingerprint[:12]}.parts"
     note = partial_stores / "done.json"
@@ -300,7 +300,7 @@ def _nothing_left(source: Source, counts: Counter[str]) -> UserError:
 
 
 def _check_splits(text: SplitText, counts: Sequence[Mapping[str, int]]) -> None:
-    """Raises UserError if a split of the documents takes none of them, or all."""
+    """Raises UserError if one of the splits would get no documents."""
     kept = [c.get("read", 0) - sum(c.get(reason, 0) for reason in DROP_REASONS) for c in counts]
     total = sum(kept)
     if all(kept) or not total:
@@ -318,7 +318,7 @@ def _check_splits(text: SplitText, counts: Sequence[Mapping[str, int]]) -> None:
 
 
 def _commit(note: Path, writers: Sequence[Writer], state: dict[str, Any], full: bool) -> None:
-    """Notes what was reached, once it is on the disk; if `full`, the next shards begin there."""
+    """Records the progress once it is on the disk; if `full`, the next shards begin there."""
     for writer in writers:
         writer.close() if full else writer.commit()
     state |= {"shards": writers[0].shards, "parts": [one.parts for one in writers]}
@@ -332,7 +332,7 @@ def _commit(note: Path, writers: Sequence[Writer], state: dict[str, Any], full: 
 
 
 def _check_vocabulary(config: DataConfig, train: TokenStore) -> None:
-    """A trained vocabulary with more pieces than the text has tokens was learned by heart."""
+    """Raises UserError if a trained vocabulary has more pieces than the text has tokens."""
     c = config.tokenizer
     if c.name != "bytes" and c.path is None and train.tokens < train.vocab_size:
         raise UserError(
@@ -358,7 +358,7 @@ def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def join_stores(stores: Sequence[TokenStore]) -> TokenStore:
-    """The documents of several stores of one tokenizer as one store."""
+    """Join several stores of one tokenizer to one store."""
     if len(stores) == 1:
         return stores[0]
     if len({(store.marked, store.bos_id, store.dtype) for store in stores}) > 1:
@@ -400,7 +400,7 @@ def _alone(config: DataConfig, source: Source) -> DataConfig:
 
 
 def _train_tokenizer(config: DataConfig, progress: Progress) -> Path:
-    """The directory of the tokenizer of all sources together."""
+    """Train a tokenizer on all sources together. Returns its directory."""
     assert config.train.name == "mixture" and config.tokenizer.name != "bytes"
     sources = [part.source for part in config.train.sources.values()]
     cache = cache_directory(config)
@@ -420,5 +420,5 @@ def _train_tokenizer(config: DataConfig, progress: Progress) -> Path:
                 _save_tokenizer(build_tokenizer(config.tokenizer, texts), directory)
     cached_tokenizer(
         directory
-    )  # complete: a damaged tokenizer would spoil all that is made with it
+    )  # checks it: a damaged tokenizer would spoil all that is made with it
     return directory

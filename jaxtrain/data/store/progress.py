@@ -10,16 +10,16 @@ from rich.progress import Progress as Bar
 
 # (stage, UTF-8 bytes done, an estimate of the bytes in all or None if unknown)
 Progress = Callable[[str, int, int | None], None]
-EVERY = 10.0  # seconds from line to line
+EVERY = 10.0  # seconds between lines
 
 
 def named_progress(name: str, progress: Progress) -> Progress:
-    """A `progress` for one of several sources; that of no name is as it is."""
+    """Return a `progress` that names a source in its stages; unchanged if the name is empty."""
     return (lambda stage, *rest: progress(f"{name}: {stage}", *rest)) if name else progress
 
 
 def estimate_bytes(done: int, stored: int, total: int) -> int | None:
-    """Bytes of text in all, if `done` of them came from `stored` of `total` bytes of the files."""
+    """Estimate all bytes of text, if `done` of them came from `stored` of `total` file bytes."""
     return done * max(total, stored) // stored if stored else None
 
 
@@ -42,7 +42,7 @@ def show_progress(console: Console) -> Iterator[Progress]:
         if stage not in begun:
             begun[stage] = now, done
             bar.add_task(f"prepare {stage}", total=total, text="")
-        if done < begun[stage][1]:  # what was there before is made again
+        if done < begun[stage][1]:  # the stage started over
             begun[stage] = now, done
         text = described(done, total, done - begun[stage][1], now - begun[stage][0])
         bar.update(bar.task_ids[list(begun).index(stage)], completed=done, total=total, text=text)

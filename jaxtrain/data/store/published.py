@@ -1,8 +1,8 @@
 """Entries of the cache of prepared data at a URL: a tokenizer and the stores of its splits.
 
-URL/data/KEY is an entry, and its `entry.json`, which is written last, makes it whole. The
-note URL/data/REQUEST.json says which entries a configuration has, so that another host asks for no
-text that was filtered or tokenized before.
+URL/data/KEY is an entry; its `entry.json` is written last and marks it as complete. The note
+URL/data/REQUEST.json lists the entries of a configuration, so that another host neither filters nor
+tokenizes the text again.
 """
 
 import json
@@ -23,14 +23,14 @@ WHOLE = "entry.json"
 
 
 def is_published(place: RemoteFolder) -> bool:
-    """Whether an entry is whole."""
+    """Whether an entry is complete."""
     return place.size(WHOLE) is not None
 
 
 def publish_entry(
     place: RemoteFolder, tokenizer: Path, splits: Mapping[str, TokenStore], progress: Progress
 ) -> None:
-    """Copies a tokenizer and stores of this machine below a URL."""
+    """Uploads a tokenizer and stores of this machine as the entry at a URL."""
     files = {path.name: path.read_bytes() for path in sorted(tokenizer.iterdir())}
     for name, data in files.items():
         place.write(f"tokenizer/{name}", data)
@@ -41,7 +41,7 @@ def publish_entry(
 
 
 def fetch_tokenizer(place: RemoteFolder, directory: Path) -> None:
-    """Copies the tokenizer of an entry to this machine, if it is not there."""
+    """Downloads the tokenizer of an entry to this machine, if it is not there."""
     if directory.is_dir():
         return
     for name in json.loads(_there(place, WHOLE))["tokenizer"]:
@@ -53,13 +53,13 @@ def fetch_tokenizer(place: RemoteFolder, directory: Path) -> None:
 
 
 def open_published(place: RemoteFolder, config: DataConfig, tokenizer: str) -> TokenStore:
-    """A store of an entry, read through the local cache of a configuration."""
+    """Open a store of an entry, to be read through the local cache of a configuration."""
     folder = cache_directory(config).parent
     return open_remote(place, folder, config.local_cache.max_bytes, tokenizer)
 
 
 def read_note(place: RemoteFolder, request: str) -> dict[str, Any] | None:
-    """What `write_note` wrote for a request; None if there is nothing."""
+    """Read the note that `write_note` wrote for a request; None if there is none."""
     text = place.read(f"{request}.json")
     return None if text is None else json.loads(text)
 
@@ -71,7 +71,7 @@ def write_note(
     validation: TokenStore | None,
     filters: Mapping[str, Any],
 ) -> None:
-    """Notes the stores of a request, and what its filters removed."""
+    """Writes the note of a request: its stores, and what its filters removed."""
     stores = {name: _names(place, store)[0] for name, store in train.items()}
     held = [] if validation is None else _names(place, validation)
     note = {"train": stores, "validation": held, "filters": filters}

@@ -2,9 +2,9 @@
 
 Below its URL are `tokens/00000`, `tokens/00001`, ... (token ids, little-endian, document after
 document, OBJECT_BLOCKS blocks an object), `lengths.npy` and the other columns of a store, and
-`manifest.json` with the checksum of every block, which is written last: a store without it is not
-there. ArrayRecord is for files of a disk: its readers open no ranges, and where a document begins
-stands at the end of a shard. Here it follows from the lengths.
+`manifest.json` with the checksum of every block, which is written last: a store without it does not
+exist. ArrayRecord suits only files on a disk: its readers open no ranges, and the document offsets
+are at the end of a shard. Here the offsets follow from the lengths.
 """
 
 import hashlib
@@ -34,13 +34,13 @@ from jaxtrain.settings import UserError
 from jaxtrain.storage.objects import RemoteFolder
 
 FORMAT = 1
-AT_ONCE = 1 << 24  # bytes of a column that are asked for together
+AT_ONCE = 1 << 24  # bytes of a range request of a column
 TRIES = 3  # downloads of a column whose checksum is wrong
 
 
 def publish_store(store: TokenStore, place: RemoteFolder, progress: Progress) -> None:
-    """Writes a store below a URL. What is there already, of the same size, is not written again:
-    an interrupted upload goes on."""
+    """Uploads a store to a URL. Objects that exist with the same size are not written again, so an
+    interrupted upload resumes."""
     blocks = blocks_of(store.lengths, store.first_record)
     size, total, sums = store.dtype.itemsize, int(blocks.tokens[-1]), []
     for first in range(0, len(blocks.tokens) - 1, OBJECT_BLOCKS):
@@ -78,8 +78,8 @@ def publish_store(store: TokenStore, place: RemoteFolder, progress: Progress) ->
 def open_remote(
     place: RemoteFolder, folder: Path, max_bytes: int, tokenizer: str | None = None
 ) -> TokenStore:
-    """A store at a URL, whose blocks are kept in `folder`. UserError for a damaged one, and for
-    one that was written with another tokenizer than the fingerprint `tokenizer`."""
+    """Open a store at a URL; its blocks are cached in `folder`. Raises UserError if it is damaged,
+    or was written with another tokenizer than the fingerprint `tokenizer`."""
     manifest = _read_manifest(place)
     if tokenizer is not None and manifest["tokenizer"] != tokenizer:
         raise UserError(
@@ -115,7 +115,7 @@ def open_remote(
 
 
 class RemoteRecords(Records):
-    """The records of a store at a URL, under the numbers that they have in its local form."""
+    """Records of a store at a URL, numbered as in its local form."""
 
     def __init__(self, source: BlockSource):
         self.source, self.urls = source, [source.place.url]
@@ -130,7 +130,7 @@ class RemoteRecords(Records):
         return [blocks[number].record(record) for number, record in zip(numbers, records)]
 
     def prefetch(self, first: int, last: int) -> Iterator[Future[OpenBlock]]:
-        """Begins to fetch the blocks of records first..last that are not here, one by one."""
+        """Start to fetch the missing blocks of records first..last, one by one."""
         edges = self.source.blocks.records
         low = int(np.searchsorted(edges, first, side="right")) - 1
         high = int(np.searchsorted(edges, last, side="left"))
@@ -160,7 +160,7 @@ def _read_manifest(place: RemoteFolder) -> dict[str, Any]:
 
 
 def _column(place: RemoteFolder, folder: Path, name: str, entry: dict[str, Any]) -> np.ndarray:
-    """A column of the documents. The processes of a host share the pages of its file."""
+    """Load a column of the documents. The processes of a host share the pages of its file."""
     path = folder / name
     for _ in range(TRIES):
         if path.is_file() and crc32_of(path.read_bytes()) == entry["crc32"]:

@@ -1,4 +1,4 @@
-"""The text of each split, and the random part of the training split a tokenizer is trained on."""
+"""The text of each split, and the sample of the training split that a tokenizer is trained on."""
 
 import io
 import random
@@ -98,15 +98,15 @@ def held_out_limit(text: SplitText) -> int:
     return int(text.held_out * 2**64)
 
 
-# ---- a tokenizer's text ---------------------------------------------------------------------
+# ---- training text of a tokenizer -----------------------------------------------------------
 
 
 def training_texts(
     config: DataConfig, size: int, mapped: Map = map, progress: Progress = lambda *_: None
 ) -> list[str]:
-    """At most `size` bytes of the training split, chosen by the hash of the text, in its order.
+    """Sample `size` bytes of the training split by the hash of the text, in the order of the text.
 
-    Of a very large text only some files are read.
+    The last piece may exceed `size`. Of a very large text only some files are read.
     """
     order, text = _in_drawn_order(split_texts(config)[0])
     job = EncodeJob(text.source, None, held_out_limit(text))
@@ -133,7 +133,7 @@ def first_texts(
     mapped: Map = map,
     progress: Progress = lambda *_: None,
 ) -> Iterator[str]:
-    """The first `each` characters of training documents, until there are `size` characters.
+    """Yield the first `each` characters of training documents, until there are `size` characters.
 
     Files come in random order, their documents in the order of the file.
     """
@@ -164,7 +164,7 @@ def tokenizer_texts(
 
 
 def _in_drawn_order(text: SplitText) -> tuple[list[int], SplitText]:
-    """A text with its files in an order drawn at random, and that order."""
+    """Shuffle the files of a text. Returns their order, and the text."""
     order = list(range(len(text.files)))
     if len(order) > 1:
         random.Random(0).shuffle(order)
@@ -174,7 +174,7 @@ def _in_drawn_order(text: SplitText) -> tuple[list[int], SplitText]:
 
 
 def _lowest(pieces: list[SampledPiece], size: int) -> list[SampledPiece]:
-    """The pieces with the lowest hashes, `size` bytes together."""
+    """The pieces with the lowest hashes, until they have `size` bytes together."""
     ordered = sorted(pieces, key=lambda piece: (piece.hash, piece.place))
     for count, piece in enumerate(ordered, 1):
         size -= len(piece.text.encode())

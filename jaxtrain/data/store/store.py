@@ -41,9 +41,9 @@ COLUMNS = {
 
 
 class Pairs(NamedTuple):
-    """The pairs of texts that stand for the documents in a view of a store of preferences."""
+    """Pairs of texts that replace the documents in a view of a store of preferences."""
 
-    store: "TokenStore"  # of the texts, two documents a preference
+    store: "TokenStore"  # of the texts, two documents per preference
     numbers_P: np.ndarray  # int64, the number of the preference in the store
     lengths_P2: np.ndarray  # int64, tokens that are used of its two texts
     kto_labels_P: np.ndarray  # int32, `records.PAIR`, DESIRABLE or UNDESIRABLE
@@ -65,10 +65,10 @@ class TokenStore:
     records: "Records"
     dtype: np.dtype
     skipped: dict[str, int] = field(default_factory=dict)  # path of a damaged shard: its documents
-    weights: np.ndarray | None = None  # float64 [documents], by which they are drawn; None: equal
+    weights: np.ndarray | None = None  # float64 [documents], sampling weights; None: equal
     labels: np.ndarray | None = None  # uint8 [documents], 1 for desirable; of examples of KTO
-    marked: bool = False  # the highest bit of a token says that it is learned; the others are not
-    left_out: dict[str, int] = field(default_factory=dict)  # conversations it lacks, by the reason
+    marked: bool = False  # the highest bit of a token is its loss mask
+    left_out: dict[str, int] = field(default_factory=dict)  # conversations left out, by reason
     pairs: Pairs | None = None
 
     @property
@@ -78,7 +78,7 @@ class TokenStore:
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Tokens start..stop of a document, without BOS: uint16 or uint32 [stop - start].
 
-        Those of a marked store have their marks on them (`encode.without_marks`).
+        Tokens of a marked store include the bit of the loss mask (`encode.unpack_loss_mask`).
 
         Raises UserError, which names the shard, for a record that is damaged.
         """
@@ -87,8 +87,8 @@ class TokenStore:
     def read_many(self, parts: Iterable[tuple[int, int, int]]) -> Iterator[np.ndarray]:
         """`read` for each (document, start, stop); reads all before it yields the first.
 
-        ArrayRecord takes longer to find a record the more its shard has, but finds many at once:
-        131 us for one of 120,000, 6 us each for 1,000 of them.
+        ArrayRecord finds a record more slowly in a larger shard, but many records at once: it takes
+        131 us for one of 120,000, and 6 us each for 1,000 of them.
         """
         found = []
         for document, start, stop in parts:
@@ -104,16 +104,16 @@ class TokenStore:
 
 
 class Records:
-    """The records of all shards under one numbering."""
+    """The records of all shards, numbered consecutively."""
 
-    urls: Sequence[str] = ()  # of the stores far away that they are in
+    urls: Sequence[str] = ()  # of the remote stores that hold the records
 
     def __init__(self, paths: list[Path], counts: list[int]):
         self.paths, self.counts = paths, counts
         self._source = ArrayRecordDataSource([str(path) for path in paths])
 
     def read(self, records: Sequence[int]) -> Sequence[bytes]:
-        """The records of these numbers; UserError, which names the shard, for one that is bad."""
+        """Read records by number. Raises UserError, which names the shard, for a damaged record."""
         try:
             return self._source.__getitems__(records) if records else []
         except RuntimeError:
@@ -122,7 +122,7 @@ class Records:
     def _one(self, record: int) -> bytes:
         try:
             return self._source[record]
-        except RuntimeError as error:  # a checksum inside the file, or no file any more
+        except RuntimeError as error:  # a wrong checksum inside the file, or a missing file
             path = self.paths[np.searchsorted(np.cumsum(self.counts), record, side="right")]
             reason = str(error).splitlines()[0][:120]
             raise UserError(f"{path} is damaged; {_remedy(path.parent)} ({reason})") from error
@@ -149,7 +149,7 @@ class JoinedRecords(Records):
 
 
 def join_records(parts: Sequence[Records]) -> Records:
-    """The records of several stores under one numbering."""
+    """Number the records of several stores consecutively."""
     if any(part.urls for part in parts):
         return JoinedRecords(parts)
     paths = [path for part in parts for path in part.paths]
@@ -165,9 +165,9 @@ def open_store(
 ) -> TokenStore:
     """Opens a store and checks its sizes, and the checksums of files that are newer than the store.
 
-    `verify` compares all checksums, which reads all of it; `skip_damaged` too, and leaves out the
-    documents of damaged shards. Raises UserError for a missing or damaged store, and for one that
-    was written with another tokenizer than the fingerprint `tokenizer`.
+    `verify` compares all checksums, which reads the whole store. `skip_damaged` does so too, and
+    leaves out the documents of damaged shards. Raises UserError for a missing or damaged store, and
+    for one that was written with another tokenizer than the fingerprint `tokenizer`.
     """
     text, manifest = _read_manifest(directory, tokenizer)
     damaged = _damaged(directory, manifest, verify or skip_damaged)
@@ -255,7 +255,7 @@ def _damaged(directory: Path, manifest: dict[str, Any], verify: bool) -> dict[st
         if (verify or newer) and _sha256(path) != expected["sha256"]:
             damaged[name] = "damaged"
     if changed and not damaged:
-        with suppress(OSError):  # a copy of the store: what was found is remembered if it can be
+        with suppress(OSError):  # a copied store: remember, if possible, that it was verified
             os.utime(directory / "manifest.json")
     return damaged
 
@@ -271,15 +271,15 @@ def _again(directory: Path) -> str:
 class Writer:
     """Writes the shards of a store.
 
-    Each commit writes a numbered part of the shard in hand, so that an interrupted preparation
-    loses no committed document. `directory` already holds the first `shards` shards and `parts`
-    parts of the next one. Raises UserError if it does not.
+    Each commit writes a numbered part of the open shard, so that an interrupted preparation loses
+    no committed document. `directory` already holds the first `shards` shards and `parts` parts of
+    the next one. Raises UserError if it does not.
     """
 
     def __init__(self, directory: Path, dtype: np.dtype, shards: int = 0, parts: int = 0):
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.dtype = directory, dtype
-        self.shards, self.parts = shards, parts  # whole, and of the shard that is open
+        self.shards, self.parts = shards, parts  # finished shards; parts of the open shard
         self.fresh: list[Encoded] = []  # since the last commit
         self.clean()
         self.tokens = sum(int(part["lengths"].sum()) for part in self._read_parts())
@@ -306,7 +306,7 @@ class Writer:
         sync(self.directory)
 
     def close(self) -> None:
-        """Ends the shard in hand; the next has a new number. `clean` removes its parts."""
+        """Finishes the open shard; the next has a new number. `clean` removes its parts."""
         self.commit()
         if self.parts:
             path = self.directory / f"{self.shards:05d}.array_record"
@@ -365,15 +365,14 @@ def publish(
     start: int | None = None,
     left_out: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Gives the shards in `partial` a manifest and the name `directory`, in one step.
+    """Writes the manifest of the shards in `partial`, and renames the folder to `directory`.
 
-    `start` is the token that stands before every document of a marked store, in place of BOS;
-    `left_out` are the conversations that are not in it, by the reason. Raises
-    UserError if there are no documents.
+    start: the token before every document of a marked store, in place of BOS. left_out: the number
+    of conversations that are not in it, by reason. Raises UserError if there are no documents.
     """
     names = sorted(path.stem for path in partial.glob("*.array_record"))
     if not names:
-        shutil.rmtree(partial, ignore_errors=True)  # gone at the second try
+        shutil.rmtree(partial, ignore_errors=True)  # the next try starts afresh
         raise UserError(f"the {directory.name} split has no documents; check data.{directory.name}")
     entries = {f"{n}.array_record": json.loads((partial / f"{n}.json").read_text()) for n in names}
     shards = [dict(np.load(partial / f"{name}.npz")) for name in names]
@@ -420,7 +419,7 @@ def write_store(directory: Path, texts: Iterable[str], tokenizer: Tokenizer) -> 
 
 
 def manifest_sum(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of what a manifest says, its own sum left out."""
+    """SHA-256 of a manifest without its own checksum."""
     said = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -430,7 +429,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
+    """Waits until a file or folder is on the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)

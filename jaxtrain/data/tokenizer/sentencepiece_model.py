@@ -10,25 +10,25 @@ import sentencepiece
 from jaxtrain.data.tokenizer.train_tokenizer import SPACE
 
 CHUNK = 8192  # characters; sentencepiece slows down on longer texts
-LOOK = 2048  # characters before the end of a chunk that are searched for a place to cut
+LOOK = 2048  # characters before the end of a chunk that are searched for a position to cut at
 BPE = 2  # of trainer_spec.model_type
 KINDS = {1: "unigram", BPE: "bpe", 3: "word", 4: "char"}
 
 
 class ModelFacts(NamedTuple):
-    """The parts of a ModelProto that decide how text is read."""
+    """Fields of a ModelProto that decide how text is tokenized."""
 
     kind: str  # one of KINDS
     normalizer: str  # name of the rule; "identity" changes no character
     prefix: bool  # a space is put before each text
-    suffix: bool  # ... and behind it instead: pieces end in spaces
-    squeezed: bool  # spaces at both ends go, and runs of them become one
+    suffix: bool  # the space is put after each text instead: pieces end in spaces
+    squeezed: bool  # spaces at both ends are removed, and runs of spaces become one
     escaped: bool  # spaces are written as U+2581
     user: tuple[str, ...]  # symbols that are never cut
 
     @property
     def plain(self) -> bool:
-        """Whether the pieces are those of the text as it stands, but for the space before it."""
+        """Whether pieces spell the unchanged text, except for a space before it."""
         changed = self.normalizer != "identity" or self.squeezed or self.suffix
         return self.escaped and not changed
 
@@ -55,7 +55,7 @@ def sentencepiece_facts(model: bytes) -> ModelFacts:
 
 
 def without_prefix(model: bytes) -> sentencepiece.SentencePieceProcessor:
-    """Puts no space before a text: for the parts of a text after its first."""
+    """Return a processor that puts no space before a text: for the later parts of a text."""
     proto = proto_of(model)
     proto.normalizer_spec.add_dummy_prefix = False
     return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
@@ -64,10 +64,10 @@ def without_prefix(model: bytes) -> sentencepiece.SentencePieceProcessor:
 def cut_encoder(
     model: bytes, processor: sentencepiece.SentencePieceProcessor, threads: int
 ) -> Callable[[list[str]], list[list[int]]]:
-    """Texts to the ids that the library gives them; long ones in parts, on several threads.
+    """Return an encoder with the ids of the library, which encodes long texts in parts on threads.
 
-    Only a BPE model that leaves the text as it is can be cut, where no piece has the two characters
-    in succession: no merge goes across such a place.
+    This needs a BPE model that does not change the text. A text is cut between two characters that
+    are adjacent in no piece: no merge crosses such a position.
     """
     facts = sentencepiece_facts(model)
     size = processor.get_piece_size()
@@ -93,14 +93,14 @@ def cut_encoder(
 
 
 def chunks(text: str, pairs: set[str]) -> list[str]:
-    """Cuts a text where its two characters are in no piece, if there is such a place."""
+    """Cuts a text between two characters that are adjacent in no piece, if there are such."""
     written = text.replace(" ", SPACE)
     out, begin = [], 0
     while len(text) - begin > CHUNK:
         end = begin + CHUNK
         piece_offsets = range(end, end - LOOK, -1)
         cut = next((i for i in piece_offsets if written[i - 1 : i + 1] not in pairs), None)
-        if cut is None:  # a place further on
+        if cut is None:  # search after the end of the chunk
             piece_offsets = range(end + 1, len(text))
             cut = next((i for i in piece_offsets if written[i - 1 : i + 1] not in pairs), len(text))
         out.append(text[begin:cut])
@@ -118,9 +118,9 @@ def piece_bytes(piece: str) -> bytes:
 def piece_offsets(
     processor: sentencepiece.SentencePieceProcessor, text: str
 ) -> tuple[list[int], list[int], list[int]]:
-    """The ids of a text, and where each begins and ends in its UTF-8 bytes, as the library says.
+    """Encode a text. Returns ids, and the start and end of each in the text's UTF-8 bytes.
 
-    Right even if the model changes the text; slower than `cut_encoder`.
+    The library's offsets are right even if the model changes the text; slower than `cut_encoder`.
     """
     from sentencepiece import sentencepiece_pb2 as text_pb2
 

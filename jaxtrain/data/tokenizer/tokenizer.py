@@ -1,8 +1,8 @@
 """Text to token ids and back: sentencepiece, a Hugging Face tokenizer.json, or plain bytes.
 
 Each kind is a function from the bytes of its model file to one `Tokenizer`. Its ids are those of
-the library, but that special tokens written out in a text are text. A tokenizer knows the UTF-8
-bytes that every token stands for, so that bits per byte are exact where it does not change text.
+the library, except that special tokens written out in a text are ordinary text. A tokenizer has the
+UTF-8 bytes of every token, so that bits per byte are exact unless the tokenizer changes text.
 """
 
 import hashlib
@@ -38,20 +38,20 @@ from jaxtrain.settings import Settings, UserError
 from jaxtrain.storage.disk import write_whole
 
 MOST_TOKENS = 1 << 24
-WORDS = 1 << 19  # whose tokens are remembered: 120 MB at most
-# A word with what stands before it: a new one begins at each space after a letter or sign.
+WORDS = 1 << 19  # words whose tokens are cached: 120 MB at most
+# A word with the spaces before it: a new word begins at each space after a letter or sign.
 WORD = re.compile(r"(?: |\A)\s*\S*(?:[^\S ]\s*\S*)*")
 PROBE = (
     "It's  a test:\n\n  \tx1 = 2,500.75 \u00e9t\u00e9 \u4e2d\u6587 -- "
     '"YES" , don\'t\r\n\u2581 end  '
 )
 SPECIAL = "Tokens that no text has, in the vocabulary that is trained, as <mask> for data.augment"
-SUM = ".sha256"  # behind the name of a tokenizer's file: that of its checksum
+SUM = ".sha256"  # added to the name of a tokenizer's file: the file of its checksum
 BYTES_BOS = "<|bos|>"  # how the BOS of plain bytes is written
 
 
 class SentencePieceConfig(Settings):
-    """A byte-pair vocabulary trained on the training text, or a ready model."""
+    """SentencePiece BPE, trained on the training text or loaded from a .model file."""
 
     name: Literal["sentencepiece"] = "sentencepiece"
     vocab_size: int = Field(
@@ -130,9 +130,9 @@ class Tokenizer:
     bos_id: int
     encode_batch: Callable[[list[str]], list[np.ndarray]]
     decode_ids: Callable[[list[int]], str]
-    prefix: bytes = b""  # what encoding puts before a text and decoding takes away
+    prefix: bytes = b""  # encoding puts it before a text, and decoding removes it
     by_word: bool = False  # a space after a letter or sign always begins a token
-    # Ids of tokens that no text has; what is compared and hashed is the model that they are in.
+    # Ids of special tokens by name; not compared or hashed, because `model` is and contains them.
     specials: dict[str, int] = field(default_factory=dict, compare=False)
 
     @property
@@ -148,12 +148,12 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids` as the library writes it: without special tokens, U+FFFD for broken
-        UTF-8, and for what sentencepiece did not know its sign."""
+        """Decode `ids` as the library does: without special tokens, with U+FFFD for broken UTF-8,
+        and with sentencepiece's sign for unknown tokens."""
         return self.decode_ids([int(i) for i in ids])
 
     def decode_behind(self, ids: Sequence[int]) -> str:
-        """The text of `ids` behind other text: a space that `decode` takes from the start stays."""
+        """Decode `ids` that follow other text: keeps a leading space that `decode` would remove."""
         leads = bool(self.prefix) and len(ids) > 0 and self.pieces[ids[0]].startswith(self.prefix)
         return leads * self.prefix.decode() + self.decode(ids)
 
@@ -169,7 +169,7 @@ class Tokenizer:
 
 
 class SavedTokenizer(NamedTuple):
-    """What `Tokenizer.save` wrote, for a process that does not share the folder."""
+    """A saved tokenizer in memory, for a process that does not share its folder."""
 
     name: str  # of TOKENIZERS
     model: bytes
@@ -180,7 +180,7 @@ class SavedTokenizer(NamedTuple):
 
 
 def read_tokenizer(directory: Path) -> SavedTokenizer:
-    """Reads what `Tokenizer.save` wrote. Raises UserError if there is none, or it is damaged."""
+    """Reads a saved tokenizer. Raises UserError if there is none, or it is damaged."""
     for name, file in FILES.items():
         if (directory / file).is_file():
             return SavedTokenizer(name, read_model(directory / file), str(directory / file))
@@ -188,7 +188,7 @@ def read_tokenizer(directory: Path) -> SavedTokenizer:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Loads what `Tokenizer.save` wrote. Raises UserError as `read_tokenizer`."""
+    """Loads a saved tokenizer. Raises UserError as `read_tokenizer`."""
     return read_tokenizer(directory).load()
 
 
@@ -226,7 +226,7 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
 
 
 def read_model(path: Path) -> bytes:
-    """The bytes of a tokenizer's file, as they were written where their checksum lies beside it."""
+    """Read a tokenizer's file. Raises UserError if it differs from its checksum file, if any."""
     model, listed = path.read_bytes(), path.with_name(path.name + SUM)
     if listed.is_file() and listed.read_bytes().decode(errors="replace").strip() != sha256(model):
         raise UserError(
@@ -252,7 +252,7 @@ def sentencepiece_tokenizer(model: bytes, path: str = "the model") -> Tokenizer:
     names = [processor.id_to_piece(i) for i in range(size)]
     pieces = tuple(b"" if no else piece_bytes(name) for no, name in zip(special, names))
     encode = cut_encoder(model, processor, _threads())
-    # A space has a piece of its own, or unknown letters around it would become one token.
+    # The space must be a piece, or unknown letters around a space would become one token.
     apart = facts.plain and facts.kind == "bpe" and SPACE in names
     by_word = apart and not facts.prefix and _separable(pieces, encode)
     return Tokenizer(
@@ -317,7 +317,7 @@ def huggingface_tokenizer(model: bytes, path: str = "tokenizer.json") -> Tokeniz
 
     first = encode(["a"])[0]
     before = text_of(pieces, first).removesuffix("a")  # Llama's puts a space before the text
-    stays = before and decode(first) != "a"  # GPT-2's does if it is told to, and leaves it there
+    stays = before and decode(first) != "a"  # GPT-2's can do so too, but decoding keeps the space
     strips = any(token.lstrip or token.rstrip for token in added.values() if not token.special)
     by_word = not (before or strips or _rewrites(settings["normalizer"]))
     by_word = by_word and _separable(pieces, encode)
@@ -347,13 +347,13 @@ def byte_tokenizer(model: bytes = b"bytes", path: str = "") -> Tokenizer:
     )
 
 
-# One row a kind: (bytes of the model file, its path for messages) -> Tokenizer.
+# One entry per kind: (bytes of the model file, its path for messages) -> Tokenizer.
 TOKENIZERS: dict[str, Callable[[bytes, str], Tokenizer]] = {
     "sentencepiece": sentencepiece_tokenizer,
     "huggingface": huggingface_tokenizer,
     "bytes": byte_tokenizer,
 }
-FORMATS = {"nanochat": "huggingface"}  # names that have the files of another
+FORMATS = {"nanochat": "huggingface"}  # kinds with the file format of another kind
 FILES = {
     "sentencepiece": "tokenizer.model",
     "huggingface": "tokenizer.json",
@@ -362,17 +362,17 @@ FILES = {
 
 
 def _threads() -> int:
-    # The variable by which Hugging Face's library is told the same.
+    # Hugging Face's tokenizers library reads the same variable.
     return 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else os.cpu_count() or 1
 
 
 def text_of(pieces: Sequence[bytes], ids: Sequence[int]) -> str:
-    """The bytes of the ids as a text."""
+    """Decode the bytes of the ids as UTF-8."""
     return b"".join(pieces[i] for i in ids).decode(errors="replace")
 
 
 def _rewrites(normalizer: Any) -> bool:
-    """Whether a normalizer of a tokenizer.json may change how words are told apart."""
+    """Whether a normalizer of a tokenizer.json may change the boundaries of words."""
     if normalizer is None or normalizer["type"] in ("NFC", "NFD", "NFKC", "NFKD"):
         return False
     if normalizer["type"] == "Sequence":
@@ -382,7 +382,7 @@ def _rewrites(normalizer: Any) -> bool:
 
 
 def _separable(pieces: Sequence[bytes], encode: Callable) -> bool:
-    """Whether a text's tokens are those of its words: no token goes on after a word's end."""
+    """Whether a text's tokens are those of its words: no token crosses the end of a word."""
     # GPT-2 has pieces of no-break spaces, whose bytes alone would not pass for spaces.
     if any(re.search(r"\S ", piece.decode(errors="replace")) for piece in pieces):
         return False
@@ -395,15 +395,15 @@ def _as_arrays(encode: Callable[[list[str]], list[list[int]]]) -> Callable:
 
 
 def _by_word(encode: Callable[[list[str]], list[list[int]]]) -> Callable:
-    """Encodes each word once and remembers it: the same tokens, two to three times as fast."""
+    """Return an encoder that caches the tokens of each word: same tokens, 2 to 3 times as fast."""
     known: dict[str, bytes] = {}
 
     def encode_batch(texts: list[str]) -> list[np.ndarray]:
         nonlocal known
         if len(known) > WORDS:
             known = {}
-        table = known  # another thread may begin a new one
-        # A text that has the sign for a space is a single word: to some models it is a space.
+        table = known  # another thread may replace `known`
+        # A text with U+2581 is encoded as a single word: to some models that sign is a space.
         words = [[text] if SPACE in text else WORD.findall(text) for text in texts]
         new = list(set().union(*words).difference(table))
         table.update(zip(new, (array("i", ids).tobytes() for ids in encode(new))))

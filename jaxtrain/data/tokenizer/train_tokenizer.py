@@ -9,12 +9,12 @@ import tokenizers
 
 from jaxtrain.settings import UserError
 
-# GPT-4's way to cut text into words; a number into runs of so many digits.
+# GPT-4's pattern for words; numbers are cut into runs of at most DIGITS digits.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,DIGITS}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-BYTES_A_PIECE = 4  # of training text; with less a vocabulary would learn the text by heart
+BYTES_A_PIECE = 4  # of training text; with less a vocabulary would memorize the text
 SPACE = "\u2581"  # how sentencepiece writes a space inside a piece
 BOS_NAMES = ("<|bos|>", "<|begin_of_text|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>")
 BOS_NAMES += ("<|endoftext|>", "<|im_start|>", "[CLS]")
@@ -30,8 +30,8 @@ def train_sentencepiece(
 ) -> bytes:
     """Trains lossless BPE with byte fallback on the first `train_bytes` bytes; returns the model.
 
-    Chunks, not lines, are its sentences: pieces such as ",\\n" and "\\n\\n" can then be learned, 5%
-    fewer tokens at 512 and 16% fewer at 2,048 than line by line on tiny Shakespeare.
+    Its training sentences are chunks, not lines, so that it learns pieces such as ",\\n" and
+    "\\n\\n". On tiny Shakespeare that gives 5% fewer tokens at vocab_size 512, 16% at 2,048.
     Raises UserError if the text cannot fill the vocabulary.
     """
     model = io.BytesIO()
@@ -88,7 +88,7 @@ def train_nanochat(texts: Iterable[str], vocab_size: int, special_tokens: Sequen
 
     Words are cut as in GPT-4's tokenizer, but numbers into two digits at most. BOS and the special
     tokens come last in the vocabulary and are counted in its size. The text is read as a stream:
-    what is kept is the number of times of each word, 0.3 GB for 60M characters of English.
+    only the count of each word is kept in memory, 0.3 GB for 60M characters of English.
     Raises UserError if the text is too short for the vocabulary.
     """
     inner, names = _byte_level(digits=2), [BOS_NAMES[0], *special_tokens]
@@ -108,7 +108,7 @@ def train_nanochat(texts: Iterable[str], vocab_size: int, special_tokens: Sequen
 
 
 def check_length(size: int, vocab_size: int) -> None:
-    """Raises UserError if so many bytes of text are too few for a vocabulary."""
+    """Raises UserError if `size` bytes of text are too few for a vocabulary."""
     if size < BYTES_A_PIECE * vocab_size:
         raise UserError(
             f"data.tokenizer.vocab_size {vocab_size} is larger than the training text "
@@ -150,7 +150,7 @@ def _training_chunks(texts: Iterable[str], train_bytes: int) -> Iterable[str]:
     """Chunks of at most 4,096 characters until `train_bytes` are reached."""
     left = train_bytes
     for text in texts:
-        # "\0" and U+2581 have a meaning of their own in the trainer; they stay single bytes.
+        # "\0" and U+2581 have a special meaning in the trainer; they stay single bytes.
         text = text.replace("\0", "").replace(SPACE, "")
         for start in range(0, len(text), 4096):
             chunk = text[start : start + 4096]
