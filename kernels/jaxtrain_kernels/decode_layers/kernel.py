@@ -139,8 +139,8 @@ def poll(left, read, shapes):
     compile time grows with the cube of its size.
 
     All warps must leave the loop together, so they must see the same words. Triton gives each warp
-    its own copy of a scalar, and of an array with fewer words than threads, and each warp then reads
-    at a different time. So each array has at least one word per thread.
+    its own copy of a scalar, and of an array with fewer words than threads, and each warp then
+    reads at a different time. So each array has at least one word per thread.
     """
 
     def look(carry):

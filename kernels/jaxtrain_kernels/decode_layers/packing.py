@@ -46,7 +46,7 @@ class PackedLayers(NamedTuple):
     """Transposed matrices of all layers, and the scales of the residual stream.
 
     An int32 holds two weights of an output: of input i in the lower 16 bits, of input
-    i + (inputs / 2) in the upper ones. So a kernel loads whole words, and reads its inputs in halves.
+    i + (inputs / 2) in the upper ones. So a kernel loads whole words and has two halves of inputs.
     """
 
     qkv_LRd: Int[Array, "L R d"]  # rows of q, k, v and of the gates; d = width / 2

@@ -58,9 +58,9 @@ def processors() -> int:
 
 
 class Launched(NamedTuple):
-    """Results of a launch. states: residual stream after attention of the last and the middle layer.
-    status: of each program, 0 if it timed out (else > 0). slots: outputs of the phases of each layer
-    (`LayersPlan.places`)."""
+    """Results of a launch. states: residual stream after attention of the last and the middle
+    layer. status: of each program, 0 if it timed out (else > 0). slots: outputs of each layer's
+    phases (`LayersPlan.places`)."""
 
     plan: "LayersPlan"
     states_2D: Float[Array, "2 D"]

@@ -16,7 +16,7 @@ def relu2_matmul(x, w_KN):
 
 
 def matmul_relu2_grad(dy, w_NK, h):
-    """Backend of the public function; in float32 at least, as a root in 16 bits would be rounded."""
+    """Backend of the public function; float32 at least, as a root in 16 bits would be rounded."""
     wide = jnp.promote_types(h.dtype, jnp.float32)
     dh = (dy @ w_NK.T).astype(wide)
     return (dh * (2 * jnp.sqrt(h.astype(wide)))).astype(h.dtype)

@@ -67,7 +67,7 @@ def backward(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
     """Return (dq, dk, dv) in the inputs' dtypes, from the forward's out, lse and their gradients.
 
-    bfloat16 or float16; N a multiple of K; H up to 256; any T; lse is -inf for queries without keys.
+    bfloat16 or float16; N a multiple of K; H up to 256; any T; lse is -inf for a row without keys.
     deterministic: bitwise repeatable; overrides the tiling's dq_by.
     interpret: plgpu.InterpretGPUParams, to run on a CPU.
     """

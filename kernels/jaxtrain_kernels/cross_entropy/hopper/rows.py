@@ -258,7 +258,7 @@ def _saturated(plan: LossPlan, gradient: Any) -> Any:
 
 
 def _numerators(plan: LossPlan, part: Any, peak: Any) -> tuple[list, Any]:
-    """exp(logit - peak) times the softcap's derivative, by step; and each row's sum of exp(..)."""
+    """Per step, exp(logit - peak) times the softcap's derivative; per warp, the sums of the exp."""
     kept: list = []
     total: Any = None
     for n in range(plan.part // STEP):
