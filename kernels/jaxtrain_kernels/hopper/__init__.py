@@ -53,7 +53,7 @@ class RegisterLayout(Protocol):
 
 
 def unsupported_reason(target: Target, *arrays: Any) -> str | None:
-    """Why a Hopper kernel cannot run on this target or take arrays of these dtypes; None = can."""
+    """Why a Hopper kernel cannot run on the target with arrays of these dtypes; None = it can."""
     if target.platform != "cuda":
         return f"needs an NVIDIA GPU, this is {target.platform}"
     if target.compute_capability != (9, 0):

@@ -1,7 +1,8 @@
 """Attention with RoPE and QK norm before it, as one op.
 
-A backend of both can rotate queries and keys in place and return the gradients of q, k and v as one
-array. So their projections are one matmul, forward and backward, and no pass adds up gradients.
+A backend of the whole op can rotate queries and keys in place and return the gradients of q, k and
+v as one array. So their projections are one matmul, forward and backward, and no pass adds up
+gradients.
 """
 
 from jaxtyping import Array, Float, Int

@@ -71,7 +71,7 @@ def relu2(
 
 
 def serves(op: str, *arrays: Any) -> bool:
-    """Whether a kernel, not only XLA's own fusion, serves arrays of these shapes on this device."""
+    """Whether the Hopper kernel, not only XLA's fusion, serves these shapes on this device."""
     return hopper.supports(target(), op, *arrays) is None
 
 

@@ -16,7 +16,7 @@ from jaxtrain_kernels.hopper import Index, Ref
 
 
 class KeyMemory(NamedTuple):
-    """Shared memory. stats: log-sum-exp and delta. *_full: barriers of loads (freed: by bar_*)."""
+    """Shared memory. stats: LSE and delta. *_full: load barriers; hardware barriers free slots."""
 
     k: Any
     v: Any

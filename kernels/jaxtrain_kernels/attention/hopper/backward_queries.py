@@ -35,7 +35,7 @@ from jaxtrain_kernels.hopper import COLUMNS, ROWS, Index, Ref
 
 
 class QueryMemory(NamedTuple):
-    """Shared memory. stats: log-sum-exp and delta. *_full: barriers of loads (freed: by bar_*)."""
+    """Shared memory. stats: LSE and delta. *_full: load barriers; hardware barriers free slots."""
 
     q: Any
     do: Any  # finally dq

@@ -32,7 +32,7 @@ class ForwardTiling(NamedTuple):
         time, and only where visible.
     lazy: powers of two by which a row's scores may exceed its current maximum before the output is
         rescaled to a new maximum (0 = always rescaled).
-    polynomial: every so many groups of 8 keys, a polynomial replaces the exponential unit.
+    polynomial: one in so many groups of 8 keys uses a polynomial, not the exponential unit.
     """
 
     block_kv: int = 128
@@ -115,7 +115,7 @@ class ForwardPlan(NamedTuple):
 
 
 class ForwardMemory(NamedTuple):
-    """Shared memory. *_full: barriers of loads (memory is freed by named hardware barriers).
+    """Shared memory. *_full: load barriers; hardware barriers free slots.
 
     q: also holds the output. tile: see TILE. limits: range of keys that a row sees, its segment id.
     """

@@ -70,7 +70,7 @@ def _scale(eps: float, first: Any, second: Any) -> Any:
 
 @hopper.jit_kernel("options", "turn_heads")
 def _turned(options, turn_heads, cos_BTH, sin_BTH, *pairs):
-    """Apply turn_heads to each head of all given (q, k) pairs; return the results as one pair."""
+    """Apply turn_heads to each head, read from every (q, k) pair; return the results as a pair."""
     B, T, _, H = pairs[0][0].shape
     half, tokens = H // 2, tokens_of_block(H)
     layout, halves = lanes_layout(half), (pl.ds(0, half), pl.ds(half, half))
