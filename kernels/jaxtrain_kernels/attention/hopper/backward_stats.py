@@ -37,7 +37,7 @@ def row_stats(
     if H in (64, 128, 256) and T % math.lcm(rows, ELEMENTS // H) == 0:
         return _in_one_pass(out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, zeros, interpret)
     product_BTNH = out_BTNH.astype(jnp.float32) * dout_BTNH.astype(jnp.float32)
-    # The barrier stops a fusion in which each thread reads a whole row, 8 times slower.
+    # The barrier stops a fusion in which each thread reads a whole row, 8 times as slow.
     delta_BNT = lax.optimization_barrier(product_BTNH.sum(-1)).swapaxes(1, 2)
     lse_BNT, delta_BNT = _finished(lse_BNT, delta_BNT, dlse_BNT)
     padding = (0, 0), (0, 0), (0, -T % rows)

@@ -88,7 +88,7 @@ class BlockRanges(NamedTuple):
 def block_ranges(
     mask: Mask, length: int, rows: int, columns: int, ids_BT: jax.Array | None
 ) -> BlockRanges:
-    """Key blocks of each block of `rows` queries, of `columns` keys: int32 [B or 1, query blocks].
+    """Key blocks (`columns` keys) of each query block (`rows` queries): int32 [B or 1, blocks].
 
     At least one block is visited, and the last one (hi - 1) always with the mask. Without ids numpy
     computes the ranges, so they are static. With ids, a key block is skipped if the range of its
