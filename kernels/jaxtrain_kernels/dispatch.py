@@ -1,7 +1,7 @@
-"""Which backend serves a call: one rule for every op.
+"""Backend selection: one rule for every op.
 
 An op keeps a dict literal `{name: module}`, fastest first. Each module has
-`supports(target, ...) -> str | None`, the reason why it cannot serve the call (None = it can).
+`supports(target, ...) -> str | None`, which returns why it cannot serve the call (None = it can).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ logger = logging.getLogger("jaxtrain_kernels")
 class Target(NamedTuple):
     """The device of a trace: "cpu", "cuda", "rocm" or "tpu"; for CUDA also (major, minor).
 
-    kind: JAX's name of it ("NVIDIA H200"), None where it is not there.
+    kind: JAX's device kind ("NVIDIA H200"); None if no such device is attached.
     """
 
     platform: str
@@ -35,10 +35,10 @@ _override: contextvars.ContextVar[Target | None] = contextvars.ContextVar("targe
 def on_target(
     platform: str, compute_capability: tuple[int, int] | None = None, kind: str | None = None
 ) -> Iterator[None]:
-    """Traces made inside choose backends for this device instead of JAX's default backend.
+    """Traces made inside choose backends for this device instead of JAX's default device.
 
     For lowering without the device: `jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))`.
-    jit's cache does not see the target, so trace a function made inside the block.
+    jit's cache key does not include the target, so create the traced function inside the block.
     """
     token = _override.set(Target(platform, compute_capability, kind))
     try:
@@ -48,7 +48,7 @@ def on_target(
 
 
 def target() -> Target:
-    """The device that backends are chosen for now."""
+    """Return the device that backends are currently chosen for."""
     if (override := _override.get()) is not None:
         return override
     device = jax.local_devices()[0]
@@ -61,13 +61,13 @@ def target() -> Target:
 
 
 def mesh_devices() -> int:
-    """Devices of the mesh in force, along the axes that no `jax.shard_map` around has split."""
+    """Number of devices along the current mesh's axes that no enclosing `jax.shard_map` splits."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(n for name, n in mesh.shape.items() if name not in mesh.manual_axes)
 
 
 def triton_unsupported(on: Target) -> str | None:
-    """Why a Triton kernel that no mesh splits cannot run there; None = it can."""
+    """Return why an unpartitioned Triton kernel cannot run on this target; None = it can."""
     cc = on.compute_capability
     if on.platform != "cuda":
         return f"needs an NVIDIA GPU, this is {on.platform}"
@@ -81,10 +81,11 @@ def triton_unsupported(on: Target) -> str | None:
 def choose_backend(
     op: str, reasons: Mapping[str, str | None], implementation: str | None, signature: str
 ) -> str:
-    """The backend's name; `reasons` has, fastest first, why each cannot serve (None = it can).
+    """Return the name of the backend: `implementation`, or else the first that can serve the call.
 
-    `signature` describes shapes, dtype and options for the log. Raises ValueError for an unknown
-    name, NotImplementedError if the named backend (or, without a name, every one) cannot serve.
+    `reasons`: why each backend cannot serve (None = it can), fastest first. `signature` describes
+    shapes, dtype and options for the log. Raises ValueError for an unknown name,
+    NotImplementedError if the named backend (or, without a name, every backend) cannot serve.
     """
     if implementation is not None:
         if implementation not in reasons:

@@ -6,7 +6,7 @@ import numpy as np
 
 
 class AttentionShape(NamedTuple):
-    """`documents`: their lengths in every row, then padding up to T; () = no segment ids."""
+    """`documents`: lengths in each sequence, which is then padded to T; () = no segment ids."""
 
     name: str
     B: int
@@ -22,7 +22,7 @@ class AttentionShape(NamedTuple):
     def segment_ids_BT(self) -> np.ndarray | None:
         """int32 [B, T]: 1, 2, ... for the documents, 0 for padding; None without documents.
 
-        Each row has them rotated, so that no two rows are alike.
+        The documents are rotated by one from row to row, so that rows differ.
         """
         if not self.documents:
             return None
@@ -55,7 +55,7 @@ class LossShape(NamedTuple):
 
 
 def documents(total: int, mean: int, seed: int) -> tuple[int, ...]:
-    """Lengths of documents that fill `total` tokens: cut at random places, so short ones abound."""
+    """Lengths of documents that fill `total` tokens, cut at random positions, so most are short."""
     cuts = np.random.default_rng(seed).choice(total - 1, total // mean - 1, replace=False) + 1
     return tuple(np.diff([0, *sorted(cuts.tolist()), total]).tolist())
 
@@ -83,7 +83,7 @@ ATTENTION_SMALL = (
     AttentionShape("d256", 1, 33, 1, 1, 256, window=9),
 )
 
-# At the head dims that are used, for a GPU: lengths from 1 to 8192, few multiples of a block.
+# GPU test shapes: common head dims, lengths from 1 to 8192, few of them multiples of a block.
 ATTENTION_GPU = (
     AttentionShape("d64", 2, 1000, 4, 4, 64),
     AttentionShape("d96", 2, 520, 4, 2, 96),
@@ -125,7 +125,7 @@ ATTENTION_BENCH = (
     AttentionShape("b4_t8192_d128_packed", 4, 8192, 12, 12, 128, documents=documents(8192, 512, 0)),
 )
 
-# What else the table of measured backends has rows for.
+# All shapes measured for the table of attention backends (`attention/table.json`).
 ATTENTION_TUNE = (
     *ATTENTION_BENCH,
     AttentionShape("b16_t2048_d64", 16, 2048, 12, 12, 64),

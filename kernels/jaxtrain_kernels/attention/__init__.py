@@ -1,5 +1,5 @@
-"""Attention for training (`attention`), and against a key/value cache: of rows
-(`decode_attention`), in pages (`paged_attention`)."""
+"""Attention for training (`attention`), and over a KV cache that is contiguous
+(`decode_attention`) or paged (`paged_attention`)."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ from jaxtrain_kernels.attention.paged import paged_attention as paged_attention
 from jaxtrain_kernels.attention.paged.append import paged_append as paged_append
 from jaxtrain_kernels.dispatch import choose_backend, target
 
-# The order of preference where the table has no measured rows (documents, softcap): the fastest of
-# those that it has, and then what its GPU tests have run on.
+# Order of preference where the table has no measured rows (documents, softcap): first the backends
+# that are fastest in its other rows, then those whose GPU tests have run.
 BACKENDS = {
     "cudnn": cudnn, "mosaic": hopper, "xla": xla, "triton": triton, "reference": reference,
 }  # fmt: skip
@@ -40,21 +40,20 @@ def attention(
 ) -> Any:
     """Self-attention of N query heads over K key/value heads (N a multiple of K: GQA).
 
-    window: how many keys left of the query itself stay visible (FlashAttention's (window, 0));
+    window: number of visible keys before the query itself (FlashAttention's (window, 0));
     None = all. Needs causal.
-    segment_ids_BT: a token sees only its own id; 0 is padding, whose outputs are 0 and which
-    neither gives nor receives gradient.
-    key_segment_ids_BS: those of the keys, where they are other tokens than the queries.
+    segment_ids_BT: a token attends only to tokens of its own id. 0 is padding: its outputs are 0,
+    and it neither contributes nor receives gradient.
+    key_segment_ids_BS: segment ids of the keys, if they are other tokens than the queries.
     softcap: scores become softcap * tanh(scores / softcap), after the scale (Gemma 2).
-    scale: of q k^T, 1/sqrt(H) by default.
-    implementation: a backend by name; None = the fastest that can serve, by `table.json`.
+    scale: factor of q k^T, 1/sqrt(H) by default.
+    implementation: name of a backend; None = the fastest that can serve, by `table.json`.
     deterministic: gradients are bitwise repeatable (outputs always are).
-    tiling: the named implementation's block sizes, {} = its own choice; None = by `table.json`.
+    tiling: block sizes of the named implementation; {} = its own choice, None = by `table.json`.
 
     Returns [B, T, N, H] in q's dtype; with return_lse also the log of the softmax's denominator,
     [B, N, T] in float32 (-inf where a query sees no key), itself differentiable.
-    Raises ValueError for arguments that make no sense together, NotImplementedError if the backend
-    cannot serve.
+    Raises ValueError for inconsistent arguments, NotImplementedError if the backend cannot serve.
     """
     if tiling is not None and implementation is None:
         raise ValueError("a tiling needs the implementation that it is for")
@@ -85,10 +84,10 @@ def attention_gradients(
     implementation: str | None = None,
     deterministic: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """What these keys contribute to (dq, dk, dv) of an attention over more keys than these.
+    """Contribution of these keys to (dq, dk, dv) of an attention over these and other keys.
 
-    out_BTNH, lse_BNT: of the whole softmax, of which these keys are a part; a row with lse 1e30
-    contributes nothing. The rest, and what is raised, is as in `attention`.
+    out_BTNH, lse_BNT: output and LSE of the softmax over all keys; a query with lse 1e30
+    contributes nothing. Other arguments and the errors raised are as in `attention`.
     """
     arrays = q_BTNH, k_BSKH, v_BSKH
     call = Call(
@@ -99,7 +98,7 @@ def attention_gradients(
 
 
 def _checked(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, call: Call) -> Call:
-    """The call with its scale, and without a window that hides nothing. Raises ValueError."""
+    """Validate the call, set its scale and drop a window that hides nothing. Raises ValueError."""
     (T, N, H), (S, K), window = q_BTNH.shape[1:], k_BSKH.shape[1:3], call.window
     if T != S or N % K:
         raise ValueError(f"T == S and N % K == 0 are needed, got T={T} S={S} N={N} K={K}")
@@ -123,7 +122,7 @@ def _choose(
     call: Call,
     function: str = "attention",
 ) -> tuple[Any, Call]:
-    """The backend, and the call as it gets it, with its measured tiling if there is one."""
+    """Return the backend and the call for it, with the measured tiling if there is one."""
     call, q_BTNH, K = _checked(*arrays, call), arrays[0], arrays[1].shape[2]
     T, N, H = q_BTNH.shape[1:]
     kind = table.TableKey(

@@ -1,4 +1,4 @@
-"""What every attention backend is asked for."""
+"""Arguments and named results that all attention backends share."""
 
 from typing import Any, NamedTuple
 
@@ -9,10 +9,10 @@ RESULT = "attention_result"
 
 
 class Call(NamedTuple):
-    """The arguments of the public `attention` besides the arrays, as a backend gets them.
+    """Arguments of the public `attention` other than q, k and v, as a backend receives them.
 
-    Then scale is a number, a window that covers the whole sequence is None, and the tiling is of
-    the backend's own kind. With key_segment_ids_BS there are segment_ids_BT.
+    For a backend, scale is never None, a window that covers the whole sequence is None, and tiling
+    has the backend's own keys. key_segment_ids_BS is given only together with segment_ids_BT.
     """
 
     causal: bool = True
@@ -27,5 +27,5 @@ class Call(NamedTuple):
 
 
 def kept(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A forward kernel's results under the name RESULT, by which `jax.checkpoint` can keep them."""
+    """Name a forward kernel's results RESULT, so that a `jax.checkpoint` policy can save them."""
     return checkpoint_name(out, RESULT), checkpoint_name(lse, RESULT)

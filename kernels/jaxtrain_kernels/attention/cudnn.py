@@ -32,9 +32,9 @@ def supports(target: Target, q_BTNH, call: Call) -> str | None:
 
 
 def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
-    """As the public function, without LSE: returns (out_BTNH, None).
+    """Backend of the public function, without LSE: returns (out_BTNH, None).
 
-    Tracing needs JAX's CUDA plugin with cuDNN, so it cannot be lowered on a CPU-only installation.
+    Tracing needs JAX's CUDA plugin with cuDNN, so a CPU-only installation cannot lower it.
     """
     out_BTNH = jax.nn.dot_product_attention(
         q_BTNH,

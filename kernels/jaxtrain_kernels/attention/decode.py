@@ -1,11 +1,11 @@
-"""Attention of one new token a row against a key/value cache, in the inputs' dtype, int8 or float8.
+"""Attention of one new token per sequence over a KV cache in the inputs' dtype, int8 or float8.
 
 Reading the cache is all the cost, so nothing may copy it, convert it in memory or read it twice.
-In a cache [B, S, K, H] the heads K are no outer dim, and a matmul per head would begin with a
-transposed copy. `dot` instead multiplies whole positions, K*H numbers, with queries that are zero
-outside their own head: K times the FLOPs of a product that waits for memory anyway. `reduce`
-multiplies and adds without matmuls, K times fewer FLOPs on slower units. `triton` reads each head's
-vectors where they are, in a kernel of its own.
+In a cache [B, S, K, H] the heads K are not an outer dim, and a matmul per head would begin with a
+transposed copy. `dot` instead multiplies whole positions, K*H values, with queries that are zero
+outside their own head: K times the FLOPs, in a matmul that is memory-bound anyway. `reduce`
+multiplies and adds without matmuls: K times fewer FLOPs, on slower units. `triton` is a kernel that
+reads each head's vectors in place.
 """
 
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 from jaxtrain_kernels.attention import reference
 from jaxtrain_kernels.dispatch import choose_backend, target
 
-# Of a product's output: as many as a GPU has multiprocessors keep it busy.
+# Output tiles of a matmul: about as many as a GPU has multiprocessors keep it busy.
 TILE_COLUMNS, TILES, SMALLEST_SPLIT = 128, 128, 128
-# Under every maximum: a row without keys has p = exp(-inf - FLOOR) = 0 instead of NaN.
+# Lower bound of the maxima: a query without keys has p = exp(-inf - FLOOR) = 0 instead of NaN.
 FLOOR = -1e30
 
 
 class Quantized(NamedTuple):
-    """Keys or values in 8 bits: values * scale, one scale for each row, position and head."""
+    """Keys or values in 8 bits: values * scale, with one scale per sequence, position and head."""
 
     values_BSKH: Shaped[Array, "B S K H"]  # int8 or float8_e4m3fn
     scale_BSK: Float[Array, "B S K"]
@@ -34,8 +34,8 @@ Cache = Float[Array, "B S K H"] | Quantized
 
 
 def quantize(x_BSKH: Float[Array, "B S K H"], dtype: DTypeLike = jnp.int8) -> Quantized:
-    """To the nearest of 255 levels up to the largest magnitude of each head's vector; dtype
-    float8_e4m3fn: to the nearest float8, with that magnitude at 448."""
+    """Round to 255 int8 levels up to the largest magnitude of each head's vector; with dtype
+    float8_e4m3fn, to the nearest float8, with that magnitude at 448."""
     wide_BSKH = x_BSKH.astype(jnp.float32)
     if dtype == jnp.float8_e4m3fn:
         scale_BSK = jnp.abs(wide_BSKH).max(-1) / 448
@@ -58,15 +58,16 @@ def decode_attention(
     splits: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B N H"]:
-    """One query a row, at position lengths_B - 1, over the cache's keys [0, lengths_B).
+    """Attend with one query per sequence, at position lengths_B - 1, to cached keys [0, lengths_B).
 
-    window, softcap and scale as in `attention`. A row of length 0 (an idle slot) gives 0. What the
-    cache holds from lengths_B on is masked, but must be finite. Time follows S, not lengths_B.
+    window, softcap and scale as in `attention`. A sequence of length 0 (an idle slot) gives 0.
+    Cache entries from lengths_B on are masked, but must be finite. The time of `dot` and `reduce`
+    depends on S, not on lengths_B.
 
-    splits: parts of S that are worked on side by side, each with a softmax of its own, and joined
-    by their log-sum-exp (flash-decoding); divides S. By default as few as keep a GPU busy.
-    implementation: `dot` or `reduce`, see above, or `reference`, without splits; None = the first
-    of `triton`, which reads it once, and `dot` that can serve.
+    splits: number of parts of S that are processed in parallel, each with its own softmax, and
+    joined by their log-sum-exp (flash-decoding); for `dot` and `reduce` it must divide S. By
+    default as few as keep a GPU busy. implementation: `triton`, `dot`, `reduce` (see the module)
+    or `reference`, which ignores splits; None = `triton` where it can serve, else `dot`.
     """
     values = k_BSKH.values_BSKH if isinstance(k_BSKH, Quantized) else k_BSKH
     (B, N, H), (S, K) = q_BNH.shape, values.shape[1:3]
@@ -89,7 +90,7 @@ def decode_attention(
     if S % P:
         raise ValueError(f"splits must divide the cache's length {S}, got {splits}")
     split = lambda x: jax.tree.map(lambda a: a.reshape(B, P, S // P, *a.shape[2:]), x)
-    # From here on s counts within a split. A score is [B, P, K, G, s].
+    # From here on s indexes the keys within a split. Scores are [B, P, K, G, s].
     scores, weighted_sum = BACKENDS[name]
     q_BKGH = q_BNH.reshape(B, K, N // K, H)
     s_BPKGs = scores(q_BKGH, split(k_BSKH)) * scale
@@ -111,21 +112,21 @@ def decode_attention(
 
 
 def paged_triton() -> Any:
-    """The module, which needs this one."""
+    """Return the module `paged.triton`, imported here because it imports this module."""
     from jaxtrain_kernels.attention.paged import triton
 
     return triton
 
 
 def _default_splits(B: int, S: int, columns: int) -> int:
-    """The least divisor of S that makes enough work, or the largest of useful length."""
+    """Smallest divisor of S that makes enough work, or the largest with long enough splits."""
     wanted = -(-TILES // max(1, B * columns // TILE_COLUMNS))
     divisors = [P for P in range(1, max(1, S // SMALLEST_SPLIT) + 1) if S % P == 0]
     return next((P for P in divisors if P >= wanted), divisors[-1])
 
 
 def _dot_scores(q_BKGH: Any, k_BPsKH: Any) -> Any:
-    """Float32 (or wider) [B, P, K, G, s]."""
+    """Return the scores [B, P, K, G, s] in float32 (or wider)."""
     B, K, G, H = q_BKGH.shape
     k, scale_BPsK = _parts(k_BPsKH)
     own = jnp.eye(K, dtype=bool)[:, None, :, None]
@@ -138,7 +139,7 @@ def _dot_scores(q_BKGH: Any, k_BPsKH: Any) -> Any:
 
 
 def _dot_sum(p_BPKGs: Any, v_BPsKH: Any, dtype: Any) -> Any:
-    """Float32 (or wider) [B, P, K, G, H]."""
+    """Return the weighted sum of values [B, P, K, G, H] in float32 (or wider)."""
     B, P, K, G, s = p_BPKGs.shape
     v, scale_BPsK = _parts(v_BPsKH)
     if scale_BPsK is not None:
@@ -154,7 +155,7 @@ def _reduce_scores(q_BKGH: Any, k_BPsKH: Any) -> Any:
     k, scale_BPsK = _parts(k_BPsKH)
     wide = jnp.promote_types(q_BKGH.dtype, jnp.float32)
     q_BKGH = q_BKGH.astype(wide)
-    # A sum for each query of a group, which XLA computes in one pass over the keys.
+    # One sum per query of a group; XLA computes all of them in one pass over the keys.
     groups = [
         (q_BKGH[:, None, None, :, g] * k.astype(wide)).sum(-1) for g in range(q_BKGH.shape[2])
     ]

@@ -1,4 +1,4 @@
-"""Attention's specification in plain jnp: any dtype, all scores in memory."""
+"""Reference implementation of attention in plain jnp: any dtype, all scores in memory."""
 
 import functools
 from typing import Any
@@ -18,19 +18,19 @@ def supports(target: Target, q_BTNH, call: Call) -> str | None:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradient_in(dtype, x):
-    """x, whose gradient is rounded to `dtype`: it is the operand of two more matmuls."""
+    """Identity whose gradient is rounded to `dtype`: the gradient is an operand of two matmuls."""
     return x
 
 
 @_gradient_in.defjvp
 def _(dtype, primals, tangents):
-    # Linear, so that its transpose rounds the cotangent; and unlike two casts, kept by XLA.
+    # Linear, so that its transpose rounds the cotangent. XLA keeps it, unlike a pair of casts.
     bits: Any = jnp.finfo(dtype)
     return primals[0], jax.lax.reduce_precision(tangents[0], bits.nexp, bits.nmant)
 
 
 def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
-    """As the public function; returns (out_BTNH, lse_BNT). Every result is repeatable."""
+    """Backend of the public function; returns (out_BTNH, lse_BNT), always deterministic."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
@@ -41,7 +41,7 @@ def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
     if call.softcap is not None:
         s_BKGTS = call.softcap * jnp.tanh(s_BKGTS / call.softcap)
     visible = _visible(B, T, call)
-    # A query without keys: the double where keeps its gradient at 0 instead of NaN.
+    # For a query without keys, the double `where` makes its gradient 0 instead of NaN.
     some = visible.any(-1, keepdims=True)
     s_BKGTS = jnp.where(visible, s_BKGTS, jnp.where(some, -jnp.inf, 0.0))
     peak = s_BKGTS.max(-1, keepdims=True)
@@ -54,7 +54,7 @@ def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
 
 
 def gradients(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, call: Call):
-    """As the public `attention_gradients`: the softmax's derivative written out."""
+    """Backend of the public `attention_gradients`: the softmax's derivative, written out."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
@@ -84,7 +84,7 @@ def gradients(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, call: Call):
 
 
 def decode_attention(q_BNH, k_BSKH, v_BSKH, lengths_B, *, window, softcap, scale):
-    """As the public `decode_attention`, of keys and values that are not quantized."""
+    """Backend of the public `decode_attention`, for unquantized keys and values."""
     B, N, H = q_BNH.shape
     S, K = k_BSKH.shape[1:3]
     wide = jnp.promote_types(q_BNH.dtype, jnp.float32)
@@ -104,12 +104,12 @@ def decode_attention(q_BNH, k_BSKH, v_BSKH, lengths_B, *, window, softcap, scale
 def paged_attention(
     q_BTNH, k_PpKH, v_PpKH, table_BW, starts_B, counts_B, *, window, softcap, scale
 ):
-    """As the public `paged_attention`."""
+    """Backend of the public `paged_attention`."""
     B, T, N, H = q_BTNH.shape
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
 
     def rows(pages):
-        if isinstance(pages, tuple):  # in 8 bits, with scales
+        if isinstance(pages, tuple):  # 8-bit values and scales
             pages = pages[0].astype(wide) * pages[1][..., None]
         return pages[table_BW].reshape(B, -1, *pages.shape[2:]).astype(wide)
 
@@ -127,7 +127,7 @@ def paged_attention(
 
 
 def visible_pages(position_BS, T: int, starts_B, counts_B, window: int | None):
-    """Which keys, by their positions, each of T new tokens sees, [B, 1, 1, T, S]."""
+    """Mask [B, 1, 1, T, S] of the keys, given by their positions, that each new token sees."""
     place_BT1 = (starts_B[:, None] + jnp.arange(T)[None])[..., None]
     visible_BTS = position_BS[:, None] <= place_BT1
     if window is not None:
@@ -137,7 +137,7 @@ def visible_pages(position_BS, T: int, starts_B, counts_B, window: int | None):
 
 
 def _visible(B: int, T: int, call: Call):
-    """Which keys each query sees, [B, 1, 1, T, S]."""
+    """Mask [B, 1, 1, T, S] of the keys that each query sees."""
     t_T1, s_1S = jnp.arange(T)[:, None], jnp.arange(T)[None]
     visible_BTS = jnp.ones((B, T, T), bool)
     if call.causal:

@@ -1,7 +1,7 @@
-"""Which backend is fastest for a shape on a device, and with which tiling, as measured.
+"""Measured speed and tiling of each backend, by kind of shape and device.
 
-`table.json` holds one row for each backend, kind of shape and device; `python -m benchmarks
-attention --tune` measures them anew. Choosing is a pure function of the rows.
+`table.json` holds one row per backend, kind of shape and device; `python -m benchmarks attention
+--tune` measures them again. The choice of a backend is a pure function of the rows.
 """
 
 import functools
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 class TableKey(NamedTuple):
-    """What the best choice depends on; `group`: query heads for each key/value head, N/K."""
+    """Kind of shape, which the best backend depends on; `group`: query heads per KV head, N/K."""
 
     dtype: str
     head_dim: int
@@ -44,7 +44,7 @@ def make_row(
     forward: float,
     forward_backward: float,
 ) -> Row:
-    """A row of the table: TF/s, and T as its power of two."""
+    """Row of the table: rates in TF/s, T rounded to a power of two."""
     measured = {"tflops_forward": forward, "tflops_forward_backward": forward_backward}
     return {
         "device": target.kind,
@@ -57,7 +57,7 @@ def make_row(
 
 
 def write_table(rows: Iterable[Row], path: Path) -> None:
-    """One row a line; a later row replaces an earlier one of the same device, kind and backend."""
+    """Write one row per line; later rows replace earlier ones of the same device, kind, backend."""
     latest = {(r["device"], *_kind(r), r["backend"]): r for r in rows}
     keys = sorted(latest, key=lambda key: tuple(map(str, key)))
     lines = ",\n".join(json.dumps(latest[key]) for key in keys)
@@ -67,11 +67,11 @@ def write_table(rows: Iterable[Row], path: Path) -> None:
 def preferred_backends(
     rows: Sequence[Row], target: Target, kind: TableKey, backends: Sequence[str]
 ) -> list[tuple[str, dict[str, Any] | None]]:
-    """The backends, fastest first, each with its tiling (None: the backend's own).
+    """Return the backends, fastest first, each with its tiling (None: the backend's own).
 
-    The nearest kind of shape that was measured orders its backends by forward and backward
-    together; those without a row there follow in the order given. Rows of another device count
-    only where this one has none and its compute capability is the same (an H100 reads an H200's).
+    The order is by the forward and backward speed at the nearest measured kind of shape; backends
+    without a row there follow in the given order. Rows of another device are used only if this
+    device has none and the compute capability is the same (an H100 uses an H200's rows).
     """
     here = [row for row in rows if row["device"] == target.kind]
     if not here and target.compute_capability is not None:
@@ -85,7 +85,7 @@ def preferred_backends(
 
 
 def _tiling(rows: Sequence[Row], kind: TableKey, backend: str) -> dict[str, Any] | None:
-    # What fits a GPU's shared memory depends on the head dim.
+    # Only rows of the same head dim: it decides which tilings fit a GPU's shared memory.
     own = [r for r in rows if r["backend"] == backend and r["head_dim"] == kind.head_dim]
     return min(own, key=lambda r: _distance(_kind(r), kind))["tiling"] if own else None
 
@@ -102,7 +102,7 @@ def _comparable(measured: TableKey, wanted: TableKey) -> bool:
 
 
 def _distance(a: TableKey, b: TableKey) -> tuple[float | bool, ...]:
-    """What separates two kinds, the weightiest first."""
+    """Differences between two kinds of shape, the most important first."""
     apart = lambda x, y: abs(math.log2(x) - math.log2(y))
     return (
         apart(a.head_dim, b.head_dim),

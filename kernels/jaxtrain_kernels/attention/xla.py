@@ -1,10 +1,10 @@
 """Flash attention in plain XLA: O(T) memory, work only for visible blocks, any device.
 
-Forward and backward follow FlashAttention-2 (arXiv:2307.08691): the forward keeps the output and
-the log-sum-exp (LSE) of each row, the backward recomputes the scores of each block from them.
-A few query blocks are a Python loop whose key ranges are static, each one softmax over its whole
-range; beyond `most_unrolled`, loops over (query block, key block) with an online softmax.
-Statistics are in float32 whatever the inputs are; matmul operands keep the input dtype.
+Forward and backward follow FlashAttention-2 (arXiv:2307.08691): the forward saves the output and
+the log-sum-exp (LSE) of each query, and the backward recomputes the probabilities of each block.
+Up to `most_unrolled` query blocks are a Python loop with static key ranges: each block has one
+softmax over its whole range. More blocks are XLA loops over (query block, key block) with an online
+softmax. Statistics are float32 for any input dtype; matmul operands keep the input dtype.
 """
 
 import functools
@@ -18,14 +18,15 @@ from jaxtrain_kernels.attention.call import Call, kept
 from jaxtrain_kernels.dispatch import Target, target
 from jaxtrain_kernels.shapes import AttentionShape
 
-# Scores in float32 that stay in a CPU core's cache through the passes over them (512 KiB).
+# Number of float32 scores that stay in a CPU core's cache between the passes over them (512 KiB).
 CACHED_SCORES = 2**17
-# Under every row maximum: a row without keys then has p = exp(-inf - FLOOR) = 0 and not NaN.
+# Lower bound of the maxima: a query without keys has p = exp(-inf - FLOOR) = 0 instead of NaN.
 FLOOR = -1e30
 
 
 class Blocking(NamedTuple):
-    """Finer query blocks skip more of a causal mask, but compile longer and fill a device less."""
+    """Query block sizes. Smaller blocks skip more of a causal mask, but compile longer and fill a
+    device less."""
 
     query_blocks: int
     smallest: int
@@ -38,7 +39,7 @@ ACCELERATOR_BLOCKING = Blocking(query_blocks=4, smallest=128, largest=1024, most
 
 
 class ChunkPlan(NamedTuple):
-    """What is static in one call: `rows` of the batch are worked on at a time."""
+    """Static parameters of one call; `rows` batch rows are processed at a time."""
 
     causal: bool
     window: int | None
@@ -62,9 +63,9 @@ def candidates(shape: AttentionShape) -> list[dict[str, Any]]:
 
 
 def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
-    """As the public function; returns (out_BTNH, lse_BNT).
+    """Backend of the public function; returns (out_BTNH, lse_BNT).
 
-    deterministic: nothing to switch, no sum's order is left open.
+    deterministic: always so, because every sum has a fixed order.
     tiling: {"block": query and key block length}.
     """
     B, T, N, _ = q_BTNH.shape
@@ -75,7 +76,7 @@ def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
 
 
 def gradients(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, call: Call):
-    """As the public `attention_gradients`."""
+    """Backend of the public `attention_gradients`."""
     plan, ids = _plan(q_BTNH, call), _pair(call)
     q, k, v = _by_heads(q_BTNH, k_BSKH, v_BSKH)
     out, dout = (_by_heads(x, k_BSKH, v_BSKH)[0] for x in (out_BTNH, dout_BTNH))
@@ -95,7 +96,7 @@ def _plan(q_BTNH, call: Call) -> ChunkPlan:
 
 
 def _pair(call: Call) -> Any:
-    """(queries' ids, keys' ids), or None."""
+    """(query segment ids, key segment ids), or None."""
     if (ids_BT := call.segment_ids_BT) is None:
         return None
     return ids_BT, ids_BT if call.key_segment_ids_BS is None else call.key_segment_ids_BS
@@ -119,7 +120,7 @@ def _default_block(T: int, blocking: Blocking) -> int:
 
 
 def _rows_in_cache(B: int, scores_per_row: int) -> int:
-    """How many batch rows to take so that a block's scores stay in a CPU's cache; divides B."""
+    """Largest divisor of B for which the scores of one query block stay in a CPU's cache."""
     most = max(1, CACHED_SCORES // scores_per_row)
     return max(rows for rows in range(1, min(most, B) + 1) if B % rows == 0)
 
@@ -140,7 +141,7 @@ def _flash_bwd(plan, residuals, cotangents):
     q, k, v, ids, out, lse = residuals
     dout, dlse = cotangents
     delta = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), -1) - dlse
-    # A row without keys: any finite value, its scores are all -inf.
+    # For a query without keys, any finite value: its scores are all -inf.
     lse = jnp.where(lse == -jnp.inf, 0, lse)
     dq, dk, dv = _over_batch(plan, _backward_row, q, k, v, ids, dout, lse, delta)
     return dq, dk, dv, None
@@ -150,7 +151,7 @@ _flash.defvjp(_flash_fwd, _flash_bwd)
 
 
 def _over_batch(plan, row_function, *arrays) -> Any:
-    """`row_function` over the batch; inside, no array has the B dim."""
+    """Map `row_function` over the batch; its arrays have no B dim."""
     function = functools.partial(row_function, plan)
     if plan.rows == len(arrays[0]):
         return jax.vmap(function)(*arrays)
@@ -158,7 +159,7 @@ def _over_batch(plan, row_function, *arrays) -> Any:
 
 
 def _forward_row(plan, q_KGTH, k_KSH, v_KSH, ids):
-    """One batch row's (out_KGTH, lse_KGT)."""
+    """Return (out_KGTH, lse_KGT) of one batch row."""
     if not plan.unroll:
         return _forward_loops(plan, q_KGTH, k_KSH, v_KSH, ids)
     pieces = []
@@ -172,7 +173,7 @@ def _forward_row(plan, q_KGTH, k_KSH, v_KSH, ids):
 
 
 def _backward_row(plan, q_KGTH, k_KSH, v_KSH, ids, dout_KGTH, lse_KGT, delta_KGT):
-    """One batch row's (dq, dk, dv)."""
+    """Return (dq, dk, dv) of one batch row."""
     rows = (q_KGTH, dout_KGTH, lse_KGT, delta_KGT)
     if not plan.unroll:
         return _backward_loops(plan, rows, k_KSH, v_KSH, ids)
@@ -200,9 +201,9 @@ def _unrolled_blocks(plan) -> list[tuple[int, int, int, int]]:
 
 
 def _scores(plan, q_KGTH, k_KSH, ids, t, s):
-    """Scores of the queries from t on and the keys from s on, -inf where not visible.
+    """Return the scores of the queries from t on with the keys from s on, -inf where masked.
 
-    Also the derivative of the softcap at each (None without).
+    Also returns the softcap's derivative at each score (None without a softcap).
     """
     wide = jnp.promote_types(q_KGTH.dtype, jnp.float32)
     s_KGTS = jnp.einsum("KGTH,KSH->KGTS", q_KGTH, k_KSH, preferred_element_type=wide) * plan.scale
@@ -234,7 +235,7 @@ def _softmax_start(q_KGTH):
 
 
 def _softmax_add(plan, state, q_KGTH, k_KSH, v_KSH, ids, t, s):
-    """The online softmax's state after the keys from s on."""
+    """Update the online softmax's state with the keys from s on."""
     peak, total, out = state
     s_KGTS, _ = _scores(plan, q_KGTH, k_KSH, ids, t, s)
     new_peak = jnp.maximum(peak, s_KGTS.max(-1))
@@ -320,7 +321,7 @@ def _key_blocks(plan, i):
 
 
 def _fill(plan, x, axis) -> Any:
-    """x (None, or a pair) with its T or S dim, at `axis`, filled up with zeros to whole blocks."""
+    """Zero-pad x (an array, a pair or None) along `axis`, its T or S dim, to whole blocks."""
     missing = -plan.length % plan.block
     fill = lambda x: jnp.pad(x, [(0, missing if d == axis else 0) for d in range(x.ndim)])
     return jax.tree.map(fill, x)
@@ -333,7 +334,7 @@ def _join_blocks(x, length):
 
 
 def _add_at(total_KSH, part_KSH, s):
-    """total with part added to its keys from s on."""
+    """Add the part to the total's keys from s on."""
     old = lax.dynamic_slice_in_dim(total_KSH, s, part_KSH.shape[1], 1)
     return lax.dynamic_update_slice_in_dim(total_KSH, old + part_KSH, s, 1)
 

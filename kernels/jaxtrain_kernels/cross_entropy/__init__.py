@@ -1,11 +1,11 @@
-"""The language model's last matmul and its cross-entropy, without the whole logits in memory."""
+"""Linear + cross-entropy of the language model head, without all logits in memory at once."""
 
 from jaxtyping import Array, Float, Int
 
 from jaxtrain_kernels.cross_entropy import fp8, fp8_head, fp8_logits, hopper, reference, xla
 from jaxtrain_kernels.dispatch import choose_backend, target
 
-# The first that can serve is the default.
+# The first backend that can serve the call is the default.
 BACKENDS = {
     "mosaic": hopper, "xla": xla, "fp8": fp8, "fp8_head": fp8_head, "fp8_logits": fp8_logits,
     "reference": reference,
@@ -25,13 +25,13 @@ def linear_cross_entropy(
     chunk: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, ""]:
-    """sum_n weights_n * (nll_n + z_loss * lse_n^2) in float32, of the logits x w.
+    """sum_n weights_n * (nll_n + z_loss * lse_n^2) in float32, for the logits x @ w.
 
-    weights_N: 0 ignores a token, whose label may then be anything (-1). They get no gradient.
+    weights_N: 0 ignores a token, whose label may then be any value (-1). Weights get no gradient.
     softcap: logits become softcap * tanh(logits / softcap).
     z_loss: coefficient of the squared log of the softmax's denominator (PaLM, arXiv:2204.02311).
-    valid_vocab: columns from here on are padding and stay out of the softmax.
-    chunk: tokens whose logits are in memory at a time; by default chosen for the device.
+    valid_vocab: vocabulary columns from here on are padding and are left out of the softmax.
+    chunk: number of tokens whose logits are in memory at once; by default chosen for the device.
     Raises ValueError for an unknown implementation.
     """
     reasons = {name: backend.supports(target(), x_ND, w_DV) for name, backend in BACKENDS.items()}
@@ -52,9 +52,10 @@ def linear_cross_entropy_per_token(
     chunk: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "N"]:
-    """Each token's nll in float32 (nats); arguments as in `linear_cross_entropy`.
+    """Negative log-likelihood of each token in float32 (nats).
 
-    Differentiated, it takes a matmul more than the sum with known weights: the logits twice.
+    Arguments as in `linear_cross_entropy`. The gradient takes one matmul more than that of
+    `linear_cross_entropy`, because the backward recomputes the logits.
     implementation: `xla` or `reference`; None = `xla`.
     """
     signature = f"{x_ND.dtype}{list(x_ND.shape)} V={w_DV.shape[1]}"

@@ -1,7 +1,7 @@
-"""Linear + cross-entropy by chunks of tokens with its three matmuls in float8.
+"""Linear + cross-entropy in chunks of tokens, with all three matmuls in float8.
 
-As in `xla`, the gradients are computed in the forward. The logits' gradient is known to lie within
-the tokens' weights, so that its scale needs no pass over it: float8 is what the row pass writes.
+As in `xla`, the forward computes the gradients. The token weights bound the logits' gradient, so
+its scale is known in advance, and the row pass writes the gradient directly in float8.
 """
 
 import functools
@@ -24,13 +24,13 @@ from jaxtrain_kernels.matmul.fp8 import (
     given_scale,
 )
 
-# Above |weight|, to leave room for the z-loss.
+# Upper bound of a logit's gradient, relative to max |weight|: above 1 to leave room for the z-loss.
 HEADROOM = 2.0
 
 
 class Passes(NamedTuple):
-    """rows: (nll_C, lse_C, d_CV, d_VC) of a chunk's logits, as `row_pass` below. cast: backend of
-    `fp8_quantize`; None = the fastest.
+    """Functions of one call. rows: like `row_pass` below, gives (nll_C, lse_C, d_CV, d_VC) of a
+    chunk's logits. cast: backend of `fp8_quantize`; None = the fastest.
     """
 
     rows: Callable[..., Any]
@@ -48,7 +48,7 @@ def supports(target: Target, x_ND, w_DV) -> str | None:
 
 
 def linear_cross_entropy(x_ND, w_DV, labels_N, weights_N, *, softcap, z_loss, valid_vocab, chunk):
-    """As the public function, with float8's rounding of x, w and the logits' gradient."""
+    """Backend of the public function; x, w and the logits' gradient are rounded to float8."""
     chunk = chunk or xla.default_chunk(len(x_ND), len(w_DV.T))
     options = xla.CrossEntropyOptions(softcap, z_loss, valid_vocab, chunk)
     return with_passes(Passes(row_pass, "xla"), options, x_ND, w_DV, labels_N, weights_N)
@@ -67,11 +67,11 @@ def _loss_fwd(passes, options, x_ND, w_DV, labels_N, weights_N):
     quantize = functools.partial(fp8_quantize, dtype=E4M3, implementation=passes.cast)
     w_fp8, x_amax = quantize(w_DV), fp8_amax(x_ND)
     x_scale = given_scale(x_amax, E4M3)
-    # No gradient of a logit is larger than its token's weight, but for the z-loss. So e5m2 has the
-    # range of a softmax: what is below some 2^-31 of the largest weight becomes 0.
+    # Without the z-loss, no logit's gradient exceeds its token's weight. So e5m2's range suffices
+    # for a softmax: values below about 2^-31 of the largest weight become 0.
     most = HEADROOM * jnp.max(jnp.abs(weights_N)).astype(jnp.float32)
     d_scale = given_scale(most, E5M2)
-    # Once, as a loop would compute them anew for each chunk.
+    # Computed once here: the loop would compute them again for each chunk.
     logits_scale, dx_scale, dw_scale = (
         x_scale * w_fp8.scale,
         d_scale * w_fp8.scale,
@@ -108,10 +108,10 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
 def row_pass(logits_CV, labels_C, weights_C, *, softcap, z_loss, valid_vocab):
-    """(nll_C, lse_C), and d loss / d logits_CV before the softcap in e5m2, in both layouts."""
+    """Return (nll_C, lse_C, d_CV, d_VC): d is d loss / d logits before the softcap, in e5m2."""
     options = xla.CrossEntropyOptions(softcap, z_loss, valid_vocab, len(labels_C))
     nll_C, lse_C = _row_losses(options, logits_CV, labels_C)
-    # As in xla.py: else the capped logits would be kept in float32.
+    # As in xla.py: without the barrier XLA would keep the capped logits in float32.
     logits_CV, lse_C = lax.optimization_barrier((logits_CV, lse_C))
     d_CV = xla._logit_gradients(options, logits_CV, lse_C, labels_C, weights_C)
     largest = float(jnp.finfo(E5M2).max)

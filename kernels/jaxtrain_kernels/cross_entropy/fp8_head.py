@@ -1,7 +1,7 @@
-"""Linear + cross-entropy with its three matmuls in float8, as `fp8`, and the passes by kernels.
+"""Linear + cross-entropy with all three matmuls in float8, like `fp8`, with Hopper kernels.
 
-On Hopper, the pass over the logits writes their gradient in float8 itself, and another turns its
-bytes: nothing of the logits' size is cast.
+On Hopper, one kernel reads the logits and writes their gradient in float8, and another transposes
+it: no array of the logits' size is cast.
 """
 
 from jaxtrain_kernels import hopper
@@ -17,7 +17,7 @@ def supports(target: Target, x_ND, w_DV) -> str | None:
 
 
 def linear_cross_entropy(x_ND, w_DV, labels_N, weights_N, *, softcap, z_loss, valid_vocab, chunk):
-    """As the public function, with float8's rounding of x, w and the logits' gradient."""
+    """Backend of the public function; x, w and the logits' gradient are rounded to float8."""
     chunk = chunk or xla.default_chunk(len(x_ND), len(w_DV.T))
     passes = fp8.Passes(fp8.row_pass, None)
     if served(target(), x_ND, w_DV):
@@ -27,13 +27,13 @@ def linear_cross_entropy(x_ND, w_DV, labels_N, weights_N, *, softcap, z_loss, va
 
 
 def served(target: Target, x_ND, w_DV) -> bool:
-    """Whether the kernels for Hopper take these logits."""
+    """Whether the Hopper kernels support these logits."""
     unsupported = hopper.unsupported_reason(target)
     return not (unsupported or rows.unsupported_reason(w_DV.shape[1], x_ND.dtype, fp8=True))
 
 
 def row_pass(logits_CV, labels_C, weights_C, *, interpret: hopper.Interpret = False, **options):
-    """As `fp8.row_pass`; interpret: plgpu.InterpretGPUParams, on a CPU."""
+    """Hopper kernels for `fp8.row_pass`. interpret: plgpu.InterpretGPUParams, to run on a CPU."""
     nll_C, lse_C, d_CV = rows.loss_rows(
         logits_CV, labels_C, weights_C, gradient_dtype=E5M2, interpret=interpret, **options
     )

@@ -1,7 +1,7 @@
-"""Linear + cross-entropy with the logits' matmul in float8, the gradients' two in x's dtype.
+"""Linear + cross-entropy with the logits' matmul in float8, the two gradient matmuls in x's dtype.
 
-The gradients are those of the rounded logits, taken at x and w as they are (straight through).
-Their operands would need casts of whole logits, which cost what float8 saves; x and w are small.
+The gradients use the rounded logits and the unrounded x and w (straight-through). Float8 gradient
+matmuls would need a cast of a logits-sized array, which costs what float8 saves; x and w are small.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ def supports(target: Target, x_ND, w_DV) -> str | None:
 
 
 def linear_cross_entropy(x_ND, w_DV, labels_N, weights_N, **options):
-    """As the public function, the pass over the logits by the fastest backend."""
+    """Backend of the public function; the pass over the logits uses the fastest kernel."""
     ours = hopper.supports(target(), x_ND, w_DV) is None
     return xla.linear_cross_entropy(
         x_ND, w_DV, labels_N, weights_N, row_pass=rows.loss_rows if ours else None,
@@ -30,6 +30,6 @@ def quantized(w_DV: Any) -> Fp8:
 
 
 def float8_logits(x_CD: Any, w_fp8: Fp8) -> Any:
-    """x w in x's dtype."""
+    """x @ w in x's dtype, multiplied in float8."""
     x_fp8 = fp8_quantize(x_CD, E4M3, implementation="xla")
     return fp8_product(x_fp8.q_MK, w_fp8.q_KM, x_fp8.scale * w_fp8.scale, x_CD.dtype)

@@ -1,4 +1,4 @@
-"""The specification in plain jnp: any dtype, all logits in memory."""
+"""Reference implementation in plain jnp: any dtype, all logits in memory."""
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,14 @@ def supports(target: Target, x_ND, w_DV) -> None:
 def linear_cross_entropy(
     x_ND, w_DV, labels_N, weights_N, *, softcap, z_loss, valid_vocab, chunk=None
 ):
-    """As the public function; `chunk` plays no part."""
+    """Backend of the public function; `chunk` is ignored."""
     nll_N, lse_N = _nll_and_lse(x_ND, w_DV, labels_N, softcap, valid_vocab)
     weights_N = jax.lax.stop_gradient(weights_N).astype(lse_N.dtype)
     return jnp.sum(weights_N * (nll_N + z_loss * lse_N**2))
 
 
 def per_token(x_ND, w_DV, labels_N, softcap, valid_vocab, chunk=None):
-    """As the public `linear_cross_entropy_per_token`; `chunk` plays no part."""
+    """Backend of the public `linear_cross_entropy_per_token`; `chunk` is ignored."""
     return _nll_and_lse(x_ND, w_DV, labels_N, softcap, valid_vocab)[0]
 
 

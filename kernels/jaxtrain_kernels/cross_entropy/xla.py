@@ -1,8 +1,8 @@
-"""Linear + cross-entropy by chunks of tokens: three matmuls, any device.
+"""Linear + cross-entropy in chunks of tokens: three matmuls, any device.
 
-The loss is a sum with known weights, so its gradient is known up to one scalar while the logits are
-there: the forward of the VJP computes it chunk by chunk, and the backward only multiplies by the
-cotangent. That saves recomputing the logits (as Liger and QuACK do, 3 matmuls instead of 4).
+The loss is a sum with known weights, so a chunk's logits determine its gradient up to one scalar.
+The VJP's forward computes the gradient chunk by chunk; the backward only multiplies it by the
+cotangent. This avoids recomputing the logits (3 matmuls instead of 4, as in Liger and QuACK).
 """
 
 import functools
@@ -15,20 +15,20 @@ from jax import lax
 
 from jaxtrain_kernels.dispatch import Target, target
 
-# Where a chunk's logits stop fitting in a CPU's cache, and where a GPU's matmuls are full; of a
-# large vocabulary so many rows would be gigabytes of logits.
+# Limits of a chunk. CPU: logits that fit in the cache. GPU: rows that fill the matmuls, and a cap
+# on the logits, since that many rows of a large vocabulary would take gigabytes.
 CPU_LOGITS_BYTES = 4 * 2**20
 GPU_ROWS, GPU_LOGITS = 8192, 2**29
-# float16 has no room under 6e-8, where most of a softmax lies: its logit gradients are multiplied
-# by this (over the largest weight) before the cast, and the products divided after the matmuls.
+# float16 underflows below 6e-8, where most of a softmax lies. So the logit gradients are multiplied
+# by this (over the largest weight) before the cast, and the products are divided after the matmuls.
 FLOAT16_SCALE = 1024.0
-# exp(-2 * softcap) must not underflow if the softcap is to stand for the rows' maximum.
+# Up to this, the softcap replaces the row maximum: exp(-2 * softcap) does not underflow.
 SOFTCAP_AS_MAXIMUM = 30.0
 
 
 class CrossEntropyOptions(NamedTuple):
-    """row_pass: a kernel in place of `row_pass` below; None = that. logits_of: what is made of
-    w once for all chunks, and a chunk's logits of x and that; None = x @ w.
+    """Static options. row_pass: a kernel that replaces `row_pass` below; None = `row_pass`.
+    logits_of: (prepare(w), run once; multiply(x, prepared), a chunk's logits); None = x @ w.
     """
 
     softcap: float | None
@@ -39,7 +39,7 @@ class CrossEntropyOptions(NamedTuple):
     logits_of: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     def product(self, w_DV: Any) -> Callable[[Any], Any]:
-        """A chunk's logits, of its x."""
+        """Return the function that maps a chunk's x to its logits."""
         if self.logits_of is None:
             return lambda x_CD: x_CD @ w_DV
         prepare, multiply = self.logits_of
@@ -55,14 +55,14 @@ def linear_cross_entropy(
     x_ND, w_DV, labels_N, weights_N, *, softcap, z_loss, valid_vocab, chunk, row_pass=None,
     logits_of=None,
 ):  # fmt: skip
-    """As the public function; row_pass: `hopper.rows.loss_rows` or another kernel like it."""
+    """Backend of the public function. row_pass: a kernel such as `hopper.rows.loss_rows`."""
     chunk = chunk or default_chunk(len(x_ND), len(w_DV.T))
     options = CrossEntropyOptions(softcap, z_loss, valid_vocab, chunk, row_pass, logits_of)
     return _loss(options, *_vary_alike(x_ND, w_DV, labels_N, weights_N))
 
 
 def per_token(x_ND, w_DV, labels_N, softcap, valid_vocab, chunk):
-    """As the public `linear_cross_entropy_per_token`."""
+    """Backend of the public `linear_cross_entropy_per_token`."""
     options = CrossEntropyOptions(
         softcap, 0.0, valid_vocab, chunk or default_chunk(len(x_ND), len(w_DV.T))
     )
@@ -70,11 +70,11 @@ def per_token(x_ND, w_DV, labels_N, softcap, valid_vocab, chunk):
 
 
 def default_chunk(n_tokens: int, n_vocab: int) -> int:
-    """Equal chunks (so that little is filled up) near the size that is fastest on the device.
+    """Chunk size near the fastest on the device; chunks are equal, so that padding is small.
 
-    On a GPU in multiples of 64, also where there are fewer tokens: XLA would fill up a product
-    whose rows are no multiple of 8 itself, and what overwrites a slice of its result in place, as
-    Hopper's pass over the logits does, loses what it writes (dynamic-slice fusions, jaxlib 0.11.2).
+    On a GPU it is a multiple of 64, even with fewer tokens: XLA pads a matmul whose number of rows
+    is no multiple of 8, and a kernel that overwrites a slice of that result in place, as Hopper's
+    pass over the logits does, loses its writes (dynamic-slice fusions, jaxlib 0.11.2).
     """
     rows = min(GPU_ROWS, GPU_LOGITS // n_vocab)
     if target().platform == "cpu":
@@ -120,7 +120,7 @@ def _loss_fwd(options, x_ND, w_DV, labels_N, weights_N):
         total += _weighted_sum(options, nll, lse, weights)
         dot = functools.partial(jnp.matmul, preferred_element_type=dw_DV.dtype)
         dx = dot(dlogits, w_DV.T)
-        # float16 would lose it here; the cotangent (with the loss scale) comes only later.
+        # dx in float16 would underflow here: the cotangent (with the loss scale) comes only later.
         dx = dx / scale if x.dtype == jnp.float16 else dx.astype(x.dtype)
         return (total, dw_DV + dot(x.T, dlogits)), dx
 
@@ -153,7 +153,7 @@ def _nll_fwd(options, x_ND, w_DV, labels_N):
 
 
 def _nll_bwd(options, residuals, cotangent_N):
-    """The gradient of the sum of these losses, weighted by what each one's cotangent says."""
+    """Gradient of the sum of the losses, each weighted by its cotangent."""
     x_ND, w_DV, labels_N = residuals
     dx_ND, dw_DV, *_ = _loss_fwd(options, x_ND, w_DV, labels_N, cotangent_N)[1]
     return dx_ND.astype(x_ND.dtype), dw_DV.astype(w_DV.dtype), None
@@ -163,10 +163,10 @@ _nll.defvjp(_nll_fwd, _nll_bwd)
 
 
 def row_pass(logits_CV, labels_C, weights_C, *, softcap, z_loss, valid_vocab):
-    """(nll_C, lse_C, d loss / d logits_CV in the logits' dtype) of one chunk, before the softcap.
+    """Return (nll_C, lse_C, d loss / d logits_CV in the logits' dtype) of one chunk.
 
-    The logits are in the inputs' dtype, as a plain linear layer would give them: the two passes
-    over them are bound by memory.
+    The logits are those before the softcap. They have the inputs' dtype, as from a plain linear
+    layer: the two passes over them are memory-bound.
     """
     options = CrossEntropyOptions(softcap, z_loss, valid_vocab, len(labels_C))
     nll_C, lse_C = _row_losses(options, logits_CV, labels_C)
@@ -181,7 +181,7 @@ def _row_losses(options, logits_CV, labels_C):
     wide = jnp.promote_types(logits_CV.dtype, jnp.float32)
     seen_CV = _hide_padding(options, _cap(options, logits_CV.astype(wide)))
     if options.softcap is not None and options.softcap <= SOFTCAP_AS_MAXIMUM:
-        peak_C = jnp.full(labels_C.shape, options.softcap, wide)  # one pass over the logits less
+        peak_C = jnp.full(labels_C.shape, options.softcap, wide)  # saves a pass over the logits
     else:
         peak_C = seen_CV.max(-1)
     lse_C = peak_C + jnp.log(jnp.exp(seen_CV - peak_C[:, None]).sum(-1))
@@ -237,7 +237,7 @@ def _hide_padding(options, logits_CV):
 
 
 def _split(chunk, *arrays):
-    """[N, ...] -> [chunks, chunk, ...], filled up with zeros (so with weight 0)."""
+    """[N, ...] -> [chunks, chunk, ...], padded with zeros (so with weight 0)."""
 
     def split(x):
         x = jnp.pad(x, [(0, -len(x) % chunk)] + [(0, 0)] * (x.ndim - 1))
@@ -251,9 +251,9 @@ def _wide_zeros(x):
 
 
 def _vary_alike(*arrays):
-    """Inside shard_map: all arrays vary over the mesh axes that any of them varies over.
+    """Inside shard_map, make all arrays vary over the mesh axes that any of them varies over.
 
-    The scans' carries need it, and its transpose sums w's gradient over the devices.
+    The scan carries need this, and the transpose of the cast sums w's gradient over the devices.
     """
     varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
     axes = frozenset().union(*varying)

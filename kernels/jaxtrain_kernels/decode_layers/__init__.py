@@ -1,10 +1,10 @@
-"""All layers of a decode step of one row in one launch: nanochat's layers.
+"""Megakernel: one launch runs all layers (nanochat's) of a decode step of one sequence.
 
-A layer is x = a (x + branch) + b x0, attention of norm(x) with a QK norm behind the rotation and
-gated embeddings added to the values, and a squared ReLU network, whose result is the next layer's
-branch. The bfloat16 roundings are those of the layers one by one.
+A layer is x = a (x + branch) + b x0; then attention of norm(x), with QK norm after RoPE and gated
+value embeddings added to the values; then a squared-ReLU network, whose result is the next layer's
+branch. The bfloat16 roundings are the same as when the layers run one by one.
 
-An engine with one slot has it by default (`EngineOptions.megakernel`).
+An engine with one slot uses it by default (`EngineOptions.megakernel`).
 """
 
 from jaxtyping import Array, Float, Int
@@ -13,7 +13,7 @@ from jaxtrain_kernels.decode_layers import reference, triton
 from jaxtrain_kernels.decode_layers.packing import LayersShape, PackedLayers, pack_weights
 from jaxtrain_kernels.dispatch import choose_backend, target
 
-# The first that can serve is the default.
+# The first backend that can serve the call is the default.
 BACKENDS = {"triton": triton, "reference": reference}
 
 __all__ = ["BACKENDS", "LayersShape", "PackedLayers", "decode_layers", "pack_weights"]
@@ -33,12 +33,12 @@ def decode_layers(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "D"], Float[Array, "D"], tuple[Array, Array]]:
-    """The stream behind the last and behind the middle layer, and the pages with the new token.
+    """Return the residual stream after the last and the middle layer, and the updated pages.
 
-    x0_D: the token's embedding. cos_h, sin_h: of the angles of its place, float32, h = H / 2.
-    values_LC: the token's value embeddings, zeros in layers without. pages: keys and values of all
-    layers; the row has those of table_W. start: the place of the token, before which the pages
-    hold `start` tokens. count: 1, or 0: an idle row, whose pages stay as they are.
+    x0_D: the token's embedding. cos_h, sin_h: of its rotary angles, float32, h = H / 2. values_LC:
+    the token's value embeddings, zeros in layers without them. pages: keys and values of all
+    layers; table_W lists the sequence's pages. start: position of the token; the pages hold `start`
+    earlier tokens. count: 1, or 0 for an idle slot, whose pages stay unchanged.
     Raises ValueError for an unknown implementation, NotImplementedError for one that cannot serve.
     """
     on = target()

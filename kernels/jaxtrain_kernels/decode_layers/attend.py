@@ -1,4 +1,4 @@
-"""The phases of attention of the kernel `decode_layers`: a part of a head's keys, and joining."""
+"""Attention phases of the kernel `decode_layers`: attend to splits of the keys, and join them."""
 
 from typing import Any, NamedTuple
 
@@ -24,8 +24,8 @@ JOINED = 32  # channels of a head that a program joins
 
 
 class TokenRefs(NamedTuple):
-    """What attention reads and writes. place: the new token's place in its text, and
-    whether there is one. keys, values_kept: pages of all layers, in one dimension."""
+    """Arrays that attention reads and writes. place: the new token's position in its sequence,
+    and whether there is a new token. keys, values_kept: pages of all layers, flattened."""
 
     turns: Any  # [2, H/2]: cosines and sines
     values: Any  # [L, K * H]
@@ -36,7 +36,7 @@ class TokenRefs(NamedTuple):
 
 
 class KeyRange(NamedTuple):
-    """A program's part of the keys: those of the places begin .. end of head k."""
+    """A program's split of the keys: positions begin .. end of KV head k."""
 
     k: Any
     split: Any
@@ -45,7 +45,7 @@ class KeyRange(NamedTuple):
 
 
 class NewToken(NamedTuple):
-    """Each in halves of its channels, [H/2]: queries of the heads that share keys, key, value."""
+    """Queries of the heads of one KV head, key, value; each in halves of its channels, [H/2]."""
 
     queries: list[tuple[Any, ...]]
     key: tuple[Any, ...]
@@ -63,14 +63,14 @@ def key_range_of(c: Context, refs: TokenRefs, window) -> KeyRange:
 
 
 def places_of(c: Context, layer, page, slot, k):
-    """Where a head of a token begins in the pages."""
+    """Offset of a token's head in the flattened pages."""
     plan, s = c.plan, c.plan.shape
     token = (layer * plan.pages + page) * plan.page + slot
     return token * (s.kv_heads * s.head_dim) + k * s.head_dim
 
 
 def load_keys(c: Context, refs: TokenRefs, layer, part: KeyRange, step):
-    """Halves of the keys and of the values of a step, each [S, H/2]."""
+    """Load the halves of the keys and of the values of a step, each [S, H/2]."""
     plan, half = c.plan, c.plan.shape.head_dim // 2
     s_S = part.begin + step * plan.tokens + jnp.arange(plan.tokens)
     inside_S = s_S < part.end
@@ -86,7 +86,7 @@ def load_keys(c: Context, refs: TokenRefs, layer, part: KeyRange, step):
 
 
 def new_token(c: Context, left, layer, base, refs: TokenRefs, part: KeyRange):
-    """The new token's queries, key and value, and the reads that are left."""
+    """Return the new token's queries, key and value, and `left` (see `poll`)."""
     s = c.plan.shape
     half, H, G, k = s.head_dim // 2, s.head_dim, s.heads // s.kv_heads, part.k
     R = max(pl.next_power_of_2(G + 3), THREADS // half)
@@ -95,7 +95,7 @@ def new_token(c: Context, left, layer, base, refs: TokenRefs, part: KeyRange):
     gate_at = (s.heads + 2 * s.kv_heads) * H + k
     row_at_R = jnp.where(r_R < G + 2, head_R * H, gate_at)
     at_Rh = (base + c.plan.places["qkv"] + row_at_R)[:, None] + h_1h
-    # Row G + 2 is the gate, and nothing behind it.
+    # Row G + 2 is the gate, one value. The rows after it are unused.
     is_head_R1 = (r_R < G + 2)[:, None]
     needed_Rh = is_head_R1 | ((r_R == G + 2)[:, None] & (h_1h == 0))
 
@@ -104,7 +104,7 @@ def new_token(c: Context, left, layer, base, refs: TokenRefs, part: KeyRange):
             plgpu.load(c.slots.at[at_Rh + side], mask=needed, other=1, volatile=True)
             for side, needed in ((0, needed_Rh), (half, is_head_R1 & (h_1h < half)))
         ]
-        # Both halves of a pair have their marks: one sum instead of two.
+        # A bitwise and checks the marks of both halves with one sum instead of two.
         return halves, [halves[0] & halves[1]]
 
     (a_Rh, b_Rh), left = poll(left, read, ((R, half),) * 2)
@@ -126,7 +126,7 @@ def new_token(c: Context, left, layer, base, refs: TokenRefs, part: KeyRange):
 
 
 def append(c: Context, layer, refs: TokenRefs, part: KeyRange, new: NewToken) -> None:
-    """The new token's key and value go to their page."""
+    """Write the new token's key and value to their page."""
     plan, half = c.plan, c.plan.shape.head_dim // 2
     start, h_h = refs.place[0], jnp.arange(half)
     page = refs.table[jnp.minimum(jax.lax.div(start, plan.page), plan.table - 1)]
@@ -138,7 +138,7 @@ def append(c: Context, layer, refs: TokenRefs, part: KeyRange, new: NewToken) ->
 
 
 def attend(c: Context, left, layer, base, refs: TokenRefs, window):
-    """A program: head of keys x part of them. The reads that are left."""
+    """Attend in one program per KV head and split of its keys; return `left` (see `poll`)."""
     plan, s = c.plan, c.plan.shape
     half, H, G = s.head_dim // 2, s.head_dim, s.heads // s.kv_heads
     part = key_range_of(c, refs, window)
@@ -164,7 +164,7 @@ def attend(c: Context, left, layer, base, refs: TokenRefs, window):
             found.append((above, total * share + p_S.sum(0), *sums))
         return more, tuple(found)
 
-    # The new token is the first key of the first part.
+    # The new token is the first key of the first split.
     is_own = part.split == 0
     starts = []
     for q_low, q_high in new.queries:
@@ -188,12 +188,12 @@ def attend(c: Context, left, layer, base, refs: TokenRefs, window):
 
 
 def joins(c: Context) -> int:
-    """Programs that join parts: each has some channels of a head."""
+    """Number of programs that join splits, each for JOINED channels of a head."""
     return c.plan.shape.heads * (c.plan.shape.head_dim // JOINED)
 
 
 def join(c: Context, left, base):
-    """The parts of a head become its output, in some channels. The reads that are left."""
+    """Join the splits of a head to its output, for some channels; return `left` (see `poll`)."""
     plan, H = c.plan, c.plan.shape.head_dim
     blocks = H // JOINED
     n, block = jax.lax.div(c.program, blocks), jax.lax.rem(c.program, blocks)

@@ -1,22 +1,22 @@
-"""The kernel of `triton`: a program for each processor runs all layers, from phase to phase.
+"""Steps of the megakernel of `triton`: one program per multiprocessor runs all layers in phases.
 
-What one phase hands to the next lies in `slots`, zeros at first: words of 32 bits, a bfloat16
-above and a 1 below. Who needs a vector reads it until each word has its 1. No other memory orders
-programs: a word is written and read whole, so that no fence is needed. Each layer has slots of its
-own, which are written once. Each read of them is volatile: past the processor's own cache, where
-another processor's word would never arrive.
+A phase passes its results to the next through `slots`, which start as zeros: 32-bit words with a
+bfloat16 in the upper half and a 1, the mark, in the lowest bit. A reader polls a vector until each
+word has its mark. This alone synchronizes the programs: a word is written and read atomically, so
+no fence is needed. Each layer has its own slots, which are written once. Reads of slots are
+volatile: they bypass the L1 cache, in which another multiprocessor's word would never appear.
 
-Phases of a layer, and what they wait for:
+Phases of a layer, with the inputs that they wait for and their outputs:
     qkv     branch of the layer before  ->  q, k, v, gates
-    attend  q, k, v of a head           ->  peak, total, sum of a part of the keys
-    join    the parts of a head         ->  its output
-    out     all heads                   ->  what attention adds
-    up      that                        ->  squared ReLU
-    down    that                        ->  the branch
+    attend  q, k, v of a head           ->  peak, total, sum over a split of the keys
+    join    the splits of a head        ->  its output
+    out     all heads                   ->  attention's output
+    up      attention's output          ->  squared ReLU
+    down    squared ReLU                ->  the branch
 
-Every program keeps the whole residual stream, and computes the same of it. A tile is 8 rows of a
-matrix, one a warp, and 128 columns, of 2 inputs each. Tiles of the next product are loaded before
-the wait for the inputs of this one: the memory is never idle.
+Every program computes and keeps the whole residual stream. A tile is 8 rows of a matrix, one per
+warp, and 128 columns, of 2 inputs each. Tiles of the next matmul are loaded before the wait for
+this one's inputs, so that the memory is never idle.
 """
 
 from typing import Any, NamedTuple
@@ -29,21 +29,21 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtrain_kernels.decode_layers.packing import ROWS, LayersShape
 
 COLUMNS = 128  # of a tile
-MOST_CHUNKS = 8  # of a part: of each a thread has 4 registers of weights, and 8 of inputs
+MOST_CHUNKS = 8  # per part; a thread has 4 registers of weights and 8 of inputs per chunk
 WARPS = 8
 THREADS = 32 * WARPS
-FETCHED = 16  # numbers of 32 bits that the memory gives the cache at once
+FETCHED = 16  # 32-bit words that one memory access brings into the cache
 FLOOR = -1e30
 LOG2E = 1.4426950408889634
 
 
 class LayersPlan(NamedTuple):
-    """What is compiled into the kernel.
+    """Compile-time constants of the kernel.
 
-    programs: of the grid. splits: parts of the keys of a head. tokens: keys of a step. pages:
-    of a layer. held: tiles of a product that are loaded a product ahead; of the others lines of the
-    cache are. spins: reads
-    of a vector until a program gives up.
+    programs: of the grid. splits: parts of a head's keys. tokens: keys per step. page: tokens per
+    page. pages: pages per layer. table: length of the page table. held: tiles of a matmul that are
+    loaded into registers one matmul ahead; the others are only prefetched into the cache. spins:
+    reads of a vector before a program times out.
     """
 
     shape: LayersShape
@@ -62,7 +62,7 @@ class LayersPlan(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Words of each vector of a layer."""
+        """Number of words of each vector of a layer."""
         s, each = self.shape, self.shape.heads * self.splits
         return {
             "qkv": s.qkv_rows, "parts": each * 2 * s.head_dim, "stats": each * 4,
@@ -71,7 +71,7 @@ class LayersPlan(NamedTuple):
 
     @property
     def places(self) -> dict[str, int]:
-        """Where each begins in a layer's slots, a multiple of 32."""
+        """Offset of each vector in a layer's slots, a multiple of 32."""
         ends, at = {}, 0
         for name, size in self.sizes.items():
             ends[name], at = at, at + -(-size // 32) * 32
@@ -79,7 +79,7 @@ class LayersPlan(NamedTuple):
 
     @property
     def words(self) -> int:
-        """All slots."""
+        """Number of words of all slots."""
         return self.shape.depth * self.places["end"]
 
 
@@ -89,11 +89,11 @@ class Product(NamedTuple):
     ref: Any
     rows: int
     columns: int
-    units: int  # of 8 rows, that a program has
+    units: int  # groups of 8 rows per program
 
 
 class Context(NamedTuple):
-    """What the steps of a program share."""
+    """Values that all steps of a program share."""
 
     plan: LayersPlan
     slots: Any
@@ -109,37 +109,38 @@ def high(word):
 
 
 def rounded(x):
-    """Through bfloat16."""
+    """Round to bfloat16, in float32."""
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def word_of(x):
-    """A bfloat16 value with its mark."""
+    """Word of a bfloat16 value with its mark."""
     return jax.lax.bitcast_convert_type(rounded(x), jnp.int32) | 1
 
 
 def words_of(x):
-    """A float32 value in two words: 16 bits above, and those below."""
+    """Two words of a float32 value, with marks: its upper 16 bits, and its lower 16 bits."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return bits & -65536 | 1, bits << 16 | 1
 
 
 def join_words(above, below):
-    """The float32 value of two words."""
+    """Return the float32 value of two words."""
     bits = (above & -65536) | jax.lax.shift_right_logical(below, 16)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def poll(left, read, shapes):
-    """(words, reads that are left): read() until all words have their marks.
+    """Call read() until all words have their marks; return (words, left, or 0 after a timeout).
 
-    read: returns (words, checks), arrays of words in which those that nobody needs are 1; each word
-    of `words` is in a check. shapes: of the words. The kernel holds read() once, as compiling takes
-    the cube of its size.
+    left: most reads of a vector; 0 after an earlier timeout, when each vector is read once.
+    read: returns (words, checks), arrays of words, in which unneeded ones are 1; each word of
+    `words` is in a check. shapes: of the words. The kernel contains read() only once, because
+    compile time grows with the cube of its size.
 
     All warps must leave the loop together, so they must see the same words. Triton gives each warp
-    its own copy of a scalar, and of an array with fewer words than threads. Each warp then reads at
-    another moment. So an array has a word for each thread, or more.
+    its own copy of a scalar, and of an array with fewer words than threads, and each warp then
+    reads at a different time. So each array has at least one word per thread.
     """
 
     def look(carry):
@@ -160,7 +161,7 @@ def poll(left, read, shapes):
 
 
 def wait_vector(c: Context, left, begin, size: int):
-    """The reads that are left when the words begin .. begin + size are there."""
+    """Wait until the words begin .. begin + size are written; return `left` (see `poll`)."""
     at = jnp.arange(pl.next_power_of_2(max(size, THREADS)))
 
     def read():
@@ -170,7 +171,7 @@ def wait_vector(c: Context, left, begin, size: int):
 
 
 def parts_of(columns: int) -> list[tuple[int, int]]:
-    """Chunks of 128 columns in powers of two: (first, how many)."""
+    """Group chunks of 128 columns into parts of a power of two: (first chunk, number of chunks)."""
     chunks, found, at = columns // COLUMNS, [], 0
     while at < chunks:
         size = min(MOST_CHUNKS, 1 << ((chunks - at).bit_length() - 1))
@@ -180,19 +181,19 @@ def parts_of(columns: int) -> list[tuple[int, int]]:
 
 
 def tile_places(size: int, row_stride: int = 0):
-    """[chunks, 8, 128]: numbers of 8 rows. Stride 0: the same in each row, so that each warp has
-    all of a vector."""
+    """Offsets [chunks, 8, 128] of the words of 8 rows. Stride 0: the same in each row, so that each
+    warp has a whole vector."""
     at = (jnp.arange(size) * COLUMNS)[:, None, None] + jnp.arange(COLUMNS)[None, None]
     return at + (jnp.arange(ROWS) * row_stride)[None, :, None]
 
 
 def first_row(c: Context, product: Product, unit: int):
-    """Of a tile. Those beyond the last are the last one: its outputs are written twice."""
+    """First row of a tile. Tiles past the end repeat the last tile, whose outputs are rewritten."""
     return jnp.minimum((c.program * product.units + unit) * ROWS, product.rows - ROWS)
 
 
 def load_tiles(c: Context, product: Product, layer, unit: int, part: tuple[int, int]):
-    """Packed weights [chunks, 8, 128]. Scalars are added first: the compiler's time."""
+    """Load packed weights [chunks, 8, 128]. Scalars are added first, which saves compile time."""
     first, size = part
     row = layer * product.rows + first_row(c, product, unit)
     begin = row * product.columns + first * COLUMNS
@@ -200,13 +201,13 @@ def load_tiles(c: Context, product: Product, layer, unit: int, part: tuple[int, 
 
 
 def tiles_of(product: Product):
-    """In the order of their use."""
+    """(unit, index of the part, part) of each tile, in the order of use."""
     parts = parts_of(product.columns)
     return [(unit, i, part) for i, part in enumerate(parts) for unit in range(product.units)]
 
 
 def load_ahead(c: Context, product: Product, layer):
-    """The tiles that are held, and where there are others a number of each piece of the rows."""
+    """Load the held tiles; if there are others, also `touch` the program's rows."""
     tiles, ahead, chunks = tiles_of(product), [], 0
     for unit, _, part in tiles:
         chunks += part[1]
@@ -217,7 +218,7 @@ def load_ahead(c: Context, product: Product, layer):
 
 
 def touch(c: Context, product: Product, layer):
-    """A number of each piece of a program's rows, [.., 256], so that the cache has them."""
+    """Prefetch a program's rows into the cache: read every 16th word of them, [.., 256]."""
     pieces = product.units * ROWS * product.columns // FETCHED
     times = pl.next_power_of_2(-(-pieces // THREADS))
     piece = jnp.arange(times)[:, None] * THREADS + jnp.arange(THREADS)[None]
@@ -228,10 +229,10 @@ def touch(c: Context, product: Product, layer):
 
 
 def multiply(c: Context, product: Product, layer, ahead, inputs, begin, finish):
-    """Outputs of a program's rows go to the slots from `begin` on.
+    """Multiply a program's rows by the inputs; write the outputs to the slots from `begin` on.
 
     inputs(i): two arrays [chunks, 8, 128] of part i, of the lower and the upper half of the inputs.
-    finish: what becomes of an output.
+    finish: function that is applied to each output.
     """
     sums = [jnp.zeros((ROWS, COLUMNS), jnp.float32) for _ in range(product.units)]
     x_low, x_high = inputs(0)
@@ -246,7 +247,7 @@ def multiply(c: Context, product: Product, layer, ahead, inputs, begin, finish):
 
 
 def read_inputs(c: Context, begin, size: int):
-    """A vector in the slots, which has been waited for, as `multiply` takes it."""
+    """Read a vector from the slots, after the wait for it, in the form that `multiply` takes."""
     parts = parts_of(size // 2)
 
     def inputs(i: int):
@@ -254,7 +255,7 @@ def read_inputs(c: Context, begin, size: int):
         at = jnp.arange(chunks)[:, None] * COLUMNS + jnp.arange(COLUMNS)[None]
         begins = [begin + half + first * COLUMNS for half in (0, size // 2)]
         words = [plgpu.load(c.slots.at[at_ + at], volatile=True) for at_ in begins]
-        # Read once, then handed to all warps.
+        # Read once, then broadcast to all warps.
         shape = chunks, ROWS, COLUMNS
         return tuple(high(jnp.broadcast_to(word[:, None], shape)) for word in words)
 
@@ -262,7 +263,7 @@ def read_inputs(c: Context, begin, size: int):
 
 
 def norm_inputs(c: Context, x):
-    """x / rms(x) of the stream's parts, as `multiply` takes it."""
+    """x / rms(x) of the residual stream, in the form that `multiply` takes."""
     squares = jnp.zeros((ROWS, COLUMNS), jnp.float32)
     for part in (part for half in x for part in half):
         squares += (part * part).sum(0)
@@ -272,7 +273,7 @@ def norm_inputs(c: Context, x):
 
 
 def add_vector(c: Context, x, begin):
-    """The stream with a vector of the slots added."""
+    """Add a vector of the slots to the residual stream."""
     inputs = read_inputs(c, begin, c.plan.shape.width)
     found = [inputs(i) for i in range(len(x[0]))]
     return tuple(

@@ -1,4 +1,4 @@
-"""What `decode_layers` computes with: the shape of a model's layers, and their packed weights."""
+"""Inputs of `decode_layers`: the shape of a model's layers, and their packed weights."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,8 +13,8 @@ ROWS = 8  # outputs of a tile of a matrix
 class LayersShape(NamedTuple):
     """Sizes of a stack of equal layers, and the constants of its formulas.
 
-    windows: keys left of the new token that each layer sees. middle: the layer whose result is
-    returned, too. scale: factor on the scores q k.
+    windows: number of keys before the new token that each layer sees. middle: index of the layer
+    whose result is also returned. scale: factor of the scores q k.
     """
 
     width: int
@@ -33,20 +33,20 @@ class LayersShape(NamedTuple):
 
     @property
     def gate_rows(self) -> int:
-        """Rows of the gates of the values, a tile or more."""
+        """Rows of the value gates, padded to whole tiles."""
         return -(-self.kv_heads // ROWS) * ROWS
 
     @property
     def qkv_rows(self) -> int:
-        """Outputs of the first product: queries, keys, values and gates."""
+        """Outputs of the first matmul: queries, keys, values and gates."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim + self.gate_rows
 
 
 class PackedLayers(NamedTuple):
-    """The matrices of all layers, transposed, and the scales of the stream.
+    """Transposed matrices of all layers, and the scales of the residual stream.
 
-    A number of 32 bits is two weights of an output: below that of input i, above that of input
-    i + (inputs / 2). So a kernel loads whole numbers of a row, and has two halves of its inputs.
+    An int32 holds two weights of an output: of input i in the lower 16 bits, of input
+    i + (inputs / 2) in the upper ones. So a kernel loads whole words and has two halves of inputs.
     """
 
     qkv_LRd: Int[Array, "L R d"]  # rows of q, k, v and of the gates; d = width / 2
@@ -57,7 +57,7 @@ class PackedLayers(NamedTuple):
 
 
 def pack_weights(matrices: Sequence[Float[Array, "I O"]]) -> Int[Array, "L O i"]:
-    """Equal matrices of layers in bfloat16 as `PackedLayers` has them."""
+    """Pack matrices of equal shape, one per layer, in bfloat16 as `PackedLayers` describes."""
     return jnp.stack([_pack_one(matrix) for matrix in matrices])
 
 
@@ -69,7 +69,7 @@ def _pack_one(w_IO: Array) -> Array:
 
 
 def unpack_weights(packed_LOi: Int[Array, "*L O i"]) -> Float[Array, "*L O I"]:
-    """The transposed matrices, in bfloat16."""
+    """Return the transposed matrices in bfloat16."""
     bits = jax.lax.bitcast_convert_type(packed_LOi, jnp.uint32)
     halves = [(bits & 0xFFFF), bits >> 16]
     both = jnp.concatenate([x.astype(jnp.uint16) for x in halves], axis=-1)

@@ -1,4 +1,4 @@
-"""The whole kernel of `decode_layers`: its loop over the layers, and its call."""
+"""Complete kernel of `decode_layers`: the loop over the layers, and the launch."""
 
 import functools
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ SAME = lambda y: y
 
 
 def run_layers_kernel(plan: LayersPlan, *refs: Any) -> None:
-    """A program: a processor."""
+    """Kernel body: one program per multiprocessor."""
     s, L = plan.shape, plan.shape.depth
     x0_ref, turns_ref, values_ref, place_ref, table_ref, windows_ref, scales_ref = refs[:7]
     matrices, (states_ref, status_ref, slots_ref, *pages) = refs[7:11], refs[14:]
@@ -50,7 +50,7 @@ def run_layers_kernel(plan: LayersPlan, *refs: Any) -> None:
     load_x0 = lambda: tuple(tuple(plgpu.load(x0_ref.at[at]) for at in side) for side in at_halves)
 
     def keep(x, layer):
-        """One program stores the stream behind attention of the layers that are asked for."""
+        """Store the residual stream after attention of the middle and last layer, in program 0."""
         begin = jnp.where(layer == s.middle, jnp.int32(s.width), jnp.int32(0))
 
         def write():
@@ -61,13 +61,13 @@ def run_layers_kernel(plan: LayersPlan, *refs: Any) -> None:
         pl.when((program == 0) & ((layer == s.middle) | (layer == L - 1)))(write)
 
     def only(programs, index, run, left):
-        """run(context, left) in so many programs."""
+        """Call run(context, left) in the programs whose index is below `programs`."""
         return jax.lax.cond(
             index < programs, lambda: run(c._replace(program=index), left), lambda: left
         )
 
     def total(left, layer, x):
-        """The stream behind a layer: its branch added."""
+        """Return the residual stream after a layer, with the layer's branch added."""
         begin = layer * place["end"] + place["down"]
         left = wait_vector(c, left, begin, s.width)
         return add_vector(c, x, begin), left
@@ -85,12 +85,12 @@ def run_layers_kernel(plan: LayersPlan, *refs: Any) -> None:
         multiply(c, qkv, layer, ahead[0], norm_inputs(c, x), base + place["qkv"], SAME)
         touched = use(touched, ahead[1])
         window = windows_ref[layer]
-        # 0, from memory: else LLVM would move the conditions out of the loop, which it would have
-        # three times for it, and three times the compiling.
+        # 0, read from memory: with a constant, LLVM would move the conditions out of the loop and
+        # emit the loop three times, which triples compile time.
         nothing = jnp.minimum(window, 0)
         run = lambda c, left: attend(c, left, layer, base, token, window)
         left = only(s.kv_heads * plan.splits + nothing, program, run, left)
-        # Those that have no part of the keys come first.
+        # Programs without a split of the keys are chosen first.
         run = lambda c, left: join(c, left, base)
         left = only(joins(c) + nothing, plan.programs - 1 - program, run, left)
         ahead, more = more, load_ahead(c, up, layer)
@@ -117,7 +117,7 @@ def run_layers_kernel(plan: LayersPlan, *refs: Any) -> None:
 
 
 def products_of(plan: LayersPlan, refs: Sequence[Any]) -> list[Product]:
-    """The matrices' tiles, dealt evenly to the programs."""
+    """Distribute the matrices' tiles evenly over the programs."""
     s = plan.shape
     sizes = (
         (s.qkv_rows, s.width), (s.width, s.heads * s.head_dim), (s.hidden, s.width),
@@ -131,7 +131,7 @@ def products_of(plan: LayersPlan, refs: Sequence[Any]) -> list[Product]:
 
 
 def use(touched, numbers):
-    """Keeps the compiler from leaving out loads."""
+    """Use prefetched words, so that the compiler does not remove their loads."""
     return touched if numbers is None else touched + numbers.sum(0)
 
 
@@ -140,9 +140,9 @@ def call(
     plan: LayersPlan, interpret: bool, weights: PackedLayers, x0_D, turns_2h, values_LC, place_2,
     table_W, slots, pages,
 ):  # fmt: skip
-    """The stream behind attention of the last and of the middle layer [2, D], status [programs, 2],
-    the slots, the pages. x0_D: float32. status: of each program the reads of a vector that were
-    left, 0 where it gave up, and a number that nobody needs."""
+    """Return the residual stream after attention of the last and the middle layer [2, D], status
+    [programs, 2], the slots, the pages. x0_D: float32. status: of each program, 0 if it timed out
+    (else > 0), and an unused value that keeps the prefetches."""
     windows = jnp.array(plan.shape.windows, jnp.int32)
     small = x0_D, turns_2h, values_LC, place_2, table_W, windows, weights.scales_L2
     changed = slots, *(x.reshape(-1) for x in pages)

@@ -1,6 +1,6 @@
-"""The specification in plain jnp: one row, bfloat16 between the steps, sums in float32.
+"""Reference implementation in plain jnp: one sequence, bfloat16 between steps, sums in float32.
 
-Sums of products are exact to float32 on a GPU, too, where XLA would take TF32 for them.
+Matmuls have float32 precision on a GPU, too, where XLA would use TF32 by default.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,8 @@ def supports(target: Target, shape, x0_D, pages) -> None:
 
 
 class TokenPlace(NamedTuple):
-    """Where the new token is: its angles, its pages and its place in them, and whether it counts.
-    As the arguments of the public function."""
+    """Rotary angles, page table, position and count of the new token: the public function's
+    arguments."""
 
     cos_h: Array
     sin_h: Array
@@ -35,7 +35,7 @@ def wide(x: Array) -> Array:
 
 
 def packed_matmul(packed_Oi: Array, x_I: Array) -> Array:
-    """A packed matrix times a vector: [O], in float32."""
+    """Multiply a packed matrix by a vector: [O], in float32."""
     w_OI = wide(unpack_weights(packed_Oi))
     return jnp.matmul(w_OI, wide(x_I), precision=jax.lax.Precision.HIGHEST)
 
@@ -46,7 +46,7 @@ def rms_normed(s: LayersShape, x: Array) -> Array:
 
 
 def rotated(s: LayersShape, x_NH: Array, place: TokenPlace) -> Array:
-    """Rotated, then over the root mean square."""
+    """Rotate, then divide by the root mean square."""
     x = wide(x_NH)
     a, b = jnp.split(x, 2, axis=-1)
     cos_1h, sin_1h = place.cos_h[None], place.sin_h[None]
@@ -55,7 +55,7 @@ def rotated(s: LayersShape, x_NH: Array, place: TokenPlace) -> Array:
 
 
 def add_scaled(scales_2: Array, x_D: Array, x0_D: Array) -> Array:
-    """The stream at the start of a layer: a x + b x0."""
+    """Residual stream at the start of a layer: a x + b x0."""
     a, b = scales_2
     return (a * wide(x_D) + b * wide(x0_D)).astype(x0_D.dtype)
 
@@ -64,8 +64,8 @@ def attend_token(
     s: LayersShape, y_R: Array, values_C: Array, place: TokenPlace, pages: Pages,
     window: Array | int,
 ) -> tuple[Float[Array, "C"], Pages]:  # fmt: skip
-    """What the heads find, in float32, of a layer's first product; its pages with the new token.
-    pages: of one layer."""
+    """Return the heads' outputs in float32, and the layer's pages with the new token. y_R: result
+    of the layer's first matmul. pages: of one layer."""
     N, K, H = s.heads, s.kv_heads, s.head_dim
     q_C, k_C, v_C, gate_k = jnp.split(y_R, [N * H, (N + K) * H, (N + 2 * K) * H])
     gate_K = 3 * jax.nn.sigmoid(gate_k[:K])
@@ -73,7 +73,7 @@ def attend_token(
     q_NH, k_KH = rotated(s, q_C.reshape(N, H), place), rotated(s, k_C.reshape(K, H), place)
     size = pages[0].shape[1]
     page, slot = place.table_W[place.start // size], place.start % size
-    page = jnp.where(place.count > 0, page, len(pages[0]))  # beyond the last: dropped
+    page = jnp.where(place.count > 0, page, len(pages[0]))  # out of range: dropped
     kept = [x.at[page, slot].set(new, mode="drop") for x, new in zip(pages, (k_KH, v_KH))]
     k_SKH, v_SKH = (wide(x[place.table_W].reshape(-1, K, H)) for x in kept)
     place_S = jnp.arange(len(k_SKH))
@@ -85,12 +85,12 @@ def attend_token(
 
 
 def squared_relu(h_F: Array) -> Array:
-    """Of a product that was rounded."""
+    """Squared ReLU, in float32, of a rounded matmul result."""
     return jnp.where(h_F > 0, wide(h_F) * wide(h_F), 0)
 
 
 def decode_layers(shape, weights, x0_D, cos_h, sin_h, values_LC, pages, table_W, start, count):
-    """As the public function."""
+    """Backend of the public function."""
     dtype, s = x0_D.dtype, shape
     place = TokenPlace(cos_h, sin_h, table_W, start, count)
     x_D, middle_D, branch_D, kept = x0_D, x0_D, jnp.zeros_like(x0_D), []

@@ -1,7 +1,7 @@
-"""All layers of one row in one launch, in Pallas for Triton: Ampere and newer.
+"""All layers of one sequence in one launch, in Pallas Triton: Ampere and newer.
 
-A launch takes about 5 us, and begins with cold loads; a product of a layer of gpt_d12 needs 0.3 to
-1.5 us of memory traffic. Here a program for each processor stays for all layers (`program.py`,
+A launch takes about 5 us and begins with cold loads, but a matmul of a gpt_d12 layer needs only 0.3
+to 1.5 us of memory traffic. Here one program per multiprocessor runs all layers (`program.py`,
 imported by the first call).
 """
 
@@ -17,16 +17,16 @@ from jaxtrain_kernels.dispatch import Target, triton_unsupported
 if TYPE_CHECKING:
     from jaxtrain_kernels.decode_layers.kernel import LayersPlan
 
-PROCESSORS = 132  # of a Hopper
+PROCESSORS = 132  # multiprocessors (SMs) of a Hopper GPU
 MOST_SPLITS = 32
-TOKENS = 32  # keys of a step
-HELD = {1024: 12, 4096: 8}  # up to a width: tiles of a product, of 4 registers, loaded ahead
-SPINS = 2**20  # reads of a vector, about a second, before a program gives up
-LAUNCHES = 6  # of a layer, one after the other, that the interpreter needs
+TOKENS = 32  # keys per step
+HELD = {1024: 12, 4096: 8}  # by largest width: tiles of a matmul, 4 registers each, loaded ahead
+SPINS = 2**20  # reads of a vector, about a second, before a program times out
+LAUNCHES = 6  # sequential launches per layer that interpret mode needs
 
 
 def supports(target: Target, shape: LayersShape, x0_D, pages) -> str | None:
-    """The reason why a call cannot be served; None = it can."""
+    """Return why this backend cannot serve the call; None = it can."""
     s, (k_PpKH, v_PpKH) = shape, pages
     if reason := triton_unsupported(target):
         return reason
@@ -52,15 +52,15 @@ def supports(target: Target, shape: LayersShape, x0_D, pages) -> str | None:
 
 
 def processors() -> int:
-    """Of the device: as many programs run at once."""
+    """Number of multiprocessors of the device, which is the number of programs that run at once."""
     device = jax.local_devices()[0]
     return getattr(device, "core_count", PROCESSORS) if device.platform == "gpu" else PROCESSORS
 
 
 class Launched(NamedTuple):
-    """What a launch leaves. states: behind attention of the last and of the middle layer. status:
-    of each program the reads of a vector that were left, 0 where it gave up. slots: what the phases
-    of each layer handed on (`LayersPlan.places`)."""
+    """Results of a launch. states: residual stream after attention of the last and the middle
+    layer. status: of each program, 0 if it timed out (else > 0). slots: outputs of each layer's
+    phases (`LayersPlan.places`)."""
 
     plan: "LayersPlan"
     states_2D: Float[Array, "2 D"]
@@ -69,12 +69,12 @@ class Launched(NamedTuple):
     pages: tuple[Array, Array]
 
     def words(self, layer: int, phase: str) -> Array:
-        """What a phase of a layer handed on."""
+        """Words that a phase of a layer wrote."""
         begin = layer * self.plan.places["end"] + self.plan.places[phase]
         return self.slots[begin : begin + self.plan.sizes[phase]]
 
     def values(self, layer: int, phase: str) -> tuple[Array, Array]:
-        """The same as numbers, and which of them were written."""
+        """Values that a phase of a layer wrote, and a mask of those that were written."""
         words = self.words(layer, phase)
         numbers = jax.lax.bitcast_convert_type(words & -65536, jnp.float32)
         return numbers, (words & 1) > 0
@@ -84,7 +84,7 @@ def decode_layers(
     shape, weights: PackedLayers, x0_D, cos_h, sin_h, values_LC, pages, table_W, start, count,
     *, programs: int | None = None, held: int | None = None, interpret: bool = False,
 ):  # fmt: skip
-    """As the public function. Other arguments: of `launch`."""
+    """Backend of the public function. Other arguments as in `launch`."""
     row = x0_D, cos_h, sin_h, values_LC, pages, table_W, start, count
     how = {"programs": programs, "held": held, "interpret": interpret}
     done = launch(shape, weights, *row, **how)
@@ -93,7 +93,7 @@ def decode_layers(
         x_D = done.states_2D[int(layer == shape.middle)]
         return (x_D + done.values(layer, "down")[0]).astype(x0_D.dtype)
 
-    # A program that has waited too long gives up: better no numbers than wrong ones.
+    # After a timeout the result is NaN, because the values may be wrong.
     x_D = jnp.where((done.status_G > 0).all(), total(shape.depth - 1), jnp.nan)
     return x_D, total(shape.middle), done.pages
 
@@ -102,7 +102,7 @@ def layers_plan(
     shape: LayersShape, pages, table: int, programs: int | None = None, held: int | None = None,
     interpret: bool = False,
 ) -> "LayersPlan":  # fmt: skip
-    """What is compiled into the kernel. table: pages of a row. Other arguments: of `launch`."""
+    """Make the kernel's plan. table: length of the page table. Other arguments as in `launch`."""
     from jaxtrain_kernels.decode_layers import kernel
 
     many = programs or processors()
@@ -117,10 +117,10 @@ def launch(
     shape: LayersShape, weights: PackedLayers, x0_D, cos_h, sin_h, values_LC, pages, table_W, start,
     count, *, programs: int | None = None, held: int | None = None, interpret: bool = False,
 ) -> Launched:  # fmt: skip
-    """Runs the kernel. programs: of the grid; all must run at once, so by default as many as
-    processors. held: tiles that a program loads ahead. interpret: on a CPU, where programs run
-    one after the other and cannot wait: launches are repeated until all have read what the others
-    wrote."""
+    """Run the kernel. programs: size of the grid; all must run at once, so by default one per
+    multiprocessor. held: tiles that a program loads ahead. interpret: run on a CPU, where programs
+    run one after the other and cannot wait, so launches are repeated until all have read the
+    others' outputs."""
     from jaxtrain_kernels.decode_layers import program
 
     plan = layers_plan(shape, pages, len(table_W), programs, held, interpret)

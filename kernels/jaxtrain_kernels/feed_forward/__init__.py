@@ -1,9 +1,9 @@
 """The feed-forward network with the squared ReLU: y = relu(x W_up)^2 W_down.
 
-Its gradient needs the activation alone: with h = relu(u)^2, dh/du = 2 relu(u) = 2 sqrt(h). The
-root halves h's relative error, so that h rounded to bfloat16 adds 2^-10 at most to whatever error
-u had: in a fused kernel u is in float32, elsewhere it has been rounded itself, to 2^-9. (In
-float16, h and the gradient vanish where u is below 2^-12.)
+Its gradient needs only the activation: with h = relu(u)^2, dh/du = 2 relu(u) = 2 sqrt(h). The root
+halves h's relative error, so rounding h to bfloat16 adds at most 2^-10 to the relative error of u.
+In a fused kernel u is in float32; elsewhere u itself has been rounded, to 2^-9. (In float16, h and
+the gradient underflow to 0 where u is below 2^-12.)
 """
 
 import functools
@@ -17,14 +17,14 @@ from jaxtyping import Array, Float
 from jaxtrain_kernels.dispatch import choose_backend, target
 from jaxtrain_kernels.feed_forward import hopper, reference, xla
 
-# The first that can serve is the default.
+# The first backend that can serve the call is the default.
 BACKENDS = {"mosaic": hopper, "xla": xla, "reference": reference}
 
 
 def relu2_matmul(
     x: Float[Array, "*M K"], w_KN: Float[Array, "K N"], *, implementation: str | None = None
 ) -> Float[Array, "*M N"]:
-    """relu(x w)^2 in x's dtype. Has no gradient of its own: see `feed_forward_relu2`."""
+    """relu(x w)^2 in x's dtype. It defines no gradient: see `feed_forward_relu2`."""
     backend = BACKENDS[_choose("relu2_matmul", implementation, x, w_KN)]
     return backend.relu2_matmul(x, w_KN)
 
@@ -36,7 +36,7 @@ def matmul_relu2_grad(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*M N"]:
-    """(dy w^T) 2 sqrt(h) in h's dtype: u's gradient where h = relu(u)^2, y = h w."""
+    """(dy w^T) 2 sqrt(h) in h's dtype: the gradient of u, for h = relu(u)^2 and y = h w."""
     backend = BACKENDS[_choose("matmul_relu2_grad", implementation, dy, w_NK, h)]
     return backend.matmul_relu2_grad(dy, w_NK, h)
 
@@ -49,9 +49,9 @@ def feed_forward_relu2(
     constrain: Callable[[Array], Array] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*M D"]:
-    """relu(x W_up)^2 W_down. For the gradient it saves x and the activation, nothing else.
+    """relu(x W_up)^2 W_down. For the backward it saves only x, the activation and the weights.
 
-    constrain: pins the placement of the hidden layer and of its gradient under a mesh. Raises
+    constrain: sharding constraint on the hidden layer and its gradient under a mesh. Raises
     ValueError for an unknown implementation.
     """
     dtype = jnp.result_type(x, w_up_DF, w_down_FD)

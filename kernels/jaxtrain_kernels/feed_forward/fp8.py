@@ -1,8 +1,8 @@
-"""The feed-forward network with the squared ReLU in float8: the activation is part of the casts.
+"""Feed-forward network with the squared ReLU in float8: the casts compute the activation.
 
-One cast reads the hidden layer and writes relu(h)^2 in e4m3, in both layouts; in the backward one
-reads h and the activation's gradient and writes h's in e5m2. Neither is ever there in 16 bits. With
-delayed scaling the casts may be part of the products before them (`epilogue`).
+One cast reads the hidden layer h and writes relu(h)^2 in e4m3, in both layouts. In the backward one
+cast reads h and the activation's gradient and writes h's gradient in e5m2. Neither result is stored
+in 16 bits. With delayed scaling the casts can be fused into the matmuls before them (`epilogue`).
 """
 
 import functools
@@ -37,17 +37,17 @@ def fp8_feed_forward_relu2(
     epilogue: str | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*M D"]:
-    """relu(x W_up)^2 W_down in x's dtype, with all six products in float8 as in `fp8_matmul`.
+    """relu(x W_up)^2 W_down in x's dtype, with all six matmuls in float8 as in `fp8_matmul`.
 
-    copies: of both matrices in e4m3, made before; they themselves then only receive the gradient.
-    amax_22: delayed scaling: of W_up and of W_down, the largest magnitudes of what it reads and of
-    its output's gradient in earlier steps; what stands in for its gradient is those of this call.
-    constrain: pins the placement of the hidden layer and of the activation's gradient under a mesh.
-    keep_hidden: the backward pass has the hidden layer in x's dtype; else the root of its square's
-    float8 copy, which it keeps anyway: 2 bytes less for each hidden value, of which the gradient's
-    factor is then off by at most 1/32 (before its own cast, which is off by up to 1/8).
-    epilogue: backend of `fp8_product_quantized`, in which the hidden layer and its gradient are
-    cast where they are made. It needs amax_22. None: casts read both in x's dtype.
+    copies: both matrices, already quantized to e4m3; the arguments themselves then only receive the
+    gradient. amax_22: delayed scaling. For W_up and W_down, it holds the amax of the matmul's input
+    and of its output's gradient in earlier steps; its cotangent is the amaxes of this call.
+    constrain: sharding constraint on the hidden layer and the activation's gradient under a mesh.
+    keep_hidden: save the hidden layer in x's dtype for the backward. Otherwise the backward takes
+    the root of the activation's float8 copy, which is saved anyway: 2 bytes per hidden value less,
+    and the gradient's factor is off by at most 1/32 (before its own cast, off by up to 1/8).
+    epilogue: backend of `fp8_product_quantized`, which casts the hidden layer and its gradient in
+    the matmul's epilogue. It needs amax_22. None: separate casts read both in x's dtype.
     implementation: of `fp8_quantize`. Raises NotImplementedError on a device without float8, and
     where a named backend cannot serve; ValueError for an epilogue without amax_22.
     """
@@ -90,8 +90,8 @@ def _forward(options, x, weights, copies, amax_22):
             implementation=options.epilogue,
         )  # fmt: skip
     y_MD = fp8_product(a_fp8.q_MK, down.q_KM, a_fp8.scale * down.scale, x.dtype)
-    # Of what is multiplied the backward needs the transposes alone, of the weights what is not
-    # transposed; empty arrays carry the weights' dtypes.
+    # The backward needs only the transposed activations and the weights that are not transposed.
+    # Empty arrays carry the weights' dtypes.
     read = x_fp8._replace(q_MK=None), a_fp8._replace(q_MK=None)
     copies = up._replace(q_KM=None), down._replace(q_KM=None)
     like = weights[0][:0], weights[1][:0]
@@ -131,7 +131,7 @@ _network.defvjp(_forward, _backward)
 
 
 def _root(a_fp8: Fp8, dtype: DTypeLike) -> Array:
-    """relu(h) of the float8 copy of relu(h)^2."""
+    """relu(h), computed from the float8 copy of relu(h)^2."""
     return jnp.sqrt(a_fp8.q_KM.T.astype(jnp.float32) * a_fp8.scale).astype(dtype)
 
 

@@ -1,4 +1,4 @@
-"""For Hopper: the activation, and its gradient, on the way out of the matmul before it."""
+"""Hopper backend: the activation and its gradient in the epilogue of the matmul before it."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def supports(target: Target, *arrays) -> str | None:
 def relu2_matmul(
     x, w_KN, *, tiling: GemmTiling | None = None, interpret: Interpret = False
 ) -> jax.Array:
-    """As the public function. interpret: plgpu.InterpretGPUParams, on a CPU."""
+    """Backend of the public function. interpret: plgpu.InterpretGPUParams, to run on a CPU."""
     h_MN = gemm.matmul(
         x.reshape(-1, x.shape[-1]), w_KN, epilogue=squared_relu, tiling=tiling, interpret=interpret
     )
@@ -26,7 +26,7 @@ def relu2_matmul(
 def matmul_relu2_grad(
     dy, w_NK, h, *, tiling: GemmTiling | None = None, interpret: Interpret = False
 ) -> jax.Array:
-    """As the public function."""
+    """Backend of the public function."""
     rows = lambda x: x.reshape(-1, x.shape[-1])
     du_MN = gemm.matmul(
         rows(dy), w_NK, rows(h), epilogue=squared_relu_grad, b_is_NK=True, tiling=tiling,

@@ -1,4 +1,4 @@
-"""The specification: what is computed, in plain jnp and any dtype."""
+"""Reference implementation in plain jnp: any dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ def supports(target: Target, *arrays) -> None:
 
 
 def relu2_matmul(x, w_KN):
-    """As the public function."""
+    """Backend of the public function."""
     return jnp.square(jax.nn.relu(x @ w_KN))
 
 
 def matmul_relu2_grad(dy, w_NK, h):
-    """As the public function."""
+    """Backend of the public function."""
     return (dy @ w_NK.T) * (2 * jnp.sqrt(h))

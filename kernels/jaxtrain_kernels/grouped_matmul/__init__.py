@@ -1,4 +1,4 @@
-"""Rows in groups, each group times a matrix of its own: the experts' matmul."""
+"""Grouped matmul for mixture of experts: each group of rows times its own matrix."""
 
 from jaxtyping import Array, Float, Int
 
@@ -16,9 +16,9 @@ def grouped_matmul(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "M N"]:
-    """x w[e], e the group of each row, in x's dtype; the first sizes_E[0] rows are group 0's.
+    """x @ w[e] in x's dtype, e the group of each row; the first sizes_E[0] rows are group 0.
 
-    Rows behind the last group give zeros. Raises ValueError for an unknown implementation,
+    Rows after the last group give zeros. Raises ValueError for an unknown implementation,
     NotImplementedError where the named one cannot serve.
     """
     reasons = {name: b.supports(target(), x_MK, w_EKN) for name, b in BACKENDS.items()}

@@ -1,4 +1,4 @@
-"""The specification in plain jnp: every row picks its matrix. Any dtype."""
+"""Reference implementation in plain jnp: every row gathers its matrix. Any dtype."""
 
 import jax.numpy as jnp
 
@@ -10,7 +10,7 @@ def supports(target: Target, x_MK, w_EKN) -> None:
 
 
 def grouped_matmul(x_MK, w_EKN, sizes_E):
-    """As the public function."""
+    """Backend of the public function."""
     ends_E = jnp.cumsum(sizes_E)
     group_M = jnp.searchsorted(ends_E, jnp.arange(x_MK.shape[0]), side="right")
     inside_M1 = (jnp.arange(x_MK.shape[0]) < ends_E[-1])[:, None]

@@ -1,11 +1,11 @@
-"""Tokamax's ragged dots: Triton kernels, and for many experts on Hopper a Mosaic one.
+"""Tokamax's ragged dots: Triton kernels, and a Mosaic kernel for many experts on Hopper.
 
-https://github.com/openxla/tokamax. Tiles, and which kernel, go by the H100 timings that tokamax
-0.0.17 ships (`tokamax/data/autotuning`), for it has none for other Hoppers. In them the weights'
-gradient, which contracts over the rows, runs at 480 to 730 TF/s in Triton and at 100 to 280 in
-Mosaic; rows times weights in Triton as fast with 8 experts, and slower with every expert more,
-since it starts a program for each expert, block of all rows and block of columns. The Mosaic
-kernel's rate, 270 to 480 TF/s, does not depend on their number.
+https://github.com/openxla/tokamax. The tiles and the choice of kernel follow the H100 timings that
+tokamax 0.0.17 ships (`tokamax/data/autotuning`); it has none for other Hopper GPUs. In them the
+weight gradient, which contracts over the rows, runs at 480 to 730 TF/s in Triton and at 100 to 280
+TF/s in Mosaic. Rows times weights in Triton are as fast with 8 experts, but slower with each more
+expert, since Triton starts a program for each expert, block of all rows and block of columns. The
+Mosaic kernel's rate, 270 to 480 TF/s, does not depend on the number of experts.
 """
 
 import functools
@@ -23,10 +23,10 @@ from jaxtrain_kernels.dispatch import Target, target
 
 INSTALL = "pip install tokamax==0.0.17 jax-triton==0.4.1 triton==3.9.0"
 OLDEST = {"tokamax": (0, 0, 17), "jax-triton": (0, 4), "triton": (3, 9)}
-# What Triton is told its assemblers by: that "of Blackwell" is Hopper's as well.
+# Environment variables of Triton's assemblers; Triton uses the "Blackwell" one for Hopper, too.
 ASSEMBLERS = "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_PTXAS_PATH"
-WHEELS = "cu13", "cuda_nvcc"  # where they have one
-# rows [M, K] and [M, N] in groups of rows -> a product [K, N] of each group
+WHEELS = "cu13", "cuda_nvcc"  # parts of NVIDIA's wheels that may contain an assembler
+# rows [M, K] and [M, N] in groups of rows -> one product [K, N] per group
 OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([0], [0]), ([], [])),
     lhs_ragged_dimensions=[0],
@@ -55,7 +55,7 @@ def supports(target: Target, x_MK, w_EKN) -> str | None:
 
 @jax.custom_vjp
 def grouped_matmul(x_MK, w_EKN, sizes_E):
-    """As the public function."""
+    """Backend of the public function."""
     return _rows(x_MK, w_EKN, sizes_E)
 
 
@@ -63,7 +63,7 @@ def _rows(x_MK, w_EKN, sizes_E):
     y_MN = _kernel(x_MK.shape, w_EKN.shape)(
         x_MK, w_EKN, group_sizes=sizes_E, preferred_element_type=x_MK.dtype
     )
-    # The kernels leave what is behind the last group as it was in memory.
+    # The kernels leave rows after the last group uninitialized.
     inside_M = jnp.arange(len(x_MK)) < jnp.sum(sizes_E)
     return jnp.where(inside_M[:, None], y_MN, 0)
 
@@ -88,7 +88,7 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def _kernel(x: tuple[int, ...], w: tuple[int, ...]):
-    """That for rows of this shape times weights of that, by the timings."""
+    """Choose the kernel for rows of shape x times weights of shape w, by the timings."""
     E, K, N = w
     cc = target().compute_capability
     hopper = cc is not None and cc[0] == 9
@@ -111,9 +111,9 @@ def _triton(wide: bool):
 def share_assembler() -> None:
     """Have Triton write PTX for the assembler that XLA runs, unless the environment names one.
 
-    XLA's may be older than Triton's own, and then refuses what Triton writes: CUDA 13.0's takes PTX
-    9.0, and Triton 3.9 writes 9.4. XLA looks in CUDA_ROOT or else in NVIDIA's wheels, then in PATH
-    and in /usr/local/cuda.
+    XLA's assembler may be older than Triton's own, and then rejects Triton's PTX: CUDA 13.0's takes
+    PTX 9.0, and Triton 3.9 writes 9.4. XLA looks in CUDA_ROOT or else in NVIDIA's wheels, then in
+    PATH and in /usr/local/cuda.
     """
     nvidia = importlib.util.find_spec("nvidia")
     wheels = nvidia.submodule_search_locations or [] if nvidia else []

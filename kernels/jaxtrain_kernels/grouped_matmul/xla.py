@@ -1,4 +1,4 @@
-"""`jax.lax.ragged_dot`. On a GPU, XLA multiplies every row with every matrix, the others masked."""
+"""`jax.lax.ragged_dot`. On a GPU, XLA multiplies every row by every matrix and masks the others."""
 
 import jax
 
@@ -10,5 +10,5 @@ def supports(target: Target, x_MK, w_EKN) -> None:
 
 
 def grouped_matmul(x_MK, w_EKN, sizes_E):
-    """As the public function."""
+    """Backend of the public function."""
     return jax.lax.ragged_dot(x_MK, w_EKN, sizes_E)

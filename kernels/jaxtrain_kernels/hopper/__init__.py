@@ -1,4 +1,4 @@
-"""What the kernels for Hopper in Pallas Mosaic GPU share: memory, barriers, how they start."""
+"""Shared helpers of the Hopper kernels in Pallas Mosaic GPU: memory, barriers, launch."""
 
 from collections.abc import Callable
 from types import EllipsisType
@@ -47,13 +47,13 @@ class Ref(Protocol):
 
 @runtime_checkable
 class RegisterLayout(Protocol):
-    """Which thread holds which values of an array, for which Pallas has no public type either."""
+    """Layout of an array in the threads' registers, for which Pallas has no public type either."""
 
     def reduce(self, axes: int, /) -> "RegisterLayout": ...
 
 
 def unsupported_reason(target: Target, *arrays: Any) -> str | None:
-    """Why a kernel for Hopper cannot run there or take arrays of these dtypes; None = it can."""
+    """Why a Hopper kernel cannot run on the target with arrays of these dtypes; None = it can."""
     if target.platform != "cuda":
         return f"needs an NVIDIA GPU, this is {target.platform}"
     if target.compute_capability != (9, 0):
@@ -65,17 +65,18 @@ def unsupported_reason(target: Target, *arrays: Any) -> str | None:
 
 
 def jit_kernel(*static: str) -> Callable[[Callable], Any]:
-    """Decorates what calls a kernel: traced and lowered once for the same shapes and `static`.
+    """Decorate a kernel's caller: it is traced and lowered once for the same shapes and `static`.
 
-    Else each of a model's layers would be, in each program of each process: 0.2 s a call.
+    Otherwise each layer of a model would be lowered, in each program of each process: 0.2 s per
+    call.
     """
     return lambda function: cached_kernel(function, static, lambda: sm_count())
 
 
 def compiler_params(approx_math: bool = True, scratch_bytes: int = 0) -> plgpu.CompilerParams:
-    """Each thread's code is written out, and the barriers are ours.
+    """Compiler parameters: code is written per thread (Lane), and kernels place all barriers.
 
-    scratch_bytes: of shared memory for reductions across warps.
+    scratch_bytes: shared memory for reductions across warps.
     """
     return plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -88,9 +89,9 @@ def compiler_params(approx_math: bool = True, scratch_bytes: int = 0) -> plgpu.C
 def specialize_warpgroups(
     warpgroups: int, load: Callable[[], None], compute: Callable[[jax.Array], None]
 ) -> None:
-    """`warpgroups` compute(their number), with many registers; the one behind them loads."""
+    """Run compute(index) in `warpgroups` warpgroups with many registers; the last one loads."""
     warpgroup = lax.axis_index("warpgroup")
-    # Registers of 64 Ki in all, in multiples of 8 a thread.
+    # Registers per thread, in multiples of 8; a multiprocessor has 64 Ki.
     few, many = (24, 240) if warpgroups <= 2 else (32, 160)
 
     def loading():
@@ -113,14 +114,14 @@ def tiles(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
 
 
 def sm_count() -> int:
-    """Multiprocessors of this GPU; an H200's when lowering without one."""
+    """Number of multiprocessors of this GPU; an H200's when lowering without a GPU."""
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else 132
 
 
 def _named_barrier(operation: str, barrier_id: Index, num_threads: int) -> None:
-    # Pallas's interpret mode knows the operation by its name, bar_op, and these variables. (Not a
-    # def, which a checker of types may wrap.)
+    # Pallas's interpret mode recognizes the operation by its name, bar_op, and these variables.
+    # (Not a def, which a type checker may wrap.)
     if isinstance(barrier_id, int):
         bar_op = lambda _: mgpu.utils.inline_ptx(f"bar.{operation} {barrier_id}, {num_threads};")
         arguments, types = (), ()
@@ -134,17 +135,17 @@ def _named_barrier(operation: str, barrier_id: Index, num_threads: int) -> None:
 
 
 def bar_arrive(barrier_id: Index, warpgroups: int) -> None:
-    """Signals the hardware barrier, which releases its waiters once `warpgroups` have come."""
+    """Signal the hardware barrier, which releases its waiters once `warpgroups` have arrived."""
     _named_barrier("arrive", barrier_id, 128 * warpgroups)
 
 
 def bar_sync(barrier_id: Index, warpgroups: int) -> None:
-    """Signals the barrier and waits on it."""
+    """Signal the barrier and wait on it."""
     _named_barrier("sync", barrier_id, 128 * warpgroups)
 
 
 def take_number(counter: Ref, shared: Ref) -> jax.Array:
-    """What a counter in device memory stands at, before this warpgroup moves it on by one.
+    """Fetch and increment a counter in device memory, once per warpgroup; return the old value.
 
     shared: an int32 in shared memory.
     """
@@ -154,7 +155,7 @@ def take_number(counter: Ref, shared: Ref) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
     )
     def count(_, counter, shared):
-        # One thread of the warpgroup counts; the others read its number from shared memory.
+        # One thread of the warpgroup increments; the others read its value from shared memory.
         one = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
         pointers = mgpu.utils.memref_ptr(counter), mgpu.utils.memref_ptr(shared)
         llvm.inline_asm(

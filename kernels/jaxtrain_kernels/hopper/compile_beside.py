@@ -1,9 +1,9 @@
-"""Compiles the Mosaic kernels of a program in threads, beside XLA's compilation of the program.
+"""Compile a program's Mosaic kernels in threads, in parallel with XLA's compilation of the program.
 
-XLA compiles them one after the other, when it is done with the rest. jaxlib keeps what it has
-compiled by the hash of a kernel, for the process, and holds no lock meanwhile
-(jaxlib/mosaic/gpu/custom_call.cc): a small program of the same kernel, compiled in a thread, leaves
-it there. gpt_d12's step on an H200 with 16 cores: 24 kernels in 8 s, the whole in 10 (LOG.md).
+XLA compiles kernels one after the other, after the rest of the program. jaxlib caches compiled
+kernels in the process by their hash, and holds no lock while it compiles
+(jaxlib/mosaic/gpu/custom_call.cc). So a thread fills that cache by compiling a small program with
+the same kernel. gpt_d12's step on an H200 with 16 cores: 24 kernels in 8 s, all in 10 s (LOG.md).
 """
 
 import contextlib
@@ -18,28 +18,28 @@ from jaxlib.mlir import ir
 
 TARGET = "mosaic_gpu_v2"  # XLA's custom call of a kernel
 THREADS = 16
-PATIENCE = 1.0  # seconds that XLA has to find the program in its cache on the disk
-# Of MLIR's types of elements.
+PATIENCE = 1.0  # seconds that XLA has to find the program in its disk cache
+# Dtypes of MLIR's element types.
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "i1": "bool",
           "f8E4M3FN": "float8_e4m3fn", "f8E5M2": "float8_e5m2", "i8": "int8", "i32": "int32",
           "ui8": "uint8", "ui32": "uint32"}  # fmt: skip
 
 
 class MosaicKernel(NamedTuple):
-    """A kernel's custom call. attributes: its code as MLIR's bytecode, and the hash of it."""
+    """A kernel's custom call. attributes: its code as MLIR bytecode, and the code's hash."""
 
     attributes: tuple[tuple[str, bytes | bool], ...]
     operands: tuple[jax.ShapeDtypeStruct, ...]
     results: tuple[jax.ShapeDtypeStruct, ...]
 
     def call(self, *operands: jax.Array) -> list[jax.Array]:
-        """The kernel's results."""
+        """Call the kernel and return its results."""
         call = jax.ffi.ffi_call(TARGET, list(self.results))
         return list(call(*operands, **dict(self.attributes)))
 
 
 def mosaic_kernels(lowered: jax.stages.Lowered) -> list[MosaicKernel]:
-    """The kernels of a program, each once, but those whose call `read_call` does not know."""
+    """Distinct kernels of a program, without those whose call `read_call` cannot read."""
     found: dict[bytes | bool, MosaicKernel] = {}
 
     def visit(op: ir.Operation) -> ir.WalkResult:
@@ -53,7 +53,7 @@ def mosaic_kernels(lowered: jax.stages.Lowered) -> list[MosaicKernel]:
 
 
 def read_call(op: ir.Operation) -> MosaicKernel | None:
-    """The kernel that an operation calls; None for other calls."""
+    """Return the kernel that an operation calls; None for other or unreadable calls."""
     named = op.attributes["call_target_name"]
     if "mhlo.backend_config" not in op.attributes or ir.StringAttr(named).value != TARGET:
         return None
@@ -68,7 +68,7 @@ def read_call(op: ir.Operation) -> MosaicKernel | None:
 
 
 def attribute_value(attribute: ir.Attribute) -> bytes | bool:
-    """What `ffi_call` makes the same attribute of. Raises TypeError for others."""
+    """Python value from which `ffi_call` makes the same attribute. Raises TypeError for others."""
     if isinstance(attribute, ir.StringAttr):
         return attribute.value_bytes
     if isinstance(attribute, ir.BoolAttr):
@@ -77,7 +77,7 @@ def attribute_value(attribute: ir.Attribute) -> bytes | bool:
 
 
 def tensor_shape(kind: ir.Type) -> jax.ShapeDtypeStruct:
-    """Of a tensor. Raises TypeError for a type of elements that is not in DTYPES."""
+    """Shape and dtype of a tensor. Raises TypeError for an element type that is not in DTYPES."""
     tensor = ir.RankedTensorType(kind)
     if (name := str(tensor.element_type)) not in DTYPES:
         raise TypeError(name)
@@ -93,10 +93,10 @@ def compile_kernel(kernel: MosaicKernel) -> None:
 def compiling_kernels(
     lowered: jax.stages.Lowered, compile_one: Callable[[MosaicKernel], None] = compile_kernel
 ) -> Iterator[None]:
-    """With the program's kernels compiled in threads, while it is compiled inside.
+    """Compile the program's kernels in threads, while the caller compiles the program inside.
 
-    Begins after PATIENCE, as a program from the cache on the disk has its kernels with it. XLA
-    reports a kernel's error, since it compiles that kernel again. The end waits for no thread.
+    Starts after PATIENCE, as a program from the disk cache contains its compiled kernels. XLA
+    reports a kernel's error, since it compiles that kernel again. The exit waits for no thread.
     """
     kernels = mosaic_kernels(lowered)
     done = threading.Event()

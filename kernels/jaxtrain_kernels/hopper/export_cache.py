@@ -1,7 +1,7 @@
-"""A kernel is lowered once: its exported form is kept in the process, and beside compiled programs.
+"""Cache of lowered (exported) kernels, in the process and in JAX's compilation cache folder.
 
-JAX's compilation cache spares a second process the compiling of a program, but not the lowering,
-and Pallas lowers a kernel in Python: some 0.4 s for each one, in each program that has it.
+JAX's compilation cache saves a second process from compiling a program, but not from lowering it.
+Pallas lowers a kernel in Python: about 0.4 s per kernel, in each program that contains it.
 """
 
 import contextlib
@@ -33,23 +33,23 @@ from jaxtrain_kernels import dispatch
 
 logger = logging.getLogger("jaxtrain_kernels")
 PACKAGE = __name__.partition(".")[0]
-# Mosaic's custom call keeps no promise across versions of JAX; the version is in the key.
+# Mosaic's custom call is not stable across JAX versions, so the version is in the key.
 CHECKS = (DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)
-# What else a trace depends on. A thread may have values of its own.
+# JAX settings that a trace depends on. A thread may have its own values.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 EXPORTED: dict[tuple[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]] = {}
-SETTING_LOCK = threading.Lock()  # of a setting of JAX that every thread sees
-# An array's type without a sharding, a memory space or an axis of a mesh along which it varies.
+SETTING_LOCK = threading.Lock()  # guards a JAX setting that all threads share
+# An array's type without a sharding, a memory space or a mesh axis along which it varies.
 PLAIN_TYPE = re.compile(r"~?\w+\[[\d,]*\]")
 
 
 class UnnamedValue(Exception):
-    """A value has no name that is the same in each process, and of this value alone."""
+    """A value has no key that is unique to it and the same in each process."""
 
 
 def _hash_of_sources() -> str | None:
-    """Of the package's source, None without it. Read at import, as it may be edited while the
-    process runs."""
+    """Hash of the package's source, None without source. Read at import, as files may be edited
+    while the process runs."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in (paths := sorted(root.rglob("*.py"))):
         digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
@@ -63,9 +63,9 @@ SOURCES = _hash_of_sources()
 def cached_kernel(
     function: Callable[..., Any], static: Sequence[str], sm_count: Callable[[], int]
 ) -> Callable[..., Any]:
-    """jax.jit(function, static_argnames=static), for CUDA from the cache where it can be.
+    """jax.jit(function, static_argnames=static), which on CUDA uses the cache where possible.
 
-    sm_count: multiprocessors, which kernels are laid out for.
+    sm_count: returns the number of multiprocessors, on which a kernel's grid depends.
     """
     signature = inspect.signature(function)
     plain = jax.jit(function, static_argnames=tuple(static))
@@ -99,7 +99,7 @@ def cached_kernel(
         try:
             exported = _exported(function.__name__, functools.partial(flat, function), leaves, key)
         except Exception as error:
-            result = without(*leaves)  # raises what is wrong with the call itself
+            result = without(*leaves)  # raises if the call itself is wrong
             logger.warning("%s is lowered anew in each program: %s", function.__qualname__, error)
             EXPORTED[function, key] = without
             return result
@@ -110,7 +110,7 @@ def cached_kernel(
 
 
 def _caller(exported: Exported, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """exported.call as one function of a program, however often it is called; under vmap `plain`.
+    """Wrap exported.call as a function that a program contains once; under vmap, call `plain`.
 
     An exported function has no batching rule.
     """
@@ -123,8 +123,8 @@ def _caller(exported: Exported, plain: Callable[..., Any]) -> Callable[..., Any]
         return results, jax.tree.map(lambda _: True, results)
 
     def in_mesh(x: jax.Array) -> jax.Array:
-        # An exported function's results know no mesh, and a loop's or a function's arrays that
-        # differ in it differ in type. XLA removes this operation.
+        # The results of an exported function have no mesh in their type, which a loop or a
+        # function would reject as another type. XLA removes this operation.
         same = jax.typeof(x).sharding.mesh == jax.sharding.get_abstract_mesh()
         return x if same else lax.bitcast_convert_type(x, x.dtype)
 
@@ -138,7 +138,7 @@ def _caller(exported: Exported, plain: Callable[..., Any]) -> Callable[..., Any]
 def _exported(
     name: str, function: Callable[..., Any], leaves: Sequence[Any], key: tuple[Any, ...]
 ) -> Exported:
-    """From the folder, or made and kept there."""
+    """Read the exported function from the cache folder, or make it and store it there."""
     path = _path(name, key)
     types = [jax.typeof(x) for x in leaves]
     if path and (kept := _read(path)) and [str(x) for x in kept.in_avals] == list(map(str, types)):
@@ -166,12 +166,12 @@ def _exported(
         return made
     if path:
         _write(path, content)
-    return deserialize(bytearray(content))  # which holds no trace
+    return deserialize(bytearray(content))  # a copy that holds no trace
 
 
 @contextlib.contextmanager
 def _as_without_export() -> Iterator[None]:
-    """Lowers to Mosaic's code of this version of JAX, as jax.jit does, not of an older one."""
+    """Lower to the Mosaic code of this JAX version, as jax.jit does, not of an older version."""
     name = "jax_export_ignore_forward_compatibility"
     with SETTING_LOCK:
         before = getattr(jax.config, name)
@@ -183,14 +183,14 @@ def _as_without_export() -> Iterator[None]:
 
 
 def _in_new_thread[R](run: Callable[[], R]) -> R:
-    """run() where neither a mesh nor a trace of the caller's is in force."""
+    """Call run() where neither the caller's mesh nor its trace is active."""
     context = contextvars.copy_context()
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(context.run, run).result()
 
 
 def _path(name: str, key: tuple[Any, ...]) -> Path | None:
-    """Where a kernel is kept on disk; None where JAX keeps no program either, or at a URL."""
+    """Path of a kernel on disk; None without a compilation cache on disk or without sources."""
     folder = jax.config.jax_compilation_cache_dir
     if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return None
@@ -206,12 +206,12 @@ def _read(path: Path) -> Exported | None:
         if hashlib.sha256(content[32:]).digest() != content[:32]:
             return None
         return deserialize(bytearray(content[32:]))
-    except Exception:  # a folder that cannot be read, a file of another program's, no flatbuffers
+    except Exception:  # an unreadable folder, another program's file, no flatbuffers
         return None
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all, as several processes may write at once."""
+    """Write the file atomically, as several processes may write at once."""
     # Not by `tempfile`, whose files other users of the folder cannot read.
     part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     with contextlib.suppress(OSError):
@@ -255,7 +255,7 @@ def _argument_key(
 
 
 def _described(value: Any, name: str = "") -> Any:
-    """Texts that tell a value from every other; name: of the parameter or the field it is of."""
+    """Key that is unique to a value; name: of the parameter or field that holds the value."""
     if name == "interpret" and value is not False:
         raise UnnamedValue("an interpreted kernel is not lowered")
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -278,7 +278,7 @@ def _described(value: Any, name: str = "") -> Any:
 
 
 def _module_function(value: Any) -> str:
-    """Of this package or of JAX, whose source or version is in the key."""
+    """Name of a function of this package or of JAX, whose source or version is in the key."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not callable(value) or not isinstance(module, str) or not isinstance(name, str):
         raise UnnamedValue(repr(value))

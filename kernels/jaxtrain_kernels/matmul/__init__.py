@@ -1,4 +1,4 @@
-"""Matmuls whose result is known to be symmetric, of which half need be computed (Muon's)."""
+"""Matmuls with a symmetric result, of which only half needs to be computed (for Muon)."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def gram(
 ) -> Float[Array, "L M M"]:
     """x x^T of each matrix, in x's dtype. Raises ValueError for an unknown implementation.
 
-    The products here are accumulated in float32 and have no gradient: they are an optimizer's.
+    The matmuls of this module accumulate in float32 and have no gradient: an optimizer uses them.
     """
     return _backend("gram", x_LMK, implementation).gram(x_LMK)
 
@@ -30,7 +30,7 @@ def square_polynomial(
 ) -> Float[Array, "L M M"]:
     """c0 I + c1 a + c2 a^2 of each symmetric a, in a's dtype.
 
-    coefficients: (c0, c1, c2) of all matrices, or of each one, in float32.
+    coefficients: (c0, c1, c2) for all matrices, or for each one, in float32.
     """
     backend = _backend("square_polynomial", a_LMM, implementation)
     return backend.square_polynomial(a_LMM, coefficients)

@@ -1,4 +1,4 @@
-"""The specification in plain jnp: any dtype, accumulated in float32 or wider."""
+"""Reference implementation in plain jnp: any dtype, accumulated in float32 or wider."""
 
 import jax.numpy as jnp
 
@@ -11,12 +11,12 @@ def supports(target: Target, x_LMK) -> None:
 
 
 def gram(x_LMK):
-    """As the public function."""
+    """Backend of the public function."""
     return symmetric_product(x_LMK, x_LMK.mT)
 
 
 def square_polynomial(a_LMM, coefficients):
-    """As the public function."""
+    """Backend of the public function."""
     c0, c1, c2 = of_matrices(coefficients)
     wide = jnp.promote_types(a_LMM.dtype, jnp.float32)
     square = jnp.matmul(a_LMM, a_LMM, preferred_element_type=wide)
@@ -25,6 +25,6 @@ def square_polynomial(a_LMM, coefficients):
 
 
 def symmetric_product(a_LMM, b_LMM):
-    """As the public function."""
+    """Backend of the public function."""
     wide = jnp.promote_types(a_LMM.dtype, jnp.float32)
     return jnp.matmul(a_LMM, b_LMM, preferred_element_type=wide).astype(a_LMM.dtype)

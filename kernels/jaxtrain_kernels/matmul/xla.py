@@ -1,4 +1,4 @@
-"""The whole products, on any device."""
+"""XLA backend for any device, which computes the whole results."""
 
 import jax.numpy as jnp
 
@@ -10,25 +10,25 @@ def supports(target: Target, x_LMK) -> None:
 
 
 def gram(x_LMK):
-    """As the public function."""
+    """Backend of the public function."""
     return x_LMK @ x_LMK.mT
 
 
 def square_polynomial(a_LMM, coefficients):
-    """As the public function; one pass over a's size after its square."""
+    """Backend of the public function, with one elementwise pass after the matmul."""
     c0, c1, c2 = of_matrices(coefficients)
-    # Spread before it is scaled, the identity costs no pass of its own.
+    # The identity is broadcast before it is scaled, which costs no extra pass.
     identity = jnp.broadcast_to(jnp.eye(a_LMM.shape[-1], dtype=a_LMM.dtype), a_LMM.shape)
     return (c2 * (a_LMM @ a_LMM) + c1 * a_LMM + c0 * identity).astype(a_LMM.dtype)
 
 
 def of_matrices(coefficients):
-    """Three numbers, or three arrays [L, 1, 1]."""
+    """Return the coefficients as three floats, or as three arrays [L, 1, 1]."""
     if isinstance(coefficients, tuple):
         return coefficients
     return tuple(coefficients[:, n, None, None] for n in range(3))
 
 
 def symmetric_product(a_LMM, b_LMM):
-    """As the public function."""
+    """Backend of the public function."""
     return a_LMM @ b_LMM

@@ -1,7 +1,8 @@
-"""Attention with the rotation and the norm of queries and keys before it, as one op.
+"""Attention with RoPE and QK norm before it, as one op.
 
-Knowing both, a backend can turn queries and keys where they are and give their gradients as one
-array: the projections of all three are one matmul each way, and no pass adds its gradients up.
+A backend of the whole op can rotate queries and keys in place and return the gradients of q, k and
+v as one array. So their projections are one matmul, forward and backward, and no pass adds up
+gradients.
 """
 
 from jaxtyping import Array, Float, Int
@@ -10,7 +11,7 @@ from jaxtrain_kernels.attention.call import Call
 from jaxtrain_kernels.dispatch import choose_backend, target
 from jaxtrain_kernels.rope_attention import hopper, reference, xla
 
-# The first that can serve is the default.
+# The first backend that can serve the call is the default.
 BACKENDS = {"mosaic": hopper, "xla": xla, "reference": reference}
 
 
@@ -29,10 +30,10 @@ def rope_attention(
     softcap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """`attention` of `rope_norm(q, k)` and v + value, where q, k and v stand in one array.
+    """`attention` of `rope_norm(q, k)` and v + value, where q, k and v are in one array.
 
-    C = N + 2 K heads: N = `heads` of queries, then the keys' and the values'. value: added to the
-    values. The rest is as in `rope_norm` (angles without a factor) and `attention`.
+    C = N + 2 K heads: N = `heads` query heads, then K key heads and K value heads. value: added to
+    the values. Other arguments are as in `rope_norm` (angles without a factor) and `attention`.
     Raises ValueError for an unknown implementation, NotImplementedError where it cannot serve.
     """
     if window is not None and window >= qkv_BTCH.shape[1] - 1:

@@ -1,7 +1,7 @@
-"""For Hopper: queries and keys are turned in place, attention's kernels read the one array.
+"""Hopper backend: queries and keys are rotated in place, and attention reads the one array.
 
-The backward of attention writes dk and dv into the array of the gradient; one pass turns dk back
-in place, and dq from the float32 sums that attention's kernel leaves.
+Attention's backward writes dk and dv into the array of the gradient. One pass then rotates dk back
+in place, and dq from the float32 sums of attention's kernel.
 """
 
 import functools
@@ -15,12 +15,12 @@ from jaxtrain_kernels.attention.hopper.common import Heads
 from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.rows.hopper.rope import tokens_of_block
 
-HEAD_DIMS = (64, 128)  # attention's backward sums dq, dk and dv in one kernel for these alone
-TOKENS = 128  # of a block of queries: sequence lengths are multiples of it
+HEAD_DIMS = (64, 128)  # only for these attention's backward has one kernel for dq, dk and dv
+TOKENS = 128  # per block of queries; sequence lengths are multiples of it
 
 
 class RopeAttentionOptions(NamedTuple):
-    """What is static in one call. tilings: attention's, forward and backward."""
+    """Static parameters of one call. tilings: attention's, forward and backward."""
 
     N: int
     K: int
@@ -59,7 +59,7 @@ def rope_attention(
     qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, heads, eps, call: Call,
     *, tilings: tuple[Any, Any] = (None, None), interpret: hopper.Interpret = False,
 ):  # fmt: skip
-    """As the public function. interpret: plgpu.InterpretGPUParams, on a CPU."""
+    """Backend of the public function. interpret: plgpu.InterpretGPUParams, to run on a CPU."""
     K = (qkv_BTCH.shape[2] - heads) // 2
     same = call.scale, call.causal, call.window, call.softcap
     options = RopeAttentionOptions(heads, K, eps, *same, tilings, interpret)
@@ -89,7 +89,7 @@ def _forward_rows(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTK
     (qkv_BTCH,), r_NR = rope_in_place.turn(options, (qkv_BTCH,), cos_BTH, sin_BTH)
     v_BTKH = None
     if value_BTKH is not None:
-        # Of the turned array: before, the array would have two users and could not be overwritten.
+        # From the rotated array: a second use before the rotation would prevent the overwrite.
         v_BTKH = qkv_BTCH[:, :, o.N + o.K :] + value_BTKH
     arrays = qkv_BTCH, qkv_BTCH, qkv_BTCH if v_BTKH is None else v_BTKH
     heads = o.heads(v_BTKH is not None)
@@ -98,8 +98,8 @@ def _forward_rows(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTK
 
 
 def of_rows(x_bTH: jax.Array, rows: int) -> jax.Array:
-    """Angles of rows: one for all, or, where a mapped axis has become rows, of each of its parts as
-    many."""
+    """Angles for `rows` batch rows. One set serves all; if vmap folded an axis into the batch, each
+    set is repeated for its rows."""
     parts = len(x_bTH)
     return x_bTH if parts in (1, rows) else jax.numpy.repeat(x_bTH, rows // parts, axis=0)
 
@@ -109,7 +109,7 @@ def _backward(o: RopeAttentionOptions, saved, dout_BTNH):
 
     run = folding(functools.partial(_backward_rows, o), last_in=1)
     d_BTCH, dvalue = run(*saved, dout_BTNH)
-    # The angles follow from positions: nothing is to be learned of them.
+    # The angles are functions of the positions, so they need no gradient.
     return d_BTCH, *map(jax.numpy.zeros_like, saved[3:5]), dvalue, None
 
 

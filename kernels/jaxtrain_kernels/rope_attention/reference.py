@@ -1,4 +1,4 @@
-"""The specification: the references of both ops, one after the other."""
+"""Reference implementation: the references of both ops, one after the other."""
 
 import jax.numpy as jnp
 
@@ -13,7 +13,7 @@ def supports(target: Target, qkv_BTCH, call: Call) -> None:
 
 
 def rope_attention(qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, heads, eps, call: Call):
-    """As the public function."""
+    """Backend of the public function."""
     K = (qkv_BTCH.shape[2] - heads) // 2
     q_BTNH, k_BTKH, v_BTKH = jnp.split(qkv_BTCH, [heads, heads + K], axis=2)
     q_BTNH, k_BTKH = rows.rope_norm(q_BTNH, k_BTKH, cos_BTH, sin_BTH, eps=eps)

@@ -1,7 +1,7 @@
-"""The passes over activations between the matmuls, each one read and one write of its arrays.
+"""Fused operations on activations between the matmuls: one read and one write of each array.
 
-Residual additions with the RMS norm after them, rotary positions with the norm of queries and keys,
-and the squared ReLU. All statistics in float32; results in the inputs' dtype.
+Residual addition with RMS norm, RoPE with QK norm, and squared ReLU. All statistics are in float32;
+results have the inputs' dtype.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxtrain_kernels.dispatch import choose_backend, target
 from jaxtrain_kernels.rows import hopper, reference, triton, xla
 
-# The first that can serve is the default. `triton`, by name, is for the few rows of a decode step.
+# The first that can serve is the default. `triton`, only by name, is for a decode step's few rows.
 BACKENDS = {"mosaic": hopper, "xla": xla, "triton": triton, "reference": reference}
 
 
@@ -22,7 +22,7 @@ def residual_norm(
     eps: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-    """(s, s / rms(s)) of s = x + y. Raises ValueError for an unknown implementation."""
+    """Return (s, s / rms(s)) for s = x + y. Raises ValueError for an unknown implementation."""
     backend = _backend("residual_norm", implementation, x_BTD)
     return backend.residual_norm(x_BTD, y_BTD, eps=eps)
 
@@ -37,10 +37,10 @@ def mixed_norm(
     eps: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Float[Array, "B T D"]]:
-    """(s, s / rms(s), x0) of s = a (x + y) + b x0; y None = 0.
+    """Return (s, s / rms(s), x0) for s = a (x + y) + b x0; y None = 0.
 
-    Layers that take x0 from each other's results, not all from the first, sum its gradient in the
-    same passes: each adds its own to what the next one gave.
+    If each layer takes x0 from the previous layer's results, its gradient is summed in the same
+    passes: each layer adds its own gradient to the next layer's.
     """
     backend = _backend("mixed_norm", implementation, x_BTD)
     return backend.mixed_norm(x_BTD, y_BTD, x0_BTD, a, b, eps=eps)
@@ -55,9 +55,9 @@ def rope_norm(
     eps: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-    """Queries and keys with the pairs (i, i + H/2) rotated, over the root mean square of x.
+    """Rotate the pairs (i, i + H/2) of queries and keys, and divide by the RMS of each head.
 
-    cos, sin: in both halves, sin negative in the first; b is B or 1.
+    cos, sin: repeated in both halves, sin negated in the first; b is B or 1.
     """
     backend = _backend("rope_norm", implementation, q_BTNH, k_BTKH)
     return backend.rope_norm(q_BTNH, k_BTKH, cos_BTH, sin_BTH, eps=eps)
@@ -71,7 +71,7 @@ def relu2(
 
 
 def serves(op: str, *arrays: Any) -> bool:
-    """Whether there is more than XLA's own fusion for arrays of these shapes on this device."""
+    """Whether the Hopper kernel, not only XLA's fusion, serves these shapes on this device."""
     return hopper.supports(target(), op, *arrays) is None
 
 

@@ -1,4 +1,4 @@
-"""The specification in plain jnp: any dtype."""
+"""Reference implementation in plain jnp: any dtype."""
 
 import jax.numpy as jnp
 
@@ -10,25 +10,25 @@ def supports(target: Target, op, *arrays) -> None:
 
 
 def residual_norm(x_BTD, y_BTD, *, eps):
-    """As the public function."""
+    """Backend of the public function."""
     s_BTD = x_BTD + y_BTD
     return s_BTD, _norm(s_BTD, s_BTD, eps)
 
 
 def mixed_norm(x_BTD, y_BTD, x0_BTD, a, b, *, eps):
-    """As the public function."""
+    """Backend of the public function."""
     s_BTD = x_BTD if y_BTD is None else x_BTD + y_BTD
     s_BTD = (a * s_BTD + b * x0_BTD).astype(x_BTD.dtype)
     return s_BTD, _norm(s_BTD, s_BTD, eps), x0_BTD
 
 
 def rope_norm(q_BTNH, k_BTKH, cos_BTH, sin_BTH, *, eps):
-    """As the public function."""
+    """Backend of the public function."""
     return tuple(_norm(_rotated(x, cos_BTH, sin_BTH), x, eps) for x in (q_BTNH, k_BTKH))
 
 
 def relu2(x_BTF):
-    """As the public function."""
+    """Backend of the public function."""
     return jnp.where(x_BTF > 0, x_BTF**2, 0)
 
 

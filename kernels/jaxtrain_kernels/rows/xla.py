@@ -1,4 +1,4 @@
-"""For any device, in the form that XLA fuses best: one pass to reduce, one for the rest."""
+"""XLA backend for any device, in the form that fuses best: one pass to reduce, one for the rest."""
 
 import jax
 import jax.numpy as jnp
@@ -11,24 +11,24 @@ def supports(target: Target, op, *arrays) -> None:
 
 
 def residual_norm(x_BTD, y_BTD, *, eps):
-    """As the public function."""
+    """Backend of the public function."""
     s_BTD = x_BTD + y_BTD
     return s_BTD, _norm(s_BTD, eps)
 
 
 def mixed_norm(x_BTD, y_BTD, x0_BTD, a, b, *, eps):
-    """As the public function."""
+    """Backend of the public function."""
     s_BTD = x_BTD if y_BTD is None else x_BTD + y_BTD
     s_BTD = (a * s_BTD + b * x0_BTD).astype(x_BTD.dtype)
     return s_BTD, _norm(s_BTD, eps), x0_BTD
 
 
 def rope_norm(q_BTNH, k_BTKH, cos_BTH, sin_BTH, *, eps):
-    """As the public function. A rotation keeps the norm, whose statistics come from x itself."""
+    """Backend of the public function. A rotation keeps the norm, so x itself gives the RMS."""
 
     def one(x_BTNH):
         x32 = x_BTNH.astype(jnp.float32)
-        # A reversal of the halves fuses, a concatenation does not.
+        # XLA fuses a reversal of the halves, but not a concatenation.
         halves = x32.reshape(*x32.shape[:-1], 2, -1)
         swapped = halves[..., ::-1, :].reshape(x32.shape)
         turned = x32 * cos_BTH[:, :, None] + swapped * sin_BTH[:, :, None]
@@ -39,7 +39,7 @@ def rope_norm(q_BTNH, k_BTKH, cos_BTH, sin_BTH, *, eps):
 
 
 def relu2(x_BTF):
-    """As the public function."""
+    """Backend of the public function."""
     return jnp.square(jax.nn.relu(x_BTF))
 
 

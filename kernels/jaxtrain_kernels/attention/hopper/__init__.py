@@ -1,4 +1,4 @@
-"""Flash attention for Hopper (H100, H200) of our own, in Pallas Mosaic GPU."""
+"""Flash attention kernels for Hopper (H100, H200), written in Pallas Mosaic GPU."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def supports(target: Target, q_BTNH, call: Call) -> str | None:
 
 
 def candidates(shape: AttentionShape) -> list[dict[str, Any]]:
-    """Tilings to measure, in the form of attention's `tiling`."""
+    """Tilings to measure, in the format of attention's `tiling`."""
     from jaxtrain_kernels.attention.hopper.backward import default_tiling as default_backward
     from jaxtrain_kernels.attention.hopper.forward import default_tiling as default_forward
 
@@ -46,7 +46,7 @@ def candidates(shape: AttentionShape) -> list[dict[str, Any]]:
 
 
 def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
-    """As the public function; returns (out_BTNH, lse_BNT).
+    """Backend of the public function; returns (out_BTNH, lse_BNT).
 
     tiling: {"forward": fields of ForwardTiling, "backward": fields of BackwardTiling}.
     """
@@ -59,7 +59,7 @@ def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
 
 
 def gradients(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, call: Call):
-    """As the public `attention_gradients`."""
+    """Backend of the public `attention_gradients`."""
     from jaxtrain_kernels.attention.hopper import flash
 
     arrays = q_BTNH, k_BSKH, v_BSKH, call.segment_ids_BT, out_BTNH, lse_BNT

@@ -1,8 +1,8 @@
 """Flash attention's backward pass for Hopper, in Pallas Mosaic GPU.
 
-Either one kernel with five products a pair of blocks (hopper/backward_keys.py), whose dQ is added
-up in device memory in any order; or that one without dQ, and one for dQ alone
-(hopper/backward_queries.py): seven products, but no float32 workspace and the same bits each time.
+There are two variants. One kernel with five matmuls per pair of blocks (backward_keys.py)
+accumulates dQ in device memory, in any order. Or that kernel omits dQ, and a second kernel computes
+it (backward_queries.py): seven matmuls, but no float32 workspace, and bitwise repeatable.
 """
 
 import math
@@ -32,7 +32,7 @@ def default_tiling(head_dim: int) -> BackwardTiling:
         return BackwardTiling(block_q=128, l2_bytes=50 << 20)
     if head_dim <= 128:
         return BackwardTiling()
-    # Beside dQ its registers do not suffice.
+    # With dQ in the same kernel there are too few registers.
     return BackwardTiling(block_kv=64, split="dims", dq_by="apart")
 
 
@@ -65,11 +65,11 @@ def backward(
     query_tiling: QueryTiling | None = None,
     interpret: hopper.Interpret = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """(dq, dk, dv) in the inputs' dtypes, from the forward pass's out and lse and their gradients.
+    """Return (dq, dk, dv) in the inputs' dtypes, from the forward's out, lse and their gradients.
 
     bfloat16 or float16; N a multiple of K; H up to 256; any T; lse is -inf for a row without keys.
-    deterministic: the same bits on every run, whatever the tiling says of dQ.
-    interpret: plgpu.InterpretGPUParams, on a CPU.
+    deterministic: bitwise repeatable; overrides the tiling's dq_by.
+    interpret: plgpu.InterpretGPUParams, to run on a CPU.
     """
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     tiling = tiling or default_tiling(H)
@@ -79,7 +79,7 @@ def backward(
     plan = make_backward_plan(
         KeyPlan, q_BTNH, k_BSKH, ids_BT, mask, softcap, scale, tiling, interpret
     )
-    # TMA needs whole rows of 8 tokens; it fills with zeros and drops what lies outside the arrays.
+    # TMA needs multiples of 8 tokens. Outside the arrays it reads zeros and drops writes.
     pad = lambda x: _pad(_pad(x, 1, 8), 3, 64 if H <= 64 else 128)
     inputs = [pad(x) for x in (q_BTNH, k_BSKH, v_BSKH, dout_BTNH)]
     ids = [] if ids_BT is None else [_pad(ids_BT, 1, 8)]
@@ -101,7 +101,8 @@ def backward(
         arrays = [*inputs, stats, query_ranges(plan, ids_BT), *ids]
         _, dk, dv = keys.call(plan, arrays, None, interpret)
         if plan.interpret:
-            # One kernel after the other, as the interpreter's threads would run out.
+            # A fake dependency runs the kernels one after the other: the interpreter has too few
+            # threads for both.
             inputs[0] = jnp.where(jnp.isnan(dk[0, 0, 0, 0]), jnp.nan, inputs[0])
         dq = queries.call(of_dq, [*inputs, stats, key_ranges(of_dq, ids_BT), *ids], interpret)
     return dq[:, :T, :, :H], dk[:, :T, :, :H], dv[:, :T, :, :H]
@@ -126,10 +127,10 @@ def backward_sums(
     tiling: BackwardTiling | None = None,
     interpret: hopper.Interpret = False,
 ) -> tuple[jax.Array, ...]:
-    """dq in float32 and without the scale; then an array like k with dk, and one like v with dv.
+    """Return dq in float32, not yet scaled; then an array like k with dk, and one like v with dv.
 
-    If dv begins behind the heads of k, then both stand in one array like q, whose heads of queries
-    are left as they are in memory. Needs whole blocks of queries and a head dim of 64 or 128.
+    If dv begins after the heads of k, dk and dv share one array like q, whose query heads are not
+    written. T must be a multiple of the query block, and the head dim 64 or 128.
     """
     tiling = tiling or default_tiling(q_BTNH.shape[3])
     arguments = q_BTNH, k_BSKH, ids_BT, Mask(causal, window), softcap, scale, tiling, interpret
@@ -174,10 +175,10 @@ def _pad(x: Any, axis: int, multiple: int, value: float = 0) -> Any:
 
 
 def query_ranges(plan: KeyPlan, ids_BT: jax.Array | None) -> jax.Array:
-    """Per key block, in query blocks: int32 [B or 1, key blocks, (lo, full_lo, full_hi, hi)].
+    """Query blocks of each key block: int32 [B or 1, key blocks, (lo, full_lo, full_hi, hi)].
 
-    Visits [lo, hi), of which [full_lo, full_hi) need no mask. Backwards in time, keys see queries
-    as queries see keys.
+    A key block visits [lo, hi), of which [full_lo, full_hi) need no mask. With time reversed, keys
+    see queries as queries see keys, so `block_ranges` serves here too.
     """
     rows, columns = plan.tiling.block_kv, plan.tiling.block_q
     length = plan.T + -plan.T % max(rows, columns)
@@ -185,11 +186,11 @@ def query_ranges(plan: KeyPlan, ids_BT: jax.Array | None) -> jax.Array:
         ids_BT = jnp.pad(ids_BT, ((0, 0), (0, length - plan.T)))[:, ::-1]
     mirrored = common.block_ranges(plan.mask, length, rows, columns, ids_BT)
     lo, full_lo, full_hi, hi = (length // columns - x[:, ::-1] for x in reversed(mirrored))
-    # Blocks of nothing but padding are not visited, but for the one that every key block visits.
+    # Skip blocks of padding only, but every key block visits at least one block.
     hi = jnp.maximum(jnp.minimum(hi, plan.q_blocks), lo + 1)
     full_hi = jnp.minimum(full_hi, hi)
     if not plan.mask.causal and plan.T % rows:
-        # The last key block has keys to mask for every query.
+        # The last key block has keys that every query must mask.
         last = jnp.arange(hi.shape[1])[None] == plan.T // rows
         full_hi = jnp.where(last, full_lo, full_hi)
     ranges = jnp.stack(jnp.broadcast_arrays(lo, full_lo, full_hi, hi), -1)
@@ -197,6 +198,6 @@ def query_ranges(plan: KeyPlan, ids_BT: jax.Array | None) -> jax.Array:
 
 
 def key_ranges(plan: QueryPlan, ids_BT: jax.Array | None) -> jax.Array:
-    """Per block of queries, in key blocks: int32 [B or 1, query blocks, 4], as query_ranges."""
+    """Key blocks of each query block: int32 [B or 1, query blocks, 4], as in `query_ranges`."""
     ranges = common.block_ranges(plan.mask, plan.T, plan.rows, plan.tiling.block_kv, ids_BT)
     return jnp.stack(jnp.broadcast_arrays(*ranges), -1).astype(jnp.int32)

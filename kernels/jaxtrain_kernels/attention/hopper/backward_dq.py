@@ -1,4 +1,4 @@
-"""dQ in the Hopper backward kernel of key blocks: a product a step, added to device memory."""
+"""dQ in the Hopper key-block backward kernel: one matmul per step, added to device memory."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ from jaxtrain_kernels.hopper import Index, Ref
 
 
 def sums_shape(plan: KeyPlan, padded_BTNH: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the float32 array that dQ is added to."""
+    """Shape of the float32 array that dQ is accumulated in."""
     if plan.interpret:
-        # The interpreter knows no reduce-add: there each key block has its own dq.
+        # The interpreter has no reduce-add, so there each key block has its own dq.
         return (plan.tile_blocks, *padded_BTNH)
     B, _, N, H = padded_BTNH
     return B, plan.q_blocks * plan.tiling.block_q, N, H
 
 
 def shape(plan: KeyPlan) -> tuple[int, int]:
-    """Queries and columns of dq that a warpgroup computes."""
+    """Number of queries and of columns of dq that a warpgroup computes."""
     rows, columns = plan.dq_parts
     return plan.tiling.block_q // rows, plan.H // columns
 
@@ -41,14 +41,14 @@ def issue(work: KeyWork, t: Index, dq: Ref) -> None:
 
 
 def store_dq(work: KeyWork, dq: jax.Array) -> None:
-    """To shared memory, from where the last step's has gone."""
+    """Store dq in shared memory, after the previous step's dq has left it."""
     if work.plan.interpret:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     _staged(work)[...] = dq
 
 
 def send(work: KeyWork, t: Index) -> None:
-    """From there dq of query block t is added in device memory."""
+    """Add dq of query block t from shared memory to the sum in device memory."""
     plan, tile = work.plan, work.tile
     rows, columns = _part(work)
     head, block = query_block(plan, tile, t)
@@ -64,7 +64,7 @@ def _staged(work: KeyWork) -> Any:
 
 
 def _part(work: KeyWork) -> tuple[pl.Slice, pl.Slice]:
-    """(rows, columns) of dq that the warpgroup computes."""
+    """Slices (rows, columns) of dq that the warpgroup computes."""
     rows, columns = shape(work.plan)
     down, across = work.plan.dq_parts
     row = 0 if down == 1 else lax.div(work.warpgroup, across) if across > 1 else work.warpgroup

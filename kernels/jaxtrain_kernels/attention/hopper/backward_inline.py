@@ -1,10 +1,10 @@
-"""What the backward kernel says to the machine itself, past Pallas.
+"""Inline MLIR and PTX of the backward kernels, for operations that Pallas lacks.
 
-Mostly for registers' sake: the accumulators leave few, and the compiler would keep addresses and
-numbers of columns in them over the whole loop.
+Most of it saves registers: the accumulators leave few, and the compiler would keep addresses and
+column indices in registers during the whole loop.
 
-A thread's registers of a matrix are wgmma's: of each 8 columns a pair (column 2 c of the thread's
-c = 0 to 3) of two rows (r and r + 8, r = 0 to 7), for each of 4 warps of 16 rows.
+Matrices have wgmma's register layout. Each of 4 warps holds 16 rows. Of each 8 columns, a thread
+(r = 0 to 7, c = 0 to 3) holds the pair of columns 2 c and 2 c + 1, in rows r and r + 8.
 """
 
 from typing import Any
@@ -23,10 +23,10 @@ SPLAT = plgpu.Layout.WG_SPLAT
 
 
 def fence():
-    """What the threads have written to shared memory becomes visible to TMA and wgmma."""
+    """Make the threads' writes to shared memory visible to TMA and wgmma."""
 
     space: Any = nvvm.SharedSpace.shared_cta
-    # The interpreter knows it by this name. (Not a def, which a checker of types may wrap.)
+    # The interpreter recognizes this name. (Not a def, which a type checker may wrap.)
     fence_async_shared_cta = lambda _: (
         nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=space) and None
     )
@@ -35,13 +35,13 @@ def fence():
 
 
 def await_reads():
-    """The thread's own stores by TMA have read shared memory. No thread waits for another."""
+    """Wait until the thread's own TMA stores have read shared memory, without a thread barrier."""
     wait = lambda _: nvvm.cp_async_bulk_wait_group(0, read=True) and None
     plgpu.inline_mgpu()(wait)()
 
 
 def opaque(x: Index) -> jax.Array:
-    """An int32, of which the compiler does not know that it is the same each time."""
+    """Copy an int32 so that the compiler cannot know that the copies are equal."""
 
     def move(_, x):
         y = _asm(_i32(), [x.registers[()]], "mov.b32 $0, $1;", "=r,r")
@@ -53,7 +53,7 @@ def opaque(x: Index) -> jax.Array:
 
 
 def column_less_row(shape: tuple[int, int], start: Index) -> jax.Array:
-    """int32 matrix: start + column - row."""
+    """int32 matrix of start + column - row."""
 
     def fill(_, start):
         warp, row, column = _thread()
@@ -73,7 +73,7 @@ def column_less_row(shape: tuple[int, int], start: Index) -> jax.Array:
 
 
 def load_for_columns(ref: Ref, row: Index, width: int) -> jax.Array:
-    """Row `row` of shared memory float32 [..., width], as values for the columns of a matrix."""
+    """Load row `row` of float32 [..., width] in shared memory, in the layout of matrix columns."""
 
     def load(_, ref, row):
         f32 = ir.F32Type.get()
@@ -98,9 +98,9 @@ def load_for_columns(ref: Ref, row: Index, width: int) -> jax.Array:
 
 
 def store_rows(ref: Ref, transforms: tuple, at: Index, x: jax.Array) -> None:
-    """16-bit x [64, columns] to rows 64 * at of shared memory [..., columns] with `transforms`.
+    """Store 16-bit x [64, columns] from row 64 * at on of shared memory [..., columns].
 
-    These are tiles of 8 x 64, in which the 16-byte parts of row r are permuted by xor with r.
+    `transforms` gives tiles of 8 x 64; the 16-byte parts of row r are swizzled by xor with r.
     """
 
     def store(_, ref, at, x):
@@ -138,7 +138,7 @@ def _thread() -> tuple[Any, Any, Any]:
 
 
 def _shared_address(ref: Any, offset: Any) -> Any:
-    """Of a byte in shared memory, in 32 bits."""
+    """32-bit address of a byte in shared memory."""
     return arith.addi(llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(ref)), offset)
 
 

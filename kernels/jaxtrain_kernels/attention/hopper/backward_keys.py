@@ -1,17 +1,16 @@
-"""The Hopper backward kernel that owns blocks of keys: dK, dV and, unless that is apart, dQ.
+"""Hopper backward kernel over blocks of keys: dK, dV and, unless it has its own kernel, dQ.
 
 One warpgroup loads by TMA, the others own 64 keys each. They compute the transposed scores K Q^T,
-so that P^T and dS^T leave the tensor cores in the layout in which they are the left operands of
-dV += P^T dO and dK += dS^T Q, straight from registers; only dS goes to shared memory, for
-dQ = dS K, whose sum over key blocks is built in float32 in device memory (as FlashAttention-3
-does, arXiv:2407.08608).
+so that P^T and dS^T leave the tensor cores in the layout of a left operand: dV += P^T dO and
+dK += dS^T Q read them from registers. Only dS goes to shared memory, for dQ = dS K. dQ is summed
+over key blocks in float32 in device memory (as in FlashAttention-3, arXiv:2407.08608).
 
-The order of a step, whose two warpgroups meet once, when all of dS is there:
+Order of one step. The warpgroups synchronize once, when all of dS is in shared memory:
 
-    issue S, dP;     send the last step's dQ off       while S runs
+    issue S, dP;     send the last step's dQ           while S runs
     wait S;          P = exp2(S)                       while dP runs
-    issue dV;        wait dP; dS, to shared memory     while dV runs
-    meet;            issue dQ, dK; wait dQ; put it in shared memory   while dK runs
+    issue dV;        wait dP; dS to shared memory      while dV runs
+    synchronize;     issue dQ, dK; wait dQ; dQ to shared memory   while dK runs
 """
 
 from typing import Any
@@ -53,10 +52,10 @@ def call(
     interpret: hopper.Interpret,
     into: tuple[Any, ...] = (),
 ) -> tuple[Any, ...]:
-    """(dq in float32 without the scale, or None if it is apart; dk; dv). zeros: for dq, or None.
+    """Return (dq in float32 not yet scaled, or None without dq; dk; dv). zeros: for dq, or None.
 
-    into: references that dk and dv are written to, at their heads in q's, k's and v's arrays, in
-    the place of the last two results; one where both stand in one array.
+    into: references that dk and dv are written to instead of being returned, at the heads that the
+    plan gives; one reference if both are in one array.
     """
 
     def attention_backward(refs, memory):
@@ -87,7 +86,7 @@ def call(
 def _scratch(plan: KeyPlan) -> dict[str, Any]:
     tiling, warpgroups = plan.tiling, plan.warpgroups
     bq, bk, stages = tiling.block_q, tiling.block_kv, tiling.stages
-    # For more of large heads, or beside more stages, there is no room.
+    # Large heads or more stages leave no shared memory for more.
     width = 64 if tiling.split == "dims" else plan.H
     buffers = 1 if tiling.split == "dims" or plan.H * stages > 256 else 2
     output = hopper.tiles((warpgroups, 64, width), plan.dtype)
@@ -124,7 +123,7 @@ def _block(plan: KeyPlan, arrays: BackwardArrays, memory: KeyMemory):
 
 
 def _compute(plan: KeyPlan, arrays: BackwardArrays, memory: KeyMemory, warpgroup: Any):
-    """A computing warpgroup: its part of each tile."""
+    """Compute one warpgroup's part of each tile."""
     everyone = plan.warpgroups + 1
     hopper.bar_arrive(plan.barrier("kv"), everyone)
     for stage in range(plan.tiling.stages):
@@ -155,7 +154,7 @@ def _compute_tile(work: KeyWork):
 
 
 def _step(work: KeyWork, t: Any, dk: Any, dv: Any):
-    """The five products of query block t."""
+    """Issue the five matmuls of query block t."""
     plan, slot, bq = work.plan, work.slot(t), work.plan.tiling.block_q
     q = work.memory.q.at[slot]
     plgpu.barrier_wait(work.memory.q_full.at[slot])
@@ -165,9 +164,9 @@ def _step(work: KeyWork, t: Any, dk: Any, dv: Any):
         pl.when(t > 0)(lambda: dqs.send(work.afresh(), t - 1))
         return _ds(work, t, scores, dp, dv)
 
-    # (All registers at once: between two of these it would wait for the first product.)
+    # (Allocate both accumulators at once: between two scopes it would wait for the first matmul.)
     ds = pl.run_scoped(to_ds, accumulator(64, bq), accumulator(64, bq))
-    # The tile before has left this memory.
+    # Wait until the previous tile's stores have read this memory.
     pl.when(t == 0)(lambda: _await_stores(work))
     _store_ds(work, t, ds)
     inline.fence()
@@ -184,7 +183,7 @@ def _step(work: KeyWork, t: Any, dk: Any, dv: Any):
 
 
 def _step_without_dq(work: KeyWork, t: Any, dk: Any, dv: Any):
-    """Four of them."""
+    """Issue the four matmuls of query block t other than dQ's."""
     slot, bq = work.slot(t), work.plan.tiling.block_q
     q = work.memory.q.at[slot]
     plgpu.barrier_wait(work.memory.q_full.at[slot])
@@ -208,11 +207,11 @@ def _issue_scores(work: KeyWork, t: Any, scores: Any, dp: Any):
 
 
 def _ds(work: KeyWork, t: Any, scores: Any, dp: Any, dv: Any) -> Any:
-    """dS; dV is issued on the way."""
+    """Return dS; also issue the matmul for dV."""
     plan = work.plan
     do = work.memory.do.at[work.slot(t), :, work.columns()]
     if plan.tiling.block_q > 64:
-        # There are no registers for what is loaded early, nor for P in float32.
+        # There are no registers for early loads, nor for P in float32.
         s = finished(scores, pending=1)
         p, slope = _probabilities(work, t, _stats(work, t, 0), s)
         plgpu.wgmma(dv, work.left(p), do)
@@ -242,7 +241,7 @@ def _probabilities(work: KeyWork, t: Any, lse: Any, s: Any) -> tuple[Any, Any]:
 
 
 def _stats(work: KeyWork, t: Any, which: int) -> Any:
-    """Log-sum-exps (0) or deltas (1), for the columns of transposed scores."""
+    """Load the log-sum-exps (0) or deltas (1), laid out as the columns of transposed scores."""
     plan, slot = work.plan, work.slot(t)
     if plan.interpret:
         return plgpu.load(work.memory.stats.at[slot, which], layout=COLUMNS)
@@ -267,13 +266,13 @@ def _store_ds(work: KeyWork, t: Any, ds: Any):
 
 
 def _await_stores(work: KeyWork):
-    """All warpgroups' stores have read shared memory."""
+    """Wait until all warpgroups' stores have read shared memory."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     work.meet()
 
 
 def _finish(work: KeyWork, dk: Any, dv: Any):
-    """Stores dk and dv through the memory of ds and dq."""
+    """Store dk and dv, staged in the shared memory of ds and dq."""
     work = work.afresh()
     plan, tile, arrays = work.plan, work.tile, work.arrays
     _await_stores(work)

@@ -1,4 +1,4 @@
-"""The kernel of key blocks: its shared memory, its order of steps, and the warpgroup that loads."""
+"""Shared memory, order of steps and load warpgroup of the Hopper key-block backward kernel."""
 
 from typing import Any, NamedTuple
 
@@ -16,14 +16,14 @@ from jaxtrain_kernels.hopper import Index, Ref
 
 
 class KeyMemory(NamedTuple):
-    """Shared memory. stats: log-sum-exp and delta. *_full: loaded; that one is free, barriers."""
+    """Shared memory. stats: LSE and delta. *_full: load barriers; hardware barriers free slots."""
 
     k: Any
     v: Any
     q: Any
     do: Any
     stats: Any
-    own: Any  # ((ds, dq), (dk, dv)): the second pair takes the place of the first
+    own: Any  # ((ds, dq), (dk, dv)): both pairs use the same memory
     tile: Any
     k_full: Any
     v_full: Any
@@ -39,7 +39,7 @@ def steps(plan: KeyPlan, tile: BackwardTile) -> jax.Array:
 
 
 def query_block(plan: KeyPlan, tile: BackwardTile, t: Index) -> tuple[jax.Array, jax.Array]:
-    """(head, query block) of a tile's step t."""
+    """Return (head, query block) of a tile's step t."""
     width = tile.hi - tile.lo
     shared = plan.N // plan.K
     if shared == 1:
@@ -48,7 +48,7 @@ def query_block(plan: KeyPlan, tile: BackwardTile, t: Index) -> tuple[jax.Array,
 
 
 class KeyWork(NamedTuple):
-    """A warpgroup's part of a tile. used: query blocks of this CUDA block's earlier tiles."""
+    """A warpgroup's part of a tile. used: query blocks visited in this CUDA block's past tiles."""
 
     plan: KeyPlan
     arrays: BackwardArrays
@@ -58,7 +58,7 @@ class KeyWork(NamedTuple):
     tile: BackwardTile
 
     def afresh(self) -> "KeyWork":
-        """The same; but addresses computed from it are not kept in registers all the time."""
+        """Return a copy whose addresses the compiler recomputes instead of keeping in registers."""
         if self.plan.interpret:
             return self
         return self._replace(warpgroup=inline.opaque(self.warpgroup))
@@ -67,11 +67,11 @@ class KeyWork(NamedTuple):
         return lax.rem(self.used + t, self.plan.tiling.stages)
 
     def keys(self) -> pl.Slice:
-        """Of the key block, those whose scores the warpgroup computes."""
+        """Slice of the key block whose scores the warpgroup computes."""
         return pl.ds(0 if self.plan.tiling.split == "dims" else self.warpgroup * 64, 64)
 
     def columns(self) -> pl.Slice:
-        """Of dk and dv, those that the warpgroup sums up."""
+        """Columns of dk and dv that the warpgroup accumulates."""
         if self.plan.tiling.split == "dims":
             return pl.ds(self.warpgroup * self.plan.columns, self.plan.columns)
         return pl.ds(0, self.plan.columns)
@@ -81,17 +81,17 @@ class KeyWork(NamedTuple):
 
     def free(self, name: str, slot: Index = 0):
         if self.plan.interpret:
-            plgpu.commit_smem()  # its reads are ordinary loads, which wgmma's are not
+            plgpu.commit_smem()  # interpreted wgmma reads by ordinary loads
         hopper.bar_arrive(self.plan.barrier(name) + slot, self.plan.warpgroups + 1)
 
     def meet(self):
-        """The computing warpgroups wait for each other, and for the stores of their last dq."""
+        """Synchronize the computing warpgroups, after the stores of their last dq."""
         if not self.plan.interpret:
             inline.await_reads()
         hopper.bar_sync(self.plan.barrier("ds"), self.plan.warpgroups)
 
     def left(self, x: jax.Array) -> jax.Array | Ref:
-        """x as the left operand of a product: itself, in registers."""
+        """Return x as the left operand of a matmul: x in registers; in memory if interpreted."""
         if not self.plan.interpret:
             return x
         ref = self.memory.registers.at[self.warpgroup]
@@ -100,7 +100,7 @@ class KeyWork(NamedTuple):
 
 
 def load(plan: KeyPlan, arrays: BackwardArrays, memory: KeyMemory, counter: Ref | None):
-    """The loader: for each tile its keys and values, and its query blocks in visiting order."""
+    """Load each tile's keys and values, and its query blocks in visiting order."""
     tiling, everyone = plan.tiling, plan.warpgroups + 1
     bq, bk = tiling.block_q, tiling.block_kv
 

@@ -1,4 +1,4 @@
-"""The Hopper backward kernels' tilings and plans: one owns blocks of keys, the other of queries."""
+"""Tilings and plans of the Hopper backward kernels: over blocks of keys, over blocks of queries."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -10,15 +10,15 @@ from jaxtrain_kernels.attention.hopper.common import Heads, Mask
 
 
 class BackwardTiling(NamedTuple):
-    """block_q, block_kv: queries and keys a step.
+    """block_q, block_kv: queries and keys per step.
 
-    stages: query blocks that are in shared memory at once.
-    split: what the computing warpgroups divide: "keys" (64 each) or "dims" of the head.
-    dq_by: how dQ is summed: added to memory by "tma", in any order; or in a kernel "apart", of
-        QueryTiling, always in the same order.
-    blocks: CUDA blocks; None = one a multiprocessor, 0 = one a tile of work.
-    dynamic: whether a block takes the next tile from a counter, or every `blocks`-th tile.
-    l2_bytes: of queries and their gradients that the tiles in flight should share.
+    stages: number of query blocks in shared memory at once.
+    split: dimension divided among the computing warpgroups: "keys" (64 each) or "dims" of the head.
+    dq_by: how dQ is summed. "tma": added to device memory, in any order. "apart": in a separate
+        kernel (QueryTiling), always in the same order.
+    blocks: number of CUDA blocks; None = one per multiprocessor, 0 = one per tile.
+    dynamic: whether a block takes its next tile from a counter (else every `blocks`-th tile).
+    l2_bytes: L2 cache for the queries and gradients that the tiles in flight share.
     """
 
     block_q: int = 64
@@ -32,12 +32,12 @@ class BackwardTiling(NamedTuple):
 
 
 class QueryTiling(NamedTuple):
-    """Of the kernel for dQ alone.
+    """Tiling of the kernel for dQ alone.
 
-    warpgroups: that compute, of 64 queries each. block_kv: keys a step.
-    k_stages, v_stages: blocks of keys, of values that are in shared memory at once.
-    together: whether dP is issued with S, or after the exponentials, which takes fewer registers.
-    blocks, dynamic: as BackwardTiling's. l2_bytes: of keys and values that tiles in flight share.
+    warpgroups: number that compute, 64 queries each. block_kv: keys per step.
+    k_stages, v_stages: number of key blocks and of value blocks in shared memory at once.
+    together: whether dP is issued with S (else after the exponentials, which saves registers).
+    blocks, dynamic: as in BackwardTiling. l2_bytes: for keys and values that tiles in flight share.
     """
 
     warpgroups: int = 2
@@ -52,7 +52,7 @@ class QueryTiling(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardPlan:
-    """Everything that is known while tracing, for either kernel."""
+    """Static parameters of either kernel."""
 
     B: int
     T: int
@@ -67,32 +67,32 @@ class BackwardPlan:
     interpret: bool
     tiling: Any
     blocks: int = 0
-    group: int = 1  # heads that are worked on together
-    at: Heads  # where they begin in their arrays
+    group: int = 1  # heads that are processed together, to share the L2 cache
+    at: Heads  # where the heads begin in their arrays
 
     @property
     def warpgroups(self) -> int:
-        """That compute."""
+        """Number of warpgroups that compute."""
         raise NotImplementedError
 
     @property
     def heads(self) -> int:
-        """That a tile may be of."""
+        """Number of heads that tiles are divided by: query heads or KV heads."""
         raise NotImplementedError
 
     @property
     def tile_blocks(self) -> int:
-        """Of a head."""
+        """Number of tiles per head."""
         raise NotImplementedError
 
     @property
     def last_first(self) -> bool:
-        """Whether the last blocks are the heaviest, if any."""
+        """Whether the last blocks have the most work (under a causal mask)."""
         raise NotImplementedError
 
     @property
     def barriers(self) -> dict[str, int]:
-        """How many hardware barriers of each name."""
+        """Number of hardware barriers of each name."""
         raise NotImplementedError
 
     @property
@@ -100,18 +100,18 @@ class BackwardPlan:
         return self.B * self.heads * self.tile_blocks
 
     def barrier(self, name: str) -> int:
-        """Hardware barriers: 0 is CUDA's, and 1 up to the number of warpgroups Mosaic's."""
+        """First hardware barrier of a name. CUDA uses 0, Mosaic 1 to the number of warpgroups."""
         names = list(self.barriers)
         before = sum(self.barriers[earlier] for earlier in names[: names.index(name)])
         return self.warpgroups + 2 + before
 
     @property
     def head_bytes(self) -> int:
-        """What the tiles of a head share."""
+        """Bytes of the arrays that the tiles of a head share."""
         raise NotImplementedError
 
     def handed_out(self) -> Any:
-        """The plan with `blocks` and `group`."""
+        """Return the plan with `blocks` and `group` set."""
         fit = max(1, self.tiling.l2_bytes // self.head_bytes)
         heads = self.B * self.heads
         group = max(d for d in range(1, min(fit, heads) + 1) if heads % d == 0)
@@ -121,7 +121,7 @@ class BackwardPlan:
 
 
 class KeyPlan(BackwardPlan):
-    """Of the kernel that owns blocks of keys: for dK and dV, and for dQ unless that is apart."""
+    """Plan of the kernel over blocks of keys, for dK, dV and, unless dq_by is "apart", dQ."""
 
     @property
     def with_dq(self) -> bool:
@@ -137,7 +137,7 @@ class KeyPlan(BackwardPlan):
 
     @property
     def columns(self) -> int:
-        """Of dK and dV that a warpgroup owns."""
+        """Number of columns of dK and dV that a warpgroup owns."""
         return self.H // 2 if self.tiling.split == "dims" else self.H
 
     @property
@@ -150,7 +150,7 @@ class KeyPlan(BackwardPlan):
 
     @property
     def head_bytes(self) -> int:
-        # q, do and float32 dq of the query heads of a key/value head.
+        # q, do and float32 dq of the query heads of one KV head.
         return self.T * self.H * 8 * (self.N // self.K)
 
     @property
@@ -163,7 +163,7 @@ class KeyPlan(BackwardPlan):
 
     @property
     def dq_parts(self) -> tuple[int, int]:
-        """Of a query block's dq, the parts of 64 rows and of columns, a warpgroup each."""
+        """Number of parts of a query block's dq, by 64 rows and by columns; one per warpgroup."""
         rows = self.tiling.block_q // 64
         if self.warpgroups % max(rows, 1) or not rows:
             raise ValueError(
@@ -174,7 +174,7 @@ class KeyPlan(BackwardPlan):
 
 
 class QueryPlan(BackwardPlan):
-    """Of the kernel that owns blocks of queries: for dQ alone."""
+    """Plan of the kernel over blocks of queries, for dQ alone."""
 
     @property
     def warpgroups(self) -> int:
@@ -198,12 +198,12 @@ class QueryPlan(BackwardPlan):
 
     @property
     def early(self) -> bool:
-        """Whether a step waits for the next one's keys."""
+        """Whether a step already waits for the next step's keys."""
         return self.tiling.k_stages > 1
 
     @property
     def head_bytes(self) -> int:
-        # k and v, which the query heads of a key/value head share.
+        # k and v, which the query heads of one KV head share.
         return max(1, self.T * self.H * 4 * self.K // self.N)
 
     @property

@@ -1,9 +1,9 @@
-"""The Hopper backward kernel that owns blocks of queries, for dQ alone: the same sums each time.
+"""Hopper backward kernel over blocks of queries, for dQ alone: bitwise repeatable.
 
-One warpgroup loads by TMA, the others own 64 queries each and walk over the key blocks that these
-see, as in the forward pass. dS leaves the tensor cores as the left operand of dQ += dS K, which
-stays in registers to the end. The warpgroups do not wait for each other, so that one's products
-hide the other's exponentials:
+One warpgroup loads by TMA. The others own 64 queries each and visit the key blocks that these see,
+as in the forward pass. dS leaves the tensor cores as the left operand of dQ += dS K; dQ stays in
+registers until the end. The warpgroups do not synchronize, so one's matmuls hide the other's
+exponentials:
 
     issue S_t; issue dP_t;  wait S_t;   P = exp2(S)       while dP_t runs
                             wait dP_t;  dS
@@ -35,10 +35,10 @@ from jaxtrain_kernels.hopper import COLUMNS, ROWS, Index, Ref
 
 
 class QueryMemory(NamedTuple):
-    """Shared memory. stats: log-sum-exp and delta. *_full: loaded; that one is free, barriers."""
+    """Shared memory. stats: LSE and delta. *_full: load barriers; hardware barriers free slots."""
 
     q: Any
-    do: Any  # in the end dq
+    do: Any  # finally dq
     stats: Any
     k: Any
     v: Any
@@ -53,7 +53,7 @@ class QueryMemory(NamedTuple):
 
 
 def call(plan: QueryPlan, arrays: list[jax.Array], interpret: hopper.Interpret) -> jax.Array:
-    """dq in q's dtype."""
+    """Return dq in q's dtype."""
     tiling, rows, warpgroups = plan.tiling, plan.rows, plan.warpgroups
     loads = 2 if plan.segments else 1
     scratch: dict[str, Any] = dict(
@@ -94,7 +94,7 @@ def _block(plan: QueryPlan, arrays: BackwardArrays, memory: QueryMemory):
 
 
 def _load(plan: QueryPlan, arrays: BackwardArrays, memory: QueryMemory, counter: Ref | None):
-    """The loader: for each tile its queries, then its key and value blocks from the last on."""
+    """Load each tile's queries, then its key and value blocks from the last to the first."""
     tiling, everyone = plan.tiling, plan.warpgroups + 1
 
     def load_block(name, stages, used, tile, t):
@@ -136,9 +136,9 @@ def _load(plan: QueryPlan, arrays: BackwardArrays, memory: QueryMemory, counter:
 
 
 class QueryWork(NamedTuple):
-    """A warpgroup's part of a tile. used: key blocks of this CUDA block's earlier tiles.
+    """A warpgroup's part of a tile. used: key blocks visited in this CUDA block's past tiles.
 
-    lse, delta, ids: of its queries.
+    lse, delta, ids: values of the warpgroup's queries.
     """
 
     plan: QueryPlan
@@ -152,7 +152,7 @@ class QueryWork(NamedTuple):
     ids: Any
 
     def afresh(self) -> "QueryWork":
-        """The same; but addresses computed from it are not kept in registers all the time."""
+        """Return a copy whose addresses the compiler recomputes instead of keeping in registers."""
         if self.plan.interpret:
             return self
         return self._replace(warpgroup=inline.opaque(self.warpgroup))
@@ -162,12 +162,12 @@ class QueryWork(NamedTuple):
 
     def free(self, name: str, slot: Index = 0):
         if self.plan.interpret:
-            plgpu.commit_smem()  # its reads are ordinary loads, which wgmma's are not
+            plgpu.commit_smem()  # interpreted wgmma reads by ordinary loads
         hopper.bar_arrive(self.plan.barrier(name) + slot, self.plan.warpgroups + 1)
 
 
 def _compute(plan: QueryPlan, arrays: BackwardArrays, memory: QueryMemory, warpgroup: Any):
-    """A computing warpgroup: 64 queries of each tile."""
+    """Compute one warpgroup's 64 queries of each tile."""
     for name, number in plan.barriers.items():
         for slot in range(number):
             hopper.bar_arrive(plan.barrier(name) + slot, plan.warpgroups + 1)
@@ -211,7 +211,7 @@ def _await_keys(work: QueryWork, t: Any):
 
 
 def _step(work: QueryWork, t: Any, n_steps: Any, dq: Any):
-    """What key block t adds to dq."""
+    """Add key block t's contribution to dq."""
     work = work.afresh()
     plan, memory, rows = work.plan, work.memory, work.rows()
     k_slot, v_slot = (
@@ -231,7 +231,7 @@ def _step(work: QueryWork, t: Any, n_steps: Any, dq: Any):
         _, slope = _probabilities(work, k_slot, work.tile.hi - 1 - t, s)
         pl.when(t == n_steps - 1)(lambda: work.free("q"))
         if plan.early:
-            # Here, as without a branch ptxas moves the wait for dp to before the exponentials.
+            # Waits here, because without a branch ptxas moves the wait for dp before the exp2's.
             pl.when(t < n_steps - 1)(lambda: _await_keys(work, t + 1))
         return slope
 
@@ -274,7 +274,7 @@ def _probabilities(work: QueryWork, k_slot: Any, block: Any, s: Any) -> tuple[An
 
 
 def _left(work: QueryWork, ds: Any) -> Any:
-    """As the left operand of a product: itself, in registers."""
+    """Return ds as the left operand of a matmul: in registers; in memory if interpreted."""
     if not work.plan.interpret:
         return ds
     ref = work.memory.registers.at[work.warpgroup]

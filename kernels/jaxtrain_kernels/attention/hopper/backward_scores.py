@@ -1,6 +1,6 @@
-"""From scores to probabilities in the Hopper backward kernels, on one warpgroup's registers.
+"""Probabilities and score gradients of the Hopper backward kernels, in one warpgroup's registers.
 
-The kernel of key blocks has its scores transposed [keys, queries], that of query blocks has not.
+Scores are transposed, [keys, queries], in the key-block kernel, but not in the query-block kernel.
 """
 
 import functools
@@ -22,17 +22,17 @@ def accumulator(rows: int, columns: int) -> plgpu.WGMMAAccumulatorRef:
 
 
 def finished(product: Ref, pending: int) -> jax.Array:
-    """A product's value, when at most the `pending` last ones still run."""
+    """Return a matmul's result, once at most the `pending` most recent matmuls still run."""
     return lax.optimization_barrier(plgpu.wgmma_accumulator_load(product, wait_n=pending))
 
 
 def narrow(plan: BackwardPlan, x: jax.Array) -> jax.Array:
-    """In 16 bits. The barrier makes all uses share the packed registers."""
+    """Cast to 16 bits. The barrier makes all uses share the packed registers."""
     return lax.optimization_barrier(x.astype(plan.dtype))
 
 
 def broadcast_rows(x: jax.Array, like: jax.Array, transposed: bool) -> jax.Array:
-    """A value a query over the matrix of scores."""
+    """Broadcast one value per query over the matrix of scores."""
     return lax.broadcast_in_dim(x, like.shape, [1 if transposed else 0])
 
 
@@ -44,9 +44,9 @@ def probabilities(
     visible_keys: Callable[[], jax.Array],
     transposed: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """(p, p times the derivative of the softcap) of scores: the first in 16 bits.
+    """Return (p, p times the softcap's derivative) of the scores; p in 16 bits.
 
-    lse: in units of log 2, a query. masked: whether visible(), a mask, is needed.
+    lse: log-sum-exp of each query in base 2. masked: whether the mask visible_keys() is needed.
     """
     factor = plan.scale * LOG2E
     if plan.softcap is not None:
@@ -65,7 +65,7 @@ def probabilities(
 def score_gradient(
     plan: BackwardPlan, slope: jax.Array, dp: jax.Array, delta: jax.Array, transposed: bool
 ) -> jax.Array:
-    """ds in 16 bits, without the scale."""
+    """Return ds in 16 bits, not yet scaled."""
     return (slope.astype(jnp.float32) * (dp - broadcast_rows(delta, dp, transposed))).astype(
         plan.dtype
     )
@@ -79,11 +79,11 @@ def visible_keys(
     ids: tuple[jax.Array, jax.Array] | None,
     transposed: bool,
 ) -> jax.Array:
-    """Which of the queries t0.. see which of the keys s0..: bool [64, width].
+    """Mask bool [64, width] of which queries from t0 on see which keys from s0 on.
 
-    ids: (of the rows, of the columns) where there are segments.
+    ids: segment ids (of the rows, of the columns), if there are segments.
     """
-    # Queries beyond the sequence, of no document or without keys have p = 0 through their lse.
+    # Padding queries, and queries without keys, have p = 0 because of their lse.
     shape, conditions = (64, width), []
     if plan.mask.causal:
         ahead = _column_less_row(plan, shape, t0 - s0 if transposed else s0 - t0)

@@ -1,4 +1,4 @@
-"""What the Hopper backward kernels need of each query: its log-sum-exp and its sum of p * dp."""
+"""Per-query inputs of the Hopper backward kernels: the log-sum-exp and the sum of p * dp."""
 
 import math
 from typing import Any
@@ -13,9 +13,9 @@ from jaxtrain_kernels.attention.hopper.common import LOG2E
 from jaxtrain_kernels.hopper import Interpret
 from jaxtrain_kernels.rows.hopper.launch import lanes_layout, launch, load, rows_layout
 
-# What stands for the log-sum-exp of a row without keys: exp2(score - NO_KEYS) = 0.
+# Replaces the log-sum-exp of a query without keys, so that exp2(score - NO_KEYS) = 0.
 NO_KEYS = 1e30
-ELEMENTS = 4096  # of a block: 4 vectors of 16 bytes a thread, of two arrays
+ELEMENTS = 4096  # per block and array: 4 vectors of 16 bytes per thread
 
 
 def row_stats(
@@ -27,17 +27,17 @@ def row_stats(
     zeros: bool = False,
     interpret: Interpret = False,
 ) -> list[Any]:
-    """float32 [B, N, 2, T']: lse in units of log 2; the sum over a row of p * dp, less dlse.
+    """Return float32 [B, N, 2, T']: lse in base 2; the sum over keys of p * dp, minus dlse.
 
-    That sum is the one of out * dout over the head's dims. T' is a multiple of `rows`; a query
-    beyond the sequence has no keys. With `zeros` also B T' N H zeros in one dimension, or None:
-    made here they take no memory before they are needed.
+    That sum equals the sum of out * dout over the head dim. T' is a multiple of `rows`; a padding
+    query has no keys. `zeros`: also return B T' N H zeros in one dimension, or None. Made in this
+    kernel, they take no memory before they are needed.
     """
     T, H = out_BTNH.shape[1], out_BTNH.shape[3]
     if H in (64, 128, 256) and T % math.lcm(rows, ELEMENTS // H) == 0:
         return _in_one_pass(out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, zeros, interpret)
     product_BTNH = out_BTNH.astype(jnp.float32) * dout_BTNH.astype(jnp.float32)
-    # Apart from what follows: XLA else gives each thread a whole row to read, 8 times as slow.
+    # The barrier stops a fusion in which each thread reads a whole row, 8 times as slow.
     delta_BNT = lax.optimization_barrier(product_BTNH.sum(-1)).swapaxes(1, 2)
     lse_BNT, delta_BNT = _finished(lse_BNT, delta_BNT, dlse_BNT)
     padding = (0, 0), (0, 0), (0, -T % rows)
@@ -61,7 +61,7 @@ def _in_one_pass(
 
     def row_stats(block, out_ref, dout_ref, lse_ref, *refs):
         *dlse_ref, stats_ref = refs[: len(refs) - zeros]
-        # The heads of the same queries are next to each other in memory.
+        # Heads vary fastest, because the heads of a query are adjacent in memory.
         b, t, n = lax.div(block, N * (T // rows)), lax.rem(lax.div(block, N), T // rows), block % N
         here = pl.ds(t * rows, rows)
         out, dout = (load(ref.at[b, here, n], layout) for ref in (out_ref, dout_ref))

@@ -1,7 +1,7 @@
-"""How the Hopper backward kernels hand out their tiles, and how they are launched.
+"""Tile scheduler and launch of the Hopper backward kernels.
 
 A tile is one block of keys (or of queries) of one head. CUDA blocks are persistent, and their
-loader tells the computing warpgroups through shared memory which tile comes next.
+load warpgroup writes the next tile to shared memory for the computing warpgroups.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class BackwardArrays(NamedTuple):
 
 
 class BackwardTile(NamedTuple):
-    """Block `block` of a head; it visits [lo, hi), of which [full_lo, full_hi) need no mask."""
+    """Block `block` of a head. It visits [lo, hi), of which [full_lo, full_hi) need no mask."""
 
     b: jax.Array
     head: jax.Array
@@ -46,13 +46,13 @@ class BackwardTile(NamedTuple):
         return (visited < self.full_lo) | (visited >= self.full_hi)
 
 
-# The shared memory by which tiles are handed out: a Tile, and place for what the counter said.
+# Shared memory of the tile scheduler: a BackwardTile, and the value read from the counter.
 def memory() -> pl.MemoryRef:
     return plgpu.SMEM((2, 8), jnp.int32)
 
 
 def counter(plan: BackwardPlan) -> Ref | None:
-    """Of tiles handed out, in device memory; None where each block knows its own."""
+    """Counter of scheduled tiles in device memory; None if the schedule is static."""
     if plan.tiling.dynamic and not plan.interpret and plan.blocks < plan.n_tiles:
         return pl.get_global(plgpu.SemaphoreType.REGULAR)
     return None
@@ -65,16 +65,16 @@ def load_tiles(
     count: Ref | None,
     every: Callable[[jax.Array, BackwardTile], jax.Array],
 ) -> None:
-    """The loader's loop: used = every(used, tile) for each tile.
+    """Run the load warpgroup's loop: used = every(used, tile) for each tile.
 
-    used: steps of this CUDA block's earlier tiles.
+    used: number of steps in this CUDA block's past tiles.
     """
 
     def load_tile(carry):
         used, number, tile = carry
         used = every(used, tile)
-        # Not before: a tile that is taken early waits for a long one's end. The others have two
-        # more steps to do, time enough.
+        # Not before: a tile that is taken early would wait until a long one ends. The computing
+        # warpgroups still have two steps to do, which is time enough.
         if count is None:
             number += plan.blocks
         else:
@@ -87,7 +87,7 @@ def load_tiles(
 
 
 def _read_tile(plan: BackwardPlan, ranges: Ref, number: jax.Array) -> BackwardTile:
-    """Tiles are numbered by group of heads, then from the heaviest block, then by head."""
+    """Return a tile. Their order: by group of heads, then from the heaviest block, then by head."""
     in_group = plan.group * plan.tile_blocks
     group, rest = lax.div(number, in_group), lax.rem(number, in_group)
     block = lax.div(rest, plan.group)
@@ -100,13 +100,13 @@ def _read_tile(plan: BackwardPlan, ranges: Ref, number: jax.Array) -> BackwardTi
 
 
 def tell_tile(memory: Ref, tile: BackwardTile) -> None:
-    """Before the loads whose barrier the others wait on."""
+    """Write the tile to shared memory, before the loads whose barrier the others wait on."""
     for i, x in enumerate(tile):
         memory[0, i] = x
 
 
 def tell_end(memory: Ref, loaded: Ref, arrivals: int) -> None:
-    """There is no more tile; loaded: the barrier on which the others wait for one."""
+    """Signal the end of the tiles. loaded: the barrier on which the others wait for a tile."""
     memory[0, 0] = -1
     for _ in range(arrivals):
         hopper.untyped.barrier_arrive(loaded)
@@ -115,7 +115,7 @@ def tell_end(memory: Ref, loaded: Ref, arrivals: int) -> None:
 def compute_tiles(
     memory: Ref, loaded: Ref, compute: Callable[[jax.Array, BackwardTile], jax.Array]
 ) -> None:
-    """The others' loop: used = compute(used, tile), from the used steps before to those after."""
+    """Run a computing warpgroup's loop: used = compute(used, tile), the steps done so far."""
 
     def following():
         hopper.untyped.barrier_wait(loaded)
@@ -136,7 +136,7 @@ def launch(
     arrays: list,  # or references
     interpret: hopper.Interpret,
 ):
-    """Results of the kernel `body`(references to arrays and results, scratch memory by name)."""
+    """Run the kernel `body`(references to arrays and results, scratch memory by name)."""
 
     def kernel(*refs):
         run = lambda **memory: body(refs, memory)

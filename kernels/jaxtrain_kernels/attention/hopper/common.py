@@ -1,4 +1,4 @@
-"""What the Mosaic GPU attention kernels share: the mask, and which blocks it leaves."""
+"""Mask of the Mosaic GPU attention kernels, and the ranges of blocks that it leaves visible."""
 
 import functools
 import math
@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels import hopper
 
 LOG2E = math.log2(math.e)
-# Where a row's maximum starts: finite, so that a row without keys has p = exp2(-inf - FLOOR) = 0
-# instead of NaN; and far below any score, so that exp2(FLOOR - maximum) = 0.
+# Initial value of a row's maximum. It is finite, so that a query without keys has
+# p = exp2(-inf - FLOOR) = 0 instead of NaN; and far below any score: exp2(FLOOR - maximum) = 0.
 FLOOR = -1e30
 
 
@@ -26,8 +26,8 @@ class Mask(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """How many heads the queries and the keys have, and where those of q, k, v and of v's gradient
-    begin in their arrays, which may be one and the same.
+    """Number of query heads and KV heads, and the index of the first head of q, k, v and of v's
+    gradient in their arrays, which may be one array.
     """
 
     N: int
@@ -39,12 +39,12 @@ class Heads(NamedTuple):
 
 
 def of_separate(q_BTNH: Any, k_BSKH: Any) -> Heads:
-    """The heads of arrays of their own."""
+    """Return the heads of q and k in separate arrays."""
     return Heads(q_BTNH.shape[2], k_BSKH.shape[2])
 
 
 def rows_to(x_T: jax.Array, like: jax.Array) -> jax.Array:
-    """A value per row, spread over the matrix."""
+    """Broadcast one value per row over the matrix."""
     return lax.broadcast_in_dim(x_T, like.shape, [0])
 
 
@@ -56,9 +56,10 @@ def is_visible(
     length: int | None,
     ids: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
-    """Which of the keys s0.. the queries t0.. see: bool [queries, keys] in wgmma's layout.
+    """Mask bool [queries from t0 on, keys from s0 on] in wgmma's layout.
 
-    length: of the sequence, where a block may reach beyond it; ids: (queries', keys') or None.
+    length: sequence length, if a block may reach beyond it; ids: segment ids (of the queries, of
+    the keys) or None.
     """
     t = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=hopper.MATRIX)
     s = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=hopper.MATRIX)
@@ -76,7 +77,7 @@ def is_visible(
 
 
 class BlockRanges(NamedTuple):
-    """Key blocks of a query block: visits [lo, hi), of which [full_lo, full_hi) need no mask."""
+    """Key blocks of a query block: it visits [lo, hi); [full_lo, full_hi) need no mask."""
 
     lo: Any
     full_lo: Any
@@ -87,12 +88,12 @@ class BlockRanges(NamedTuple):
 def block_ranges(
     mask: Mask, length: int, rows: int, columns: int, ids_BT: jax.Array | None
 ) -> BlockRanges:
-    """Per block of `rows` queries, in blocks of `columns` keys: int32 [B or 1, query blocks].
+    """Key blocks (`columns` keys) of each query block (`rows` queries): int32 [B or 1, blocks].
 
-    At least one block is visited, always as if it needed the mask (hi - 1 is not in the full
-    range). Without ids numpy computes it, so that it is known while tracing. With ids a block is
-    passed over where the smallest and largest id of its keys and of the queries do not overlap:
-    always right, and tight where ids grow along the row.
+    At least one block is visited, and the last one (hi - 1) always with the mask. Without ids numpy
+    computes the ranges, so they are static. With ids, a key block is skipped if the range of its
+    ids and that of the queries' ids do not overlap: always correct, and exact where ids increase
+    along the sequence.
     """
     n_rows, n_columns = -(-length // rows), -(-length // columns)
     first = np.arange(n_rows, dtype=np.int32)[None] * rows
@@ -112,7 +113,7 @@ def block_ranges(
         lo = jnp.minimum(jnp.where(inside, j, n_columns).min(-1), hi - 1)
         full &= (full_lo[..., None] <= j) & (j < full_hi[..., None]) & (j < hi[..., None] - 1)
         full_hi = jnp.where(full, j + 1, 0).max(-1)
-        # The last run of full blocks.
+        # Keep only the last run of full blocks.
         full_lo = jnp.where(~full & (j < full_hi[..., None]), j + 1, 0).max(-1)
     full_hi = xp.clip(full_hi, lo, hi - 1)
     full_lo = xp.clip(full_lo, lo, full_hi)
@@ -120,7 +121,7 @@ def block_ranges(
 
 
 def _block_ids(ids_BT: Any, length: int, rows: int, columns: int) -> tuple[Any, Any]:
-    """bool [B, query blocks, key blocks]: may share an id; have one and the same id throughout."""
+    """bool [B, query blocks, key blocks]: may share an id; all ids of both are equal."""
 
     def bounds(size):
         blocks = jnp.pad(ids_BT, ((0, 0), (0, -length % size))).reshape(len(ids_BT), -1, size)
@@ -130,6 +131,6 @@ def _block_ids(ids_BT: Any, length: int, rows: int, columns: int) -> tuple[Any, 
     row_lo, row_hi, row_all = (x[:, :, None] for x in bounds(rows))
     column_lo, column_hi, column_all = (x[:, None] for x in bounds(columns))
     some = (row_lo <= column_hi) & (column_lo <= row_hi)
-    # `all` counts padding too: a block is of one id where its least entry is that id.
+    # `*_all` is the minimum with padding: a block has a single id if this equals its maximum.
     full = (row_all == row_hi) & (column_all == column_hi) & (row_hi == column_hi) & (row_hi > 0)
     return some, full

@@ -1,4 +1,4 @@
-"""The differentiable function made of the forward and the backward kernel."""
+"""Differentiable attention from the Hopper forward and backward kernels."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxtrain_kernels.attention.hopper.forward import ForwardTiling
 
 
 class FlashOptions(NamedTuple):
-    """What is static in one call."""
+    """Static parameters of one call."""
 
     causal: bool
     window: int | None
@@ -35,7 +35,7 @@ def options(call: Call) -> FlashOptions:
 
 
 def flash(o: FlashOptions, q_BTNH, k_BSKH, v_BSKH, ids_BT):
-    """(out_BTNH, lse_BNT); a negative scale is a negative q, as maxima are taken before it."""
+    """Return (out_BTNH, lse_BNT). A negative sign moves to q: maxima are taken before scaling."""
     if o.scale < 0:
         q_BTNH, o = -q_BTNH, o._replace(scale=-o.scale)
     return _flash(o, q_BTNH, k_BSKH, v_BSKH, ids_BT)
@@ -72,7 +72,7 @@ _flash.defvjp(_flash_fwd, _flash_bwd)
 
 
 def gradients(o: FlashOptions, q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT, dout_BTNH):
-    """(dq, dk, dv) from the output and the LSE, which may be those of more keys than these."""
+    """Return (dq, dk, dv) from the output and the LSE, which may be over more keys than these."""
     sign = -1 if o.scale < 0 else 1
     o = o._replace(scale=sign * o.scale)
     residuals = sign * q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT
@@ -85,10 +85,10 @@ def folding(
     last_in: int | None = None,
     last_out: int | None = None,
 ) -> Callable[..., Any]:
-    """Under vmap, `function` of arrays [B, ...] takes the mapped axis as more rows of B.
+    """Make vmap fold the mapped axis into the batch dim of `function`, of arrays [B, ...].
 
-    The kernels hand out their tiles by a counter, which a batch of kernels would share. last_in,
-    last_out: the argument and the result that are [n, B * T].
+    The kernels schedule their tiles by a counter, which a batch of kernels would share. last_in,
+    last_out: index of the argument and of the result that are [n, B * T].
     """
     folded = custom_vmap(function)
 

@@ -2,11 +2,11 @@
 
 The design is FlashAttention-3's (arXiv:2407.08608): one warpgroup loads tiles by TMA, two or three
 others compute 64 query rows each. A computing warpgroup issues q k^T of the next key block and p v
-of this one together, and takes the softmax of the first while the second still runs; warpgroups may
-take turns at issuing, so that one's softmax hides under another's products. Blocks are persistent:
-the loader runs ahead into the next tile while the others finish the last one, and these issue the
-next tile's first product before they store their output. Tiles of work are handed out heaviest
-first, within groups of heads whose keys and values fit the L2 cache.
+of this one together, and computes the softmax of the first while the second still runs. Warpgroups
+may take turns at issuing, so that one's softmax overlaps another's matmuls. Blocks are persistent:
+the load warpgroup prefetches the next tile while the others finish the last one, and these issue
+the next tile's first matmul before they store their output. Tiles are scheduled heaviest first,
+within groups of heads whose keys and values fit the L2 cache.
 """
 
 from typing import Any
@@ -56,11 +56,11 @@ def forward(
     tiling: ForwardTiling | None = None,
     interpret: hopper.Interpret = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """Attention's output in q's dtype and its log-sum-exp in float32 (-inf for a row without keys).
+    """Return the output in q's dtype and the LSE in float32 (-inf for a query without keys).
 
-    bfloat16 or float16; N a multiple of K; H a multiple of 32 up to 256; scale > 0; any T; the
-    arguments otherwise as those of `attention`. heads: those of q, k and v in arrays with more
-    heads than theirs. interpret: plgpu.InterpretGPUParams, on a CPU.
+    bfloat16 or float16; N a multiple of K; H a multiple of 32 up to 256; scale > 0; any T. Other
+    arguments as in `attention`. heads: positions of q's, k's and v's heads, if their arrays have
+    other heads too. interpret: plgpu.InterpretGPUParams, to run on a CPU.
     """
     heads = heads or common.of_separate(q_BTNH, k_BSKH)
     (B, T, _, H), N = q_BTNH.shape, heads.N
@@ -87,7 +87,7 @@ def forward(
     )
     wanted = hopper.sm_count() if tiling.blocks is None else tiling.blocks or plan.n_tiles
     plan = plan._replace(blocks=min(wanted, plan.n_tiles))
-    # TMA needs whole rows of 8 tokens; it fills with zeros and drops what lies outside the arrays.
+    # TMA needs multiples of 8 tokens. Outside the arrays it reads zeros and drops writes.
     pad = lambda x: jnp.pad(x, [(0, -T % 8 if d == 1 else 0) for d in range(x.ndim)])
     arrays = [pad(x) for x in (q_BTNH, k_BSKH, v_BSKH)]
     runs = jnp.zeros_like(ranges.lo)
@@ -101,7 +101,7 @@ def forward(
 
 
 def _heads_together(heads: int, shared_by: int, kv_bytes: int, l2_bytes: int) -> int:
-    """The most heads, a divisor of all of them, whose keys and values fit `l2_bytes`."""
+    """Largest divisor of `heads` such that the keys and values of so many heads fit `l2_bytes`."""
     fit = max(1, l2_bytes // kv_bytes * shared_by)
     return max(d for d in range(1, min(fit, heads) + 1) if heads % d == 0)
 
@@ -111,9 +111,9 @@ def _extra_masked(ranges: common.BlockRanges) -> bool:
 
 
 def _limits(mask: Mask, ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """int32 [B, 3, T]: the first key that a query sees and the one after the last, its id; [B].
+    """int32 [B, 3, T]: a query's first visible key, one past its last, its segment id; bool [B].
 
-    The limits hold for the batch rows of the second result: where ids grow, if padding is left out.
+    The second result tells for which batch rows the limits hold: ids increase, except for padding.
     """
     B, T = ids_BT.shape
     t = jnp.arange(T, dtype=jnp.int32)[None]
@@ -132,7 +132,7 @@ def _limits(mask: Mask, ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _running_max(x_BT: Any, block: int = 128) -> Any:
-    """Of entries that are at least 0: two levels, each one fused kernel, in place of a scan."""
+    """Running maximum of entries >= 0: two levels, each one fused kernel, instead of a scan."""
     B, T = x_BT.shape
     x = jnp.pad(x_BT, ((0, 0), (0, -T % block))).reshape(B, -1, block)
     inside = jnp.where(np.tri(block, dtype=bool), x[:, :, None], 0).max(-1)

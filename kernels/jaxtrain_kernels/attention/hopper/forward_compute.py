@@ -1,4 +1,4 @@
-"""A computing warpgroup of the Hopper forward kernel: the order of its products and softmaxes."""
+"""Computing warpgroup of the Hopper forward kernel: the order of its matmuls and softmaxes."""
 
 import math
 
@@ -29,19 +29,19 @@ from jaxtrain_kernels.hopper import MATRIX, Index
 
 
 def compute(plan: ForwardPlan, arrays: ForwardArrays, memory: ForwardMemory, warpgroup: jax.Array):
-    """A computing warpgroup: 64 rows of each tile."""
+    """Compute one warpgroup's 64 rows of each tile."""
     tiling = plan.tiling
     everyone = tiling.warpgroups + 1
     for name, stages in (("q", tiling.q_stages), ("k", tiling.k_stages), ("v", tiling.v_stages)):
         for stage in range(stages):
             hopper.bar_arrive(plan.barrier(name) + stage, everyone)
     if tiling.turns:
-        # The last warpgroup gives the first its first turn.
+        # The last warpgroup lets the first one start.
         last = tiling.warpgroups - 1
         pl.when(warpgroup == last)(lambda: hopper.bar_arrive(plan.barrier("turn"), 2))
 
     def release_q(step):
-        """The output of that tile has left shared memory, or will have when this returns."""
+        """Wait until that tile's output has left shared memory, then free its memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         hopper.bar_arrive(plan.barrier("q") + lax.rem(step, tiling.q_stages), everyone)
 
@@ -79,7 +79,7 @@ def compute(plan: ForwardPlan, arrays: ForwardArrays, memory: ForwardMemory, war
 
 
 def _await_tile(work: ForwardWork) -> jax.Array:
-    """Its queries have been loaded; negative if there is no such tile."""
+    """Wait until the tile's queries are loaded. Returns a negative value if there is no tile."""
     plgpu.barrier_wait(work.memory.q_full.at[work.stage])
     return work.memory.tile[work.stage, 0]
 
@@ -103,12 +103,12 @@ def _first_scores(work: ForwardWork):
 
 
 def _dot(a, b):
-    """wgmma, where it is interpreted."""
+    """Stand-in for wgmma in interpret mode."""
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
 def _key_blocks(work: ForwardWork, state: SoftmaxState) -> SoftmaxState:
-    """The keys after the first; what is left is to add the values of all of the last block."""
+    """Process the keys after the first. The values of the last block are not yet added."""
     plan, tile, done = work.plan, work.tile, 1
     if plan.halves:
         state, done = _diagonal(work, state)
@@ -126,9 +126,9 @@ def _key_blocks(work: ForwardWork, state: SoftmaxState) -> SoftmaxState:
 
 
 def _diagonal(work: ForwardWork, state: SoftmaxState) -> tuple[SoftmaxState, Index]:
-    """The rest of the diagonal's block, that at the window's edge, and one more: how many blocks.
+    """Process the rest of the diagonal block, the window edge's block, one more; count them too.
 
-    In the first two, a warpgroup starts with the 64 keys that only a part of its rows sees.
+    In the first two, a warpgroup starts with the 64 keys that only some of its rows see.
     """
     plan, window = work.plan, work.plan.mask.window
     work.await_values(0)
@@ -184,9 +184,10 @@ def _step(
     mask: Mask | None,
     moves: bool = True,
 ) -> SoftmaxState:
-    """Scores and softmax of `keys`, while the products with the values of `before` run.
+    """Compute scores and softmax of `keys`, while the matmul with the values of `before` runs.
 
-    moves: on to another block. Blocks in halves are awaited by the caller, their keys also freed.
+    moves: whether `keys` are in another block than `before`. For blocks in halves, the caller waits
+    for the loads and frees the keys.
     """
     plan, turn = work.plan, work.plan.barrier("turn")
     tiling = plan.tiling
@@ -227,13 +228,13 @@ def _step(
 
             scores = pl.run_scoped(with_scores, _scores_accumulator(keys))
             # The barriers keep the compiler from moving the softmax out from between the waits for
-            # the two products.
+            # the two matmuls.
             scores = lax.optimization_barrier(scores)
             result = softmax(work, scores, keys, state, mask, whole)
             for ref, x in zip(results, (*lax.optimization_barrier(result[:-1]), result[-1])):
                 ref[...] = x
-            # This wait is here because ptxas moves the one for the second product to the start of
-            # its basic block, which without a branch in between would be before the softmax.
+            # This wait is a branch: ptxas moves the wait for the second matmul to the start of its
+            # basic block, which without a branch here would be before the softmax.
             await_next()
 
         p = plgpu.layout_cast(jnp.zeros((64, keys.width), jnp.float32), MATRIX)
@@ -247,13 +248,13 @@ def _step(
 
 
 def _await_last_values(work: ForwardWork):
-    """Unless the last block is the diagonal's, which has been waited for."""
+    """Wait for the last block's values, unless it is the diagonal block, already waited for."""
     last = work.blocks() - 1
     pl.when(last >= (1 if work.plan.halves else 0))(lambda: work.await_values(last))
 
 
 def _last_values(work: ForwardWork, state: SoftmaxState) -> SoftmaxState:
-    """Adds the last block's values."""
+    """Add the last block's values."""
     _await_last_values(work)
     values = work.v(work.all(work.blocks() - 1))
     if work.plan.interpret:
@@ -268,9 +269,9 @@ def _last_values(work: ForwardWork, state: SoftmaxState) -> SoftmaxState:
 def _last_values_and_next(
     work: ForwardWork, following: ForwardWork, arrays: ForwardArrays, state: SoftmaxState
 ):
-    """As _last_values, and stores the output while the next tile's first product runs.
+    """Add the last block's values; store the output while the next tile's first matmul runs.
 
-    Returns whether there is one (else negative), and its scores.
+    Returns a value that is negative if there is no next tile, and the next tile's scores.
     """
     plan, last, first = work.plan, work.blocks() - 1, following.first()
     values = work.v(work.all(last))
@@ -295,7 +296,7 @@ def _last_values_and_next(
         more_ref[...] = await_next()
 
         def with_scores(scores):
-            # If there is no next tile, this multiplies what is left of earlier ones.
+            # If there is no next tile, this multiplies stale data of earlier ones.
             plgpu.wgmma(scores, following.q(), following.k(first).T)
             result = lax.optimization_barrier(plgpu.wgmma_accumulator_load(out, wait_n=1))
             work.free("v", last)
@@ -311,7 +312,7 @@ def _last_values_and_next(
 
 
 def _finish(work: ForwardWork, arrays: ForwardArrays, state: SoftmaxState):
-    """Normalises, and stores through the shared memory that held the queries."""
+    """Normalize the output and store it through the shared memory that held the queries."""
     plan, memory, tile = work.plan, work.memory, work.tile
     total = state.total.sum(axis=1)
     some = total > 0
@@ -323,7 +324,7 @@ def _finish(work: ForwardWork, arrays: ForwardArrays, state: SoftmaxState):
     plgpu.commit_smem()
     row = tile["row"] + work.warpgroup * 64
 
-    # This branch, too, keeps a wait for a product from moving up: that of the next tile.
+    # This branch, too, keeps a wait for a matmul (the next tile's) from moving up.
     @pl.when(row < plan.T)
     def _():
         at = tile["batch"], tile["head"], pl.ds(row, 64)

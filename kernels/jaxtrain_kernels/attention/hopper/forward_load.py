@@ -1,4 +1,4 @@
-"""The Hopper forward kernel's plan, shared memory, and the warpgroup that loads tiles by TMA."""
+"""Plan, shared memory and load warpgroup (by TMA) of the Hopper forward kernel."""
 
 from typing import Any, NamedTuple
 
@@ -13,26 +13,26 @@ from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.hopper.common import Heads, Mask
 from jaxtrain_kernels.hopper import Index, Ref
 
-# What the loader tells the others about a tile, as int32 in shared memory. runs: whether each id
-# of that batch row fills one run of tokens.
+# Fields of a tile, which the load warpgroup writes to shared memory as int32. runs: whether each
+# segment id of that batch row is one contiguous run of tokens.
 TILE = ("batch", "head", "row", "lo", "full_lo", "full_hi", "hi", "runs")
 
 
 class ForwardTiling(NamedTuple):
-    """block_kv: keys a step; warpgroups: that compute, of 64 query rows each.
+    """block_kv: keys per step. warpgroups: number that compute, 64 query rows each.
 
-    k_stages, v_stages, q_stages: tiles of each that are in shared memory at once.
-    turns: whether warpgroups take turns at issuing products.
-    blocks: CUDA blocks; None = one a multiprocessor, 0 = one a tile of work.
-    dynamic: whether a block takes the next tile from a counter, or every `blocks`-th tile.
-    l2_bytes: of keys and values that the tiles in flight should share.
-    ahead: whether the next tile's first product is issued before the epilogue of this one (if there
-        are two q_stages).
-    halves: whether the diagonal's block, and the one at a window's edge, are worked on 64 keys at a
-        time, and only where seen.
-    lazy: by how many powers of two a row's scores may pass the maximum that they are taken
-        relative to, before the output is rescaled to a new one.
-    polynomial: one in how many groups of 8 keys is exponentiated without the exponential unit.
+    k_stages, v_stages, q_stages: number of tiles of each in shared memory at once.
+    turns: whether warpgroups take turns at issuing matmuls.
+    blocks: number of CUDA blocks; None = one per multiprocessor, 0 = one per tile.
+    dynamic: whether a block takes its next tile from a counter (else every `blocks`-th tile).
+    l2_bytes: L2 cache for the keys and values that the tiles in flight share.
+    ahead: whether the next tile's first matmul is issued before this one's epilogue (if there are
+        two q_stages).
+    halves: whether the diagonal block, and the one at a window's edge, are processed 64 keys at a
+        time, and only where visible.
+    lazy: powers of two by which a row's scores may exceed its current maximum before the output is
+        rescaled to a new maximum (0 = always rescaled).
+    polynomial: one in so many groups of 8 keys uses a polynomial, not the exponential unit.
     """
 
     block_kv: int = 128
@@ -51,7 +51,7 @@ class ForwardTiling(NamedTuple):
 
 
 class ForwardPlan(NamedTuple):
-    """Everything that is known while tracing."""
+    """Static parameters of the kernel."""
 
     B: int
     T: int
@@ -65,10 +65,10 @@ class ForwardPlan(NamedTuple):
     segments: bool
     tiling: ForwardTiling
     blocks: int
-    group: int  # heads that are worked on together
+    group: int  # heads that are processed together, to share the L2 cache
     extra_masked: bool  # some tile has more blocks to mask than the first it visits
     interpret: bool
-    heads: Heads  # where they begin
+    heads: Heads  # where the heads begin in their arrays
 
     @property
     def rows(self) -> int:
@@ -88,7 +88,7 @@ class ForwardPlan(NamedTuple):
 
     @property
     def halves_left(self) -> bool:
-        """Also of the block at the window's edge, which then is the only other to mask."""
+        """Whether the window edge's block is in halves too; then no other block needs a mask."""
         window, block = self.mask.window, self.tiling.block_kv
         aligned = window is not None and window % block == 0 and window >= 2 * block
         return self.halves and aligned and not self.segments
@@ -99,11 +99,11 @@ class ForwardPlan(NamedTuple):
 
     @property
     def first_keys(self) -> int:
-        """How many keys a tile's first product is with."""
+        """Number of keys in a tile's first matmul."""
         return 64 if self.halves else self.tiling.block_kv
 
     def barrier(self, name: str) -> int:
-        """Hardware barriers: 0 is CUDA's, and 1 up to the number of warpgroups Mosaic's."""
+        """First hardware barrier of a name. CUDA uses 0, Mosaic 1 to the number of warpgroups."""
         sizes = {"turn": self.tiling.warpgroups, "k": self.tiling.k_stages}
         sizes |= {"v": self.tiling.v_stages, "q": self.tiling.q_stages}
         at = self.tiling.warpgroups + 2
@@ -115,9 +115,9 @@ class ForwardPlan(NamedTuple):
 
 
 class ForwardMemory(NamedTuple):
-    """Shared memory. *_full: loaded; that one is free, named barriers.
+    """Shared memory. *_full: load barriers; hardware barriers free slots.
 
-    q: also for the output. tile: see TILE. limits: of the keys that a row sees, and its id.
+    q: also holds the output. tile: see TILE. limits: range of keys that a row sees, its segment id.
     """
 
     q: Any
@@ -144,7 +144,7 @@ class ForwardArrays(NamedTuple):
 
 
 def key_block(t: Index, tile: dict[str, jax.Array]) -> jax.Array:
-    """The t-th key block visited: those to mask from the right, then from the left, then others."""
+    """The t-th key block visited: masked ones from the right, then from the left, then others."""
     right = tile["hi"] - tile["full_hi"]
     masked = right + tile["full_lo"] - tile["lo"]
     from_left = tile["full_lo"] - 1 - (t - right)
@@ -153,7 +153,7 @@ def key_block(t: Index, tile: dict[str, jax.Array]) -> jax.Array:
 
 
 def load(plan: ForwardPlan, arrays: ForwardArrays, memory: ForwardMemory, counter: Ref | None):
-    """The loader: for each tile its queries, then its key and value blocks in visiting order."""
+    """Load each tile's queries, then its key and value blocks in visiting order."""
     tiling = plan.tiling
     width, everyone = tiling.block_kv, tiling.warpgroups + 1
 
@@ -188,7 +188,7 @@ def load(plan: ForwardPlan, arrays: ForwardArrays, memory: ForwardMemory, counte
             )
 
         load_block(0, None)
-        # The first block is on its way: time to find out about the next tile.
+        # While the first block is being loaded, find the next tile.
         number = _next_tile(plan, memory, counter, number)
         following = _read_tile(plan, arrays, jnp.minimum(number, plan.n_tiles - 1))
         blocks = tile["hi"] - tile["lo"]
@@ -206,7 +206,7 @@ def load(plan: ForwardPlan, arrays: ForwardArrays, memory: ForwardMemory, counte
 
 
 def _read_tile(plan: ForwardPlan, arrays: ForwardArrays, number: jax.Array) -> dict[str, jax.Array]:
-    """Tiles are numbered by group of heads, then from the last rows, then by head."""
+    """Return a tile. Their order: by group of heads, then from the last rows, then by head."""
     in_group = plan.group * plan.row_blocks
     group, rest = lax.div(number, in_group), lax.rem(number, in_group)
     block = plan.row_blocks - 1 - lax.div(rest, plan.group)

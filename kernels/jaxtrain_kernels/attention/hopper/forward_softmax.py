@@ -1,4 +1,4 @@
-"""The online softmax of the Hopper forward kernel, on one warpgroup's scores in registers."""
+"""Online softmax of the Hopper forward kernel, on one warpgroup's scores in registers."""
 
 import functools
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ from jaxtrain_kernels.attention.hopper.common import FLOOR, LOG2E, Mask
 from jaxtrain_kernels.attention.hopper.forward_load import ForwardMemory, ForwardPlan, key_block
 from jaxtrain_kernels.hopper import MATRIX, ROWS, Index, Ref
 
-GROUP = 8  # neighbouring columns, of which a thread holds two
+GROUP = 8  # adjacent columns; a thread holds two of them
 # 2^x = 2^round(x) * 2^f for f in [-1/2, 1/2], with least-squares coefficients; relative error 1e-4.
 EXP2 = (0.05517, 0.24261, 0.69325, 0.99992)
-# Adding it rounds a float of less than 2^22 to an integer, which is then in the low bits.
+# Adding this rounds a float below 2^22 to an integer, which is then in the low bits.
 ROUND = 1.5 * 2**23
 
 
@@ -38,7 +38,7 @@ class Keys(NamedTuple):
 
 
 class ForwardWork(NamedTuple):
-    """A warpgroup's part of a tile. used: key blocks of this CUDA block's earlier tiles."""
+    """A warpgroup's part of a tile. used: key blocks visited in this CUDA block's past tiles."""
 
     plan: ForwardPlan
     memory: ForwardMemory
@@ -69,7 +69,7 @@ class ForwardWork(NamedTuple):
         return self.memory.v.at[self.v_slot(keys.t), keys.slice()]
 
     def first(self) -> Keys:
-        """The keys of the tile's first product: those of the diagonal, or the whole block."""
+        """Keys of the tile's first matmul: those on the diagonal, or the whole block."""
         halves = self.plan.halves
         return Keys(0, self.warpgroup * 64 if halves else 0, self.plan.first_keys)
 
@@ -77,7 +77,7 @@ class ForwardWork(NamedTuple):
         return Keys(t, 0, self.plan.tiling.block_kv)
 
     def await_keys(self, t: Index) -> None:
-        """Key block t has been loaded, if the tile has it."""
+        """Wait until key block t is loaded, if the tile has it."""
         loaded = self.memory.k_full.at[self.k_slot(t)]
         pl.when(t < self.blocks())(lambda: plgpu.barrier_wait(loaded))
 
@@ -86,16 +86,16 @@ class ForwardWork(NamedTuple):
 
     def free(self, name: str, t: Index) -> None:
         if self.plan.interpret:
-            plgpu.commit_smem()  # its reads are ordinary loads, which wgmma's are not
+            plgpu.commit_smem()  # interpreted wgmma reads by ordinary loads
         slot = self.k_slot(t) if name == "k" else self.v_slot(t)
         hopper.bar_arrive(self.plan.barrier(name) + slot, self.plan.tiling.warpgroups + 1)
 
 
 class SoftmaxState(NamedTuple):
-    """The online softmax. p: of the last keys, whose values are still to be added to `out`.
+    """Online softmax. p: probabilities of the last keys, whose values are not yet in `out`.
 
-    peak: what the scores are taken relative to, in units of log 2: a row's maximum so far, or up to
-    `lazy` less; total: sums of p, over every eighth key.
+    peak: subtracted from the scores, in base 2: a row's maximum so far, or up to `lazy` less.
+    total: partial sums of p, each over every eighth key.
     """
 
     out: Any
@@ -113,10 +113,10 @@ def no_state(plan: ForwardPlan) -> SoftmaxState:
 def softmax(
     work: ForwardWork, scores, keys: Keys, state: SoftmaxState, mask: Mask | None, free: bool = True
 ):
-    """(p in float32, new peak, new total, factor for what was summed up before, `shrinks` of it).
+    """Return (p in float32, new peak, new total, factor of the earlier sums, its `shrinks`).
 
-    mask: what of the kernel's hides some of these keys. free: the key block, as soon as nothing
-    needs it.
+    mask: the part of the kernel's mask that hides some of these keys. free: free the key block as
+    soon as it is no longer needed.
     """
     plan = work.plan
     factor = plan.scale * LOG2E
@@ -137,7 +137,7 @@ def softmax(
         peak = jnp.maximum(peak, state.peak)
     shrink = jnp.exp2(state.peak - peak)
     p = _exp2(scores * factor - common.rows_to(peak, scores), plan if mask is None else None)
-    # Sums over a row need other threads' values: once a tile is enough.
+    # A sum over a row needs other threads' values, so it is taken only once per tile.
     parts = _groups(p)
     while len(parts) > 1:
         odd = parts[len(parts) // 2 * 2 :]
@@ -147,7 +147,7 @@ def softmax(
 
 
 def rescaled(plan: ForwardPlan, out, shrink, anywhere):
-    """`out`, its rows times `shrink`, which is not 1 `anywhere` (see `shrinks`)."""
+    """Multiply the rows of `out` by `shrink`; anywhere: 0 if all factors are 1 (see `shrinks`)."""
     if not plan.tiling.lazy or plan.interpret:
         return out * common.rows_to(shrink, out)
 
@@ -173,7 +173,7 @@ def rescaled(plan: ForwardPlan, out, shrink, anywhere):
 
 
 def shrinks(plan: ForwardPlan, shrink: jax.Array) -> jax.Array:
-    """int32: whether some row of a warp's shrinks, the same in all of its threads."""
+    """int32, equal in all threads of a warp: whether any row of the warp has a factor != 1."""
     if not plan.tiling.lazy or plan.interpret:
         return jnp.int32(1)
 
@@ -205,7 +205,7 @@ def _groups(x) -> list:
 
 
 def _exp2(x, plan: ForwardPlan | None):
-    """2^x, with a part of it by polynomial if there is a plan."""
+    """2^x, some groups of columns by polynomial if a plan is given."""
     if plan is None or plan.tiling.polynomial is None:
         return jnp.exp2(x)
     every = plan.tiling.polynomial
@@ -217,11 +217,11 @@ def _exp2(x, plan: ForwardPlan | None):
 
 
 def _exp2_polynomial(x, plan: ForwardPlan):
-    """2^x on the units that multiply and add, for x < 128 (2^-126 for what is smaller)."""
+    """2^x by multiply-adds, for x < 128 (2^-126 for x < -126)."""
     x = jnp.maximum(x, -126.0)
     rounded = x + ROUND
     if plan.interpret:
-        rounded = lax.optimization_barrier(rounded)  # XLA would add the two constants up
+        rounded = lax.optimization_barrier(rounded)  # XLA would fold the two constants
     fraction = x - (rounded - ROUND)
     y = jnp.full_like(x, EXP2[0])
     for coefficient in EXP2[1:]:
@@ -231,7 +231,7 @@ def _exp2_polynomial(x, plan: ForwardPlan):
 
 
 def _masked(work: ForwardWork, scores, keys: Keys, mask: Mask):
-    """`scores`, -inf for what a query does not see."""
+    """Return the scores, -inf where masked."""
     plan = work.plan
     t0 = work.tile["row"] + work.warpgroup * 64
     s0 = key_block(keys.t, work.tile) * plan.tiling.block_kv + keys.offset
@@ -245,7 +245,7 @@ def _masked(work: ForwardWork, scores, keys: Keys, mask: Mask):
     def by_ids(scores):
         key_ids = work.memory.k_ids.at[work.k_slot(keys.t), keys.slice()]
         ids = _load_rows(work, 2), plgpu.load(key_ids, layout=hopper.COLUMNS)
-        # Beyond the sequence there is no id.
+        # Past the end of the sequence the id is 0, so the length needs no check.
         seen = common.is_visible(plan.mask, t0, s0, scores.shape, None, ids)
         return jnp.where(seen, scores, -jnp.inf)
 
@@ -261,7 +261,7 @@ def _columns() -> jax.Array:
 
 
 def _limits(plan: ForwardPlan, mask: Mask, t0: Any, s0: Any) -> tuple[Any, Any]:
-    """Of the keys s0.. a row sees those from the first to before the second; None = no such."""
+    """First visible key of each row and one past its last, relative to s0; None = no limit."""
     t = plgpu.broadcasted_iota(jnp.int32, (64, GROUP), 0, layout=MATRIX) + (t0 - s0)
     start = None if mask.window is None else t - mask.window
     if mask.causal:
@@ -272,9 +272,9 @@ def _limits(plan: ForwardPlan, mask: Mask, t0: Any, s0: Any) -> tuple[Any, Any]:
 
 
 def _within(scores, start, end):
-    """-inf before column `start` and from column `end` on; both of shape [64, GROUP] or None."""
-    # A thread's columns in a group differ from those in the first by a constant: a comparison is
-    # one instruction.
+    """Set -inf before column `start` and from column `end` on; both [64, GROUP] or None."""
+    # A thread's columns in a group differ from those in the first group by a constant, so that a
+    # comparison is one instruction.
     before = None if start is None else _columns() - start
     after = None if end is None else _columns() - end
     parts = []

@@ -1,7 +1,7 @@
-"""Attention of new tokens against keys and values in pages, one token a row or many.
+"""Attention of new tokens, one or many per sequence, over a paged KV cache.
 
-`triton` reads the pages where they are, for a few new tokens a row. `xla` and `reduce` gather them
-to a copy first, for any number of tokens and for one.
+`triton` reads the pages in place, best with a few new tokens per sequence. `xla` (any number of
+tokens) and `reduce` (one token) first gather the pages into a copy.
 """
 
 from jaxtyping import Array, Float, Int
@@ -29,13 +29,13 @@ def paged_attention(
     scale: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Queries at positions starts_B + t over the keys of each row's pages, up to their own.
+    """Causal attention of queries at positions starts_B + t over the pages of their sequence.
 
     k_PpKH, v_PpKH: P pages of p tokens, in the inputs' dtype or in 8 bits (`quantize`). table_BW:
-    the pages of each row in its order; entries behind its last are any valid number. starts_B,
-    counts_B: tokens before the new ones, and new ones, whose keys are in the pages already. What
-    the pages hold elsewhere is masked, but must be finite. window, softcap and scale as in
-    `attention`. Queries from counts_B on (padding, an idle row) give 0.
+    page table, the pages of each sequence in order; entries after its last page are any valid page.
+    starts_B: number of tokens before the new ones. counts_B: number of new tokens, whose keys are
+    already in the pages. Other entries of the pages are masked, but must be finite. window, softcap
+    and scale as in `attention`. Queries from counts_B on (padding, an idle slot) give 0.
 
     implementation: `triton`, `xla`, `reduce` or `reference`; None = `triton` where it can serve,
     else `xla`.
@@ -52,7 +52,7 @@ def paged_attention(
 
 
 def reasons(q_BTNH: Float[Array, "B T N H"], k_PpKH: Pages) -> dict[str, str | None]:
-    """Of each backend, why it cannot serve such queries and pages; None = it can."""
+    """Reasons why each backend cannot serve such queries and pages; None = it can."""
     values = k_PpKH.values_BSKH if isinstance(k_PpKH, Quantized) else k_PpKH
     return {
         "triton": triton.supports(target(), q_BTNH, values),

@@ -1,5 +1,5 @@
-"""New tokens of rows to their places in pages. `triton` writes keys and values in one launch, in
-place; `xla` scatters each array.
+"""Append new tokens to KV pages. `triton` writes keys and values in one launch, in place; `xla`
+scatters each array.
 """
 
 import functools
@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from jaxtrain_kernels.dispatch import Target, choose_backend, target, triton_unsupported
 from jaxtrain_kernels.matmul.few_rows import are_fused
 
-MOST_TOKENS = 256  # of a call, that a program each writes
+MOST_TOKENS = 256  # per call; one program writes one head of a token
 
 
 def paged_append(
@@ -24,11 +24,11 @@ def paged_append(
     *,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
-    """Arrays of pages [P, p, ..] with new tokens [B, T, ..] of the same kind.
+    """Write new tokens [B, T, ..] into arrays of pages [P, p, ..] and return those arrays.
 
-    Token t of row b is at place (starts_B[b] + t) of the pages table_BW[b]; of tokens from
-    counts_B[b] on nothing is kept. implementation: `triton` or `xla`; None = the first that can
-    serve, or `xla` where `few_rows.preferring` leaves the passes between products to XLA.
+    Token t of sequence b goes to position starts_B[b] + t of its pages table_BW[b]; tokens from
+    counts_B[b] on are dropped. implementation: `triton` or `xla`; None = the first that can serve,
+    or `xla` where `few_rows.preferring` leaves the operations between matmuls to XLA.
     """
     reasons = {"triton": supports(target(), new), "xla": None}
     if implementation is None and not are_fused():
@@ -53,25 +53,25 @@ def supports(on: Target, new: tuple[Any, ...]) -> str | None:
 
 
 def xla(pages, new, table_BW, starts_B, counts_B):
-    """As the public function."""
+    """Backend of the public function: one scatter per array."""
     T, (count, size) = new[0].shape[1], pages[0].shape[:2]
     positions_BT = starts_B[:, None] + jnp.arange(T)[None]
     real_BT = jnp.arange(T)[None] < counts_B[:, None]
     page_BT = jnp.take_along_axis(table_BW, positions_BT // size, 1, mode="clip")
-    page_BT = jnp.where(real_BT, page_BT, count)  # beyond the last: dropped
+    page_BT = jnp.where(real_BT, page_BT, count)  # out of range: dropped
     put = lambda old, x: old.at[page_BT, positions_BT % size].set(x, mode="drop")
     return tuple(map(put, pages, new))
 
 
 def triton(pages, new, table_BW, starts_B, counts_B, *, interpret=False):
-    """As the public function."""
+    """Backend of the public function: one kernel for all arrays."""
     numbers = table_BW, starts_B, counts_B
     return tuple(_append(interpret, tuple(pages), tuple(new), *numbers))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _append(interpret: bool, pages, new, table_BW, starts_B, counts_B):
-    """A program: token x head. One trace, and one kernel, for all calls of a shape."""
+    """One program per token and head. All calls of a shape share one trace and one kernel."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 

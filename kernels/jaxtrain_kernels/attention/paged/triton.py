@@ -1,14 +1,14 @@
-"""Attention over pages without a copy of them, in Triton through Pallas: Ampere and newer.
+"""Attention over KV pages, read in place, in Pallas Triton: Ampere and newer.
 
-A program reads its part (a split) of a row's keys and values of one head, each once, where the
-row's table of pages says they are; the queries of all new tokens and of all heads that share the
-keys are the rows of its matmuls. The splits have a softmax each, which a second kernel joins by
-their log-sum-exp (flash-decoding). Programs share what a row holds, not what its table has room
-for: a short row's are short.
+A program reads one split of a sequence's keys and values of one KV head, each once, from the pages
+in the page table. The queries of all new tokens, and of all heads that share the KV head, are the
+rows of its matmuls. Each split has its own softmax; a second kernel joins the splits by their
+log-sum-exp (flash-decoding). The splits divide the tokens that a sequence has, not the capacity of
+its page table: a short sequence has short splits.
 
-XLA compiles what Pallas makes like its own kernels, so that it may be a part of a CUDA graph, which
-kernels of jax-triton may not; launches are most of the time of a small model's decoding. JAX plans
-to remove this backend of Pallas.
+XLA compiles Pallas kernels like its own, so they can be part of a CUDA graph; jax-triton's kernels
+cannot. Launches take most of the time of a small model's decoding. JAX plans to remove this backend
+of Pallas.
 """
 
 import functools
@@ -25,12 +25,12 @@ from jaxtrain_kernels.attention.triton import chip
 from jaxtrain_kernels.dispatch import Target, target, triton_unsupported
 
 Ref = Any  # a kernel's reference to memory, for which Pallas has no public type
-MOST_QUERIES = 64  # of a head of keys, in a program
-PROCESSORS = 132  # of a Hopper
-JOINED = 64  # splits in a step of joining them
+MOST_QUERIES = 64  # per KV head, in one program
+PROCESSORS = 132  # multiprocessors (SMs) of a Hopper GPU
+JOINED = 64  # splits that the join kernel reads per step
 MANY_RESULTS = 2**13
 LOG2E = math.log2(math.e)
-# Four signed bytes become float16: 128 more behind the 10 bits of 1024, minus 1152.
+# Four int8 become float16: x + 128 in the low mantissa bits of 1024, minus 1152.
 FOUR_BYTES = """{
 .reg .b32 bytes, high, more;
 xor.b32 bytes, $2, 0x80808080;
@@ -44,9 +44,9 @@ sub.f16x2 $1, $1, more;
 
 
 class PageTile(NamedTuple):
-    """Tokens that a program reads in a step, and programs that share a row's head.
+    """Tokens that a program reads per step, and programs that share a sequence's KV head.
 
-    warps and software pipeline stages are of the program that reads the keys.
+    warps and (software pipeline) stages: of the kernel that reads the keys.
     """
 
     tokens: int
@@ -56,22 +56,22 @@ class PageTile(NamedTuple):
 
 
 class PagePlan(NamedTuple):
-    """What is compiled into the kernels of one call. Rows of a matmul: queries, and padding."""
+    """Compile-time constants of one call's kernels. rows: of a matmul, queries and padding."""
 
     tile: PageTile
-    queries: int  # T * G, query t of head g is row t * G + g
+    queries: int  # T * G; query t of head g is row t * G + g
     rows: int
     G: int
-    columns: int  # of a head, and padding
+    columns: int  # channels of a head, and padding
     quantized: bool
     interpret: bool
     window: int | None
-    factor: float  # of q k^T to a score in base 2; with a softcap, to the power of its tanh
+    factor: float  # from q k^T to a score in base 2; with a softcap, to its tanh's exponent
     softcap: float | None
 
 
 def supports(on: Target, q_BTNH: Any, values_PpKH: Any) -> str | None:
-    """The reason why a call cannot be served; None = it can. values_PpKH: keys of the pages."""
+    """Why this backend cannot serve the call; None = it can. values_PpKH: keys of the pages."""
     cc = on.compute_capability
     if reason := triton_unsupported(on):
         return reason
@@ -91,20 +91,20 @@ def supports(on: Target, q_BTNH: Any, values_PpKH: Any) -> str | None:
 
 
 def tile_of(programs: int, tokens: int, bytes_each: int, results: int, kind: str) -> PageTile:
-    """programs: rows * heads of keys. tokens: that a row may hold. bytes_each: of one's key.
+    """Choose the tile. programs: sequences * KV heads. tokens: most of a sequence. bytes_each: of a
+    token's key. results: output size of the matmul with the values; a large one needs twice the
+    registers. kind: size class of the chip's shared memory (`chip`).
 
-    A step reads 32 KiB of keys and values, while those of two steps more are on their way. Two
-    programs a processor fit beside each other: splits make one such wave, of at least two steps
-    each. results: of a matmul with values; many need twice the registers. kind: of the chip's
-    shared memory, `chip`.
+    A step reads 32 KiB of keys and values, while the loads of two more steps are in flight. Two
+    programs fit on a multiprocessor: the splits make one such wave, of at least two steps each.
 
-    In bf16 an H100 reads at 83% (2 x 16,384 tokens) to 97% (256 x 640) of a copy's rate so. At 64 x
-    4,096 4 splits gain 7%, and lose 5% in 8 bits. Other steps were not tried.
+    So an H100 reads bf16 at 83% (2 x 16,384 tokens) to 97% (256 x 640) of a copy's rate. At 64 x
+    4,096, 4 splits gain 7% in bf16 and lose 5% in 8 bits. Other step sizes were not tried.
     """
     many = results > MANY_RESULTS
     step = min(128, max(32, 2 ** round(math.log2(2**14 / bytes_each)))) // (1 + many)
     splits = min(max(1, tokens // (2 * step)), max(1, 2 * PROCESSORS // programs))
-    # Where a page's number is loaded first, Triton has (stages - 2) / 2 steps on their way.
+    # Because the page index is loaded first, Triton has (stages - 2) / 2 steps in flight.
     return PageTile(step, splits, warps=8 if many else 4, stages=4 if kind == "small" else 6)
 
 
@@ -113,9 +113,9 @@ def paged_attention(
     *, window: int | None, softcap: float | None, scale: float, tile: PageTile | None = None,
     splits: int | None = None, interpret: bool = False,
 ) -> Any:  # fmt: skip
-    """As the public function. splits: those of `tile_of`, otherwise. interpret: on a CPU.
+    """Backend of the public function. splits: override those of `tile_of`. interpret: on a CPU.
 
-    Where a row has more queries than a program takes, blocks of them are rows of their own.
+    If a sequence has more queries than a program takes, each block of them becomes a sequence.
     """
     (B, T, N, H), values = q_BTNH.shape, jax.tree.leaves(k_PpKH)[0]
     if T * N // values.shape[2] > MOST_QUERIES:
@@ -176,7 +176,7 @@ def decode_attention(
     *, window: int | None, softcap: float | None, scale: float, splits: int | None,
     interpret: bool = False,
 ) -> Any:  # fmt: skip
-    """As the public `decode_attention`: a row of its cache is one page."""
+    """Backend of the public `decode_attention`: each sequence's cache is one page."""
     table_B1 = jnp.arange(len(q_BNH), dtype=jnp.int32)[:, None]
     counts_B = jnp.minimum(lengths_B, 1)
     return paged_attention(
@@ -186,20 +186,20 @@ def decode_attention(
 
 
 class PageRow(NamedTuple):
-    """What a program needs of its row, and which query and channel each place of a tile is."""
+    """A program's sequence, and the query and channel of each row and column of its tile."""
 
     b: jax.Array
     k: jax.Array
     start: jax.Array
     count: jax.Array
-    end: jax.Array  # behind its last key
+    end: jax.Array  # one past its last key
     t_R: jax.Array
     n_R: jax.Array
     h_C: jax.Array
 
 
 def paged_attention_split(plan: PagePlan, q_ref: Ref, *refs: Ref) -> None:
-    """A program: head of keys x split x row."""
+    """Kernel with one program per KV head, split and sequence."""
     arrays = 4 if plan.quantized else 2
     kv_refs, (table_ref, starts_ref, counts_ref, *out_refs) = refs[:arrays], refs[arrays:]
     k, split, b = (pl.program_id(i) for i in range(3))
@@ -236,7 +236,7 @@ def paged_attention_split(plan: PagePlan, q_ref: Ref, *refs: Ref) -> None:
 
 
 def _steps(plan: PagePlan, row: PageRow, split: jax.Array) -> tuple[Any, Any]:
-    """The first step of the split, and the one behind its last."""
+    """First step of the split, and one past its last step."""
     size = plan.tile.tokens
     last = jax.lax.div(row.end + (size - 1), size)
     first = 0
@@ -248,7 +248,7 @@ def _steps(plan: PagePlan, row: PageRow, split: jax.Array) -> tuple[Any, Any]:
 
 
 def _as_float16(plan: PagePlan, q_RC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Queries of at most 1, and what makes scores of their products."""
+    """Queries in float16, scaled to at most 1, and the factor from their products to scores."""
     wide_RC = q_RC.astype(jnp.float32)
     largest_R1 = jnp.abs(wide_RC).max(1)[:, None]
     q_RC = wide_RC / jnp.where(largest_R1 == 0, 1, largest_R1)
@@ -265,7 +265,7 @@ def _step(
     i: jax.Array | int,
     carry: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The keys and values of a step's tokens join the softmax."""
+    """Add the keys and values of one step's tokens to the online softmax."""
     k_ref, v_ref = kv_refs[:: 2 if plan.quantized else 1]
     size, H = k_ref.shape[1], k_ref.shape[-1]
     s_S = i * plan.tile.tokens + jnp.arange(plan.tile.tokens)
@@ -312,10 +312,10 @@ def _step(
 
 
 def _in_rows(x_SC: jax.Array) -> jax.Array:
-    """As it is: pairs come apart and together again, which keeps a thread's bytes side by side.
+    """Identity that splits and joins pairs of columns, which keeps a thread's bytes contiguous.
 
     Without it Triton reads bytes from shared memory one by one, in the order of the matmul's
-    registers, before they become wide.
+    registers, before it converts them.
     """
     S, C = x_SC.shape
     pair = jax.lax.split(x_SC.reshape(S, C // 2, 2), (1, 1), axis=2)
@@ -323,7 +323,7 @@ def _in_rows(x_SC: jax.Array) -> jax.Array:
 
 
 def _bytes_to_float16(x_SC: jax.Array) -> jax.Array:
-    """1.25 instructions each; a conversion by Triton takes 2.5."""
+    """Convert int8 in 1.25 instructions per value; Triton's conversion takes 2.5."""
     (out_SC,) = plgpu.elementwise_inline_asm(
         FOUR_BYTES, args=[x_SC], constraints="=r,=r,r", pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x_SC.shape, jnp.float16)],
@@ -332,7 +332,7 @@ def _bytes_to_float16(x_SC: jax.Array) -> jax.Array:
 
 
 def _dot(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
-    """Float32; float32 itself without tf32."""
+    """Matmul with float32 accumulation; float32 inputs are multiplied without TF32."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jax.lax.dot_general(
         x, y, (((1,), (axis,)), ((), ())), precision, preferred_element_type=jnp.float32
@@ -340,7 +340,7 @@ def _dot(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
 
 
 def paged_attention_join(plan: PagePlan, parts_ref: Ref, lse_ref: Ref, out_ref: Ref) -> None:
-    """A program: head of keys x query x row."""
+    """Kernel with one program per KV head, query and sequence."""
     k, r, b = (pl.program_id(i) for i in range(3))
     splits, H = plan.tile.splits, out_ref.shape[-1]
     every_I, i_I = (jnp.arange(pl.next_power_of_2(n)) for n in (splits, min(splits, JOINED)))

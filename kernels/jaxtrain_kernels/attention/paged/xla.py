@@ -1,8 +1,8 @@
 """Attention over pages in XLA.
 
-`xla` gathers the pages of a row to a copy of its keys in their order, without those that its window
-hides, and then two matmuls attend to that copy. `reduce`, for one token a row, multiplies and adds
-without matmuls, so that the gathering can be a part of it.
+`xla` gathers a sequence's pages, without those that its window hides, into a contiguous copy, to
+which two matmuls attend. `reduce`, for one token per sequence, multiplies and adds without matmuls,
+so that XLA can fuse the gather.
 """
 
 from typing import Any
@@ -18,14 +18,14 @@ Pages = Float[Array, "P p K H"] | Quantized
 
 
 def gather_pages(pages: Pages, table_BW: Array) -> tuple[Any, Any]:
-    """The rows' keys or values [B, S, K, H] in their order and, of 8 bits, their scales."""
+    """Gather keys or values [B, S, K, H] in sequence order and, if they are 8-bit, their scales."""
     values, scales = pages if isinstance(pages, Quantized) else (pages, None)
     take = lambda x: x[table_BW].reshape(len(table_BW), -1, *x.shape[2:])
     return take(values), None if scales is None else take(scales)
 
 
 def in_window(table_BW: Any, starts_B: Any, size: int, T: int, window: int | None) -> Any:
-    """The pages that T queries of each row can see, and the position where the first begins."""
+    """Pages that T queries of each sequence can see, and the position where the first begins."""
     W = table_BW.shape[1]
     seen = W if window is None else (window + T - 2) // size + 2
     if window is None or seen >= W:
@@ -39,7 +39,7 @@ def xla(
     q_BTNH: Any, k_PpKH: Any, v_PpKH: Any, table_BW: Any, starts_B: Any, counts_B: Any,
     *, window: int | None, softcap: float | None, scale: float,
 ) -> Any:  # fmt: skip
-    """Pages are gathered in the dtype that they have; scales join scores and probabilities."""
+    """Gather the pages in their own dtype; multiply scores and probabilities by the scales."""
     (B, T, N, H), size = q_BTNH.shape, jax.tree.leaves(k_PpKH)[0].shape[1]
     table_BW, begin_B = in_window(table_BW, starts_B, size, T, window)
     (k_BSKH, k_scale_BSK), (v_BSKH, v_scale_BSK) = (
@@ -77,7 +77,7 @@ def reduce(
     q_B1NH: Any, k_PpKH: Any, v_PpKH: Any, table_BW: Any, starts_B: Any, counts_B: Any,
     *, window: int | None, softcap: float | None, scale: float,
 ) -> Any:  # fmt: skip
-    """One token a row, as decoding from a cache of rows, which the gathered pages are."""
+    """Attend with one token per sequence: `decode_attention` over the gathered pages."""
     size = jax.tree.leaves(k_PpKH)[0].shape[1]
     table_BW, begin_B = in_window(table_BW, starts_B, size, 1, window)
     lengths_B = jnp.where(counts_B > 0, starts_B + 1 - begin_B, 0)

@@ -20,7 +20,7 @@ INSTALL = "pip install jax-triton==0.3.1 triton==3.6.0"
 
 
 class TritonTile(NamedTuple):
-    """A kernel's block: queries x keys; warps and software pipeline stages that work on it."""
+    """A kernel's tile: rows (queries) x columns (keys), its warps and software pipeline stages."""
 
     rows: int
     columns: int
@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
     dkv: TritonTile
 
 
-# By chip and padded head dim: tiles that fit and hardly spill, not yet tuned by measurement.
+# Tiles by chip and padded head dim: they fit and hardly spill registers, but were not tuned.
 # "small": 99 KiB of shared memory (GeForce, RTX, L40); A100 has 163 KiB, Hopper 227 KiB.
 TILES = {
     ("hopper", 64): Tiles(
@@ -67,7 +67,7 @@ TILES = {
 }
 
 
-# Others that fit a Hopper without many spills, to be measured.
+# Other tiles that fit a Hopper GPU with few register spills, to be measured.
 ALTERNATIVES = {
     64: {
         "forward": [(128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)],
@@ -88,7 +88,7 @@ ALTERNATIVES = {
 
 
 class TritonPlan(NamedTuple):
-    """What is compiled into the kernels of one call; HP: the head dim's power of two.
+    """Compile-time constants of one call's kernels; HP: head dim padded to a power of two.
 
     A score is `x * factor` in base 2, where x is q k^T or, with a softcap, its
     tanh = 1 - 2 / (1 + 2^(q k^T tanh_factor)).
@@ -136,10 +136,10 @@ def candidates(shape: AttentionShape) -> list[dict[str, Any]]:
 
 
 def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
-    """As the public function; returns (out_BTNH, lse_BNT).
+    """Backend of the public function; returns (out_BTNH, lse_BNT).
 
-    Not under jax.vmap; under jax.shard_map only with check_vma=False.
-    deterministic: nothing to switch, every result is repeatable.
+    Does not work under jax.vmap; under jax.shard_map only with check_vma=False.
+    deterministic: always so, every result is bitwise repeatable.
     tiling: a `TritonTile` for any of "forward", "dq" and "dkv"; the others keep the default.
     """
     plan = _plan(q_BTNH, k_BSKH, call)
@@ -147,7 +147,7 @@ def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
 
 
 def gradients(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, call: Call):
-    """As the public `attention_gradients`."""
+    """Backend of the public `attention_gradients`."""
     plan = _plan(q_BTNH, k_BSKH, call)
     residuals = q_BTNH, k_BSKH, v_BSKH, _int32(call.segment_ids_BT), out_BTNH, lse_BNT
     return _flash_bwd(plan, residuals, (dout_BTNH, jnp.zeros_like(lse_BNT)))[:3]
@@ -158,7 +158,7 @@ def _int32(ids_BT) -> Any:
 
 
 def _plan(q_BTNH, k_BSKH, call: Call) -> Any:
-    """What is compiled, the tiles, and for which chip."""
+    """Return the plan, the tiles and the compute capability."""
     N, H = q_BTNH.shape[2:]
     K = k_BSKH.shape[2]
     capability = target().compute_capability or (9, 0)
@@ -181,7 +181,7 @@ def _padded(H: int) -> int:
 
 
 def chip(compute_capability: tuple[int, int]) -> str:
-    """The name of its shared memory and tensor cores in TILES."""
+    """Chip name in TILES, by the GPU's shared memory and tensor cores."""
     if compute_capability == (8, 0):
         return "ampere"
     return "hopper" if compute_capability in ((9, 0), (10, 0), (10, 3)) else "small"
@@ -208,7 +208,7 @@ def _flash_bwd(setup, residuals, cotangents):
     dout_BTNH, dlse_BNT = cotangents
     delta_BTN = jnp.sum(out_BTNH.astype(jnp.float32) * dout_BTNH.astype(jnp.float32), -1)
     delta_BNT = delta_BTN.transpose(0, 2, 1) - dlse_BNT
-    # A row without keys: any finite value, its scores are all -inf.
+    # For a query without keys, any finite value: its scores are all -inf.
     lse_BNT = jnp.where(lse_BNT == -jnp.inf, 0, lse_BNT) * math.log2(math.e)
     arrays = q, k, v, dout_BTNH, lse_BNT, delta_BNT
     (dq,) = _call("backward_dq", setup, setup[1].dq, arrays, ids_BT, (q,))
@@ -220,7 +220,7 @@ _flash.defvjp(_flash_fwd, _flash_bwd)
 
 
 def _call(name, setup, tile, arrays, ids_BT, outputs, by_key=False):
-    """The kernel's outputs; a program for each query block (by_key: key block), head, batch row."""
+    """Run a kernel with one program per query block (by_key: key block), head and batch row."""
     import jax_triton
 
     from jaxtrain_kernels.attention.triton import kernels
@@ -254,11 +254,11 @@ def _call(name, setup, tile, arrays, ids_BT, outputs, by_key=False):
 def block_ranges(
     plan, T: int, rows: int, columns: int, ids_BT, by_key: bool
 ) -> np.ndarray | jax.Array:
-    """int32 [B or 1, query blocks, 4]: which key blocks each visits (by_key: the reverse).
+    """Key blocks that each query block visits, int32 [B or 1, query blocks, 4] (by_key: reversed).
 
-    (lo, full_lo, full_hi, hi): all that it sees lie in [lo, hi), and it sees [full_lo, full_hi)
-    whole. Without ids a numpy array. With ids, blocks whose ids' smallest and largest do not
-    overlap do not see each other: always right, and tight where ids grow along the row.
+    (lo, full_lo, full_hi, hi): all visible blocks are in [lo, hi); [full_lo, full_hi) are entirely
+    visible. Without ids a numpy array. With ids, blocks are skipped if the ranges of their ids do
+    not overlap: always correct, and exact where ids increase along the sequence.
     """
     xp: Any = np if ids_BT is None else jnp
     some, full = _block_pairs(plan, T, rows, columns, by_key)
@@ -270,7 +270,7 @@ def block_ranges(
     j = np.arange(some.shape[2])[None, None]
     hi = xp.where(some, j + 1, 0).max(-1)
     lo = xp.minimum(hi, xp.where(some, j, len(j[0, 0])).min(-1))
-    # The last run of full blocks.
+    # Keep only the last run of full blocks.
     full_hi = xp.where(full, j + 1, 0).max(-1)
     full_lo = xp.where(~full & (j < full_hi[..., None]), j + 1, 0).max(-1)
     full_lo, full_hi = xp.clip(full_lo, lo, hi), xp.clip(full_hi, lo, hi)
@@ -278,9 +278,9 @@ def block_ranges(
 
 
 def _block_pairs(plan, T, rows, columns, by_key):
-    """bool [1, query blocks, key blocks] twice, by position: sees some of it, sees all of it.
+    """Two bool [1, query blocks, key blocks], by position: sees some of it; sees all of it.
 
-    A full block is loaded without a check, so one that reaches beyond T is not full.
+    A full block is loaded without a bounds check, so a block that reaches beyond T is not full.
     """
     t, s = (np.arange(0, T, size) for size in (rows, columns))
     t_last, s_last = (np.minimum(x + n, T)[None] - 1 for x, n in ((t, rows), (s, columns)))
@@ -296,7 +296,7 @@ def _block_pairs(plan, T, rows, columns, by_key):
 
 
 def _block_ids(ids_BT, rows, columns):
-    """bool [B, query blocks, key blocks] twice: may share an id; have the same one throughout."""
+    """Two bool [B, query blocks, key blocks]: may share an id; all ids of both are equal."""
 
     def bounds(size):
         blocks = jnp.pad(ids_BT, ((0, 0), (0, -ids_BT.shape[1] % size)))
@@ -306,6 +306,6 @@ def _block_ids(ids_BT, rows, columns):
 
     t_lo, t_hi, t_all = (x[:, :, None] for x in bounds(rows))
     s_lo, s_hi, s_all = (x[:, None] for x in bounds(columns))
-    # The least entry counts padding too: it is the largest only in a block of one id.
+    # `*_all` is the minimum with padding: it equals the maximum only in a block of one id.
     same = (t_all == t_hi) & (s_all == s_hi) & (t_hi == s_hi) & (t_hi > 0)
     return (t_lo <= s_hi) & (s_lo <= t_hi), same

@@ -1,10 +1,10 @@
-"""FlashAttention-2 (arXiv:2307.08691) in Triton, forward and backward: `triton` calls them.
+"""FlashAttention-2 (arXiv:2307.08691) kernels in Triton, forward and backward.
 
-A program holds one block of queries (forward, dQ) or of keys (dK/dV) and walks over the blocks of
-the other that it sees. `ranges` has four int32 a block, (lo, full_lo, full_hi, hi): it visits
-[lo, hi), of which [full_lo, full_hi) need no mask. LEFT and RIGHT say whether any block has
-something before or after that middle. Scores are kept as x with `x * P.factor` their exponent in
-base 2; R queries and C keys make a block, and P is a `TritonPlan`.
+A program holds one block of queries (forward, dQ) or of keys (dK/dV) and loops over the blocks of
+the other that it sees. `ranges` has four int32 per block, (lo, full_lo, full_hi, hi): the program
+visits [lo, hi), of which [full_lo, full_hi) need no mask. LEFT and RIGHT: whether any block has a
+masked range before or after the unmasked one. x is a score whose exponent in base 2 is
+`x * P.factor`. A tile is R queries x C keys, and P is a `TritonPlan`.
 """
 
 import inspect
@@ -12,19 +12,19 @@ import inspect
 import triton
 import triton.language as tl
 
-# Under every row's maximum: a row without keys then has p = exp2(-inf - FLOOR) = 0 and not NaN.
+# Lower bound of the maxima: a query without keys has p = exp2(-inf - FLOOR) = 0 instead of NaN.
 FLOOR = tl.constexpr(-1e30)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 def kernel(function):
-    """`triton.jit` of the function itself, also where an import hook has wrapped it."""
+    """Apply `triton.jit` to the original function, even if an import hook has wrapped it."""
     return triton.jit(inspect.unwrap(function))
 
 
 @kernel
 def _row(ptr, b, n, T, HEADS: tl.constexpr, P: tl.constexpr):
-    """Where head n of batch row b starts in an array [B, T, HEADS, H]."""
+    """Pointer to head n of batch row b in an array [B, T, HEADS, H]."""
     return ptr + (b.to(tl.int64) * T * HEADS + n) * P.H
 
 
@@ -32,7 +32,7 @@ def _row(ptr, b, n, T, HEADS: tl.constexpr, P: tl.constexpr):
 def _load(
     ptr, start, T, SIZE: tl.constexpr, HEADS: tl.constexpr, EDGE: tl.constexpr, P: tl.constexpr
 ):
-    """The [SIZE, HP] of one head from position `start` on; 0 beyond H and (EDGE) beyond T."""
+    """Load [SIZE, HP] of one head from position `start` on; 0 beyond H and (EDGE) beyond T."""
     r = tl.arange(0, SIZE)[:, None]
     h = tl.arange(0, P.HP)[None, :]
     ptrs = ptr + start * tl.cast(HEADS * P.H, tl.int64) + (r * (HEADS * P.H) + h)
@@ -68,13 +68,13 @@ def _ids(ids_ptr, b, position, T, P: tl.constexpr):
 def _capped(qk, P: tl.constexpr):
     if P.softcap is None:
         return qk
-    else:  # tanh; tanh.approx would err more than bfloat16's rounding of p
+    else:  # tanh; tanh.approx has a larger error than bfloat16's rounding of p
         return 1.0 - 2.0 / (1.0 + tl.exp2(qk * P.tanh_factor))
 
 
 @kernel
 def _masked(x, t, s, T, ids_t, ids_s, P: tl.constexpr):
-    """x, with -inf where query t does not see key s: each given along its own axis of x."""
+    """x, with -inf where query t does not see key s; t and s are given along their axes of x."""
     if P.causal:
         seen = s <= t
         if P.window is not None:
@@ -100,7 +100,7 @@ def _softmax_add(
     q, k_ptr, v_ptr, ids_ptr, b, j, t, ids_t, T, peak, total, acc,
     C: tl.constexpr, MASKED: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax's state after key block j."""
+    """Update the online softmax's state with key block j."""
     K: tl.constexpr = P.K
     k = _load(k_ptr, j * C, T, C, K, MASKED, P)
     x = _capped(tl.dot(q, tl.trans(k)), P)
@@ -121,12 +121,12 @@ def forward(
     q_ptr, k_ptr, v_ptr, ids_ptr, ranges_ptr, T, out_ptr, lse_ptr,
     R: tl.constexpr, C: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """out [B, T, N, H] and its log-sum-exp [B, N, T]; grid (query blocks, N, B)."""
+    """Write out [B, T, N, H] and its log-sum-exp [B, N, T]; grid (query blocks, N, B)."""
     N: tl.constexpr = P.N
     K: tl.constexpr = P.K
     G: tl.constexpr = P.G
     HP: tl.constexpr = P.HP
-    i = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest of a causal mask first
+    i = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask, most work first
     n, b = tl.program_id(1), tl.program_id(2)
     q = _load(_row(q_ptr, b, n, T, N, P), i * R, T, R, N, True, P)
     k_ptr, v_ptr = _row(k_ptr, b, n // G, T, K, P), _row(v_ptr, b, n // G, T, K, P)
@@ -181,7 +181,7 @@ def backward_dq(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, ids_ptr, ranges_ptr, T, dq_ptr,
     R: tl.constexpr, C: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """dq [B, T, N, H]; lse is in base 2 and finite; grid (query blocks, N, B)."""
+    """Write dq [B, T, N, H]; lse is in base 2 and finite; grid (query blocks, N, B)."""
     N: tl.constexpr = P.N
     K: tl.constexpr = P.K
     G: tl.constexpr = P.G
@@ -217,7 +217,7 @@ def _dkv_add(
     k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, ids_ptr, b, i, s, ids_s, T, dk, dv,
     R: tl.constexpr, MASKED: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv after query block i; scores are transposed, [C, R]."""
+    """Add query block i to dk and dv; scores are transposed, [C, R]."""
     N: tl.constexpr = P.N
     q = _load(q_ptr, i * R, T, R, N, MASKED, P)
     dout = _load(dout_ptr, i * R, T, R, N, MASKED, P)
@@ -245,7 +245,7 @@ def backward_dkv(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, ids_ptr, ranges_ptr, T, dk_ptr, dv_ptr,
     R: tl.constexpr, C: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv [B, T, K, H], summed over the query heads of each; grid (key blocks, K, B)."""
+    """Write dk and dv [B, T, K, H], summed over each KV head's queries; grid (key blocks, K, B)."""
     N: tl.constexpr = P.N
     K: tl.constexpr = P.K
     G: tl.constexpr = P.G

@@ -1,4 +1,4 @@
-"""Linear + cross-entropy as in `xla`, with the pass over the logits as one kernel for Hopper."""
+"""Linear + cross-entropy as in `xla`, with one Hopper kernel for the pass over the logits."""
 
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.cross_entropy import xla
@@ -11,7 +11,7 @@ def supports(target: Target, x_ND, w_DV) -> str | None:
 
 
 def linear_cross_entropy(x_ND, w_DV, labels_N, weights_N, **options):
-    """As the public function."""
+    """Backend of the public function."""
     return xla.linear_cross_entropy(
         x_ND, w_DV, labels_N, weights_N, row_pass=rows.loss_rows, **options
     )

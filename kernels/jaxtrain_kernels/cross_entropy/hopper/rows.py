@@ -1,13 +1,13 @@
-"""The loss's pass over a chunk of logits for Hopper, in Pallas Mosaic GPU: one read, one write.
+"""Loss and logit gradient of a chunk for Hopper, in Pallas Mosaic GPU: one read, one write.
 
-A block of threads takes whole rows: each warpgroup has a part of the row in shared memory (by TMA),
-sums e = exp(logit - peak) over it and keeps the numerators of the gradient in registers; the parts'
-sums meet in shared memory; then the part is overwritten with the gradient, and TMA stores it where
-the logits were. Blocks are persistent: the next rows arrive and the last one leaves meanwhile.
-A gradient in float8 has memory of its own, here and there, and is half as long.
+A thread block takes whole rows. Each warpgroup loads a quarter of the row into shared memory (by
+TMA), sums e = exp(logit - peak) over it and keeps the numerators of the gradient in registers. The
+partial sums are reduced through shared memory. Then the gradient overwrites the logits there, and
+TMA stores it in the logits' place. Blocks are persistent: meanwhile the next rows are loaded and
+the last one is stored. A float8 gradient has separate shared and device memory, at half the bytes.
 
-Arithmetic decides whether that runs at the memory's rate: a hardware tanh and one exponential an
-element, some ten instructions in all (XLA's two passes need three of the former kind each).
+Arithmetic decides whether this runs at memory bandwidth: it takes a hardware tanh and one
+exponential per element, some ten instructions (XLA's two passes take three such functions each).
 """
 
 import math
@@ -26,20 +26,20 @@ from jaxtrain_kernels import hopper
 LOG2E = math.log2(math.e)
 WARPGROUPS = 4  # of 128 threads; each has a quarter of a row
 WIDTH = 256  # TMA's longest line
-STEP = 4 * WIDTH  # elements that a warpgroup takes at a time: 8 a thread, a warp has a line
-STAGES = 3  # rows in shared memory: one arrives, one is computed, one leaves
-SMEM_BYTES = 224 * 1024  # with a row in float8 beside them
-# As in the XLA pass: exp(-2 * softcap) must not underflow if the softcap stands for the maximum.
+STEP = 4 * WIDTH  # elements that a warpgroup processes at a time: one line per warp, 8 per thread
+STAGES = 3  # rows in shared memory: one is loaded, one is computed, one is stored
+SMEM_BYTES = 224 * 1024  # for these rows and one row in float8
+# As in the XLA pass: up to this softcap, which replaces the maximum, exp(-2 * softcap) is not 0.
 SOFTCAP_AS_MAXIMUM = 30.0
-# A warp has a line of a step, a thread 8 neighbours of it.
+# In a step, each warp holds one line and each thread 8 contiguous elements of it.
 LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, WIDTH), (8,))), (-3,), (-2,), -1)
-# Hardware barriers: 0 is CUDA's, and 1 up to the number of warpgroups Mosaic's.
+# Hardware barriers: CUDA uses 0, Mosaic uses 1 up to the number of warpgroups.
 ROW_BARRIER = WARPGROUPS + 1
 OWN_BARRIER = WARPGROUPS + 2  # and one for each warpgroup from here
 
 
 class LossPlan(NamedTuple):
-    """Everything that is known while tracing."""
+    """Static parameters of the kernel."""
 
     rows: int
     V: int
@@ -53,23 +53,23 @@ class LossPlan(NamedTuple):
 
     @property
     def in_place(self) -> bool:
-        """The gradient replaces the logits."""
+        """Whether the gradient overwrites the logits."""
         return self.gradient_dtype == self.dtype
 
     @property
     def part(self) -> int:
-        """Columns of a warpgroup."""
+        """Number of columns per warpgroup."""
         return self.V // WARPGROUPS
 
     @property
     def capped(self) -> bool:
-        """The softcap stands for the row's maximum."""
+        """Whether the softcap replaces the row's maximum."""
         return self.softcap is not None and self.softcap <= SOFTCAP_AS_MAXIMUM
 
 
 class Refs(NamedTuple):
-    """Arrays; and shared memory: parts [STAGES, WARPGROUPS, ...], partial [2, warps], full, and
-    the parts of a gradient that is not in place [WARPGROUPS, ...].
+    """Arrays; then shared memory: parts of rows [STAGES, WARPGROUPS, ...], partial sums [2, warps],
+    full (barriers), and leaving: the gradient [WARPGROUPS, ...] if it is not in place.
     """
 
     labels: Any
@@ -85,14 +85,14 @@ class Refs(NamedTuple):
 
 
 class LossRow(NamedTuple):
-    """What is known of a row before its logits are."""
+    """Label and weight of a row, which are read before its logits arrive."""
 
     label: jax.Array
     weight: jax.Array
 
 
 def unsupported_reason(V: int, dtype: DTypeLike, fp8: bool = False) -> str | None:
-    """Why a vocabulary of V columns cannot be served; None = it can. fp8: the gradient's dtype."""
+    """Why a vocabulary of V columns is unsupported; None = supported. fp8: float8 gradient."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, got {dtype}"
     if V % (WARPGROUPS * STEP):
@@ -114,12 +114,12 @@ def loss_rows(
     blocks: int | None = None,
     interpret: hopper.Interpret = False,
 ) -> tuple[Float[Array, "C"], Float[Array, "C"], Float[Array, "C V"]]:
-    """(nll_C, lse_C) in float32, and the logits' gradient, which replaces them in memory.
+    """Return (nll_C, lse_C) in float32, and the logits' gradient, which overwrites the logits.
 
-    The gradient is that of sum_n weights_n * (nll_n + z_loss * lse_n^2) to the logits before the
-    softcap. What is served: `unsupported_reason`. gradient_dtype: float8's, saturating, in memory
-    of its own. blocks: of threads; None = one a multiprocessor. interpret:
-    plgpu.InterpretGPUParams, on a CPU.
+    The gradient is that of sum_n weights_n * (nll_n + z_loss * lse_n^2) with respect to the logits
+    before the softcap. `unsupported_reason` lists the limits. gradient_dtype: a float8 dtype, which
+    saturates and has a separate array; None = the logits'. blocks: number of thread blocks; None =
+    one per multiprocessor. interpret: plgpu.InterpretGPUParams, to run on a CPU.
     """
     C, V = logits_CV.shape
     blocks, dtype = min(blocks or hopper.sm_count(), C), logits_CV.dtype
@@ -160,7 +160,7 @@ def loss_rows(
 
 
 def _block(plan: LossPlan, refs: Refs):
-    """One CUDA block: its rows, one after another."""
+    """One CUDA block, which processes its rows one after another."""
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     rows = lax.div(plan.rows - 1 - block, plan.blocks) + 1
 
@@ -179,7 +179,7 @@ def _block(plan: LossPlan, refs: Refs):
         return LossRow(refs.labels[row], refs.weights[row])
 
     def visit(t, row):
-        after = read(t + 1)  # a row ahead: nothing waits for it
+        after = read(t + 1)  # one row ahead, to hide the latency
         slot = lax.rem(t, STAGES)
         part, at = refs.parts.at[slot, warpgroup], block + t * plan.blocks
         result = part if plan.in_place else refs.leaving.at[warpgroup]
@@ -188,7 +188,7 @@ def _block(plan: LossPlan, refs: Refs):
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(result, refs.gradient.at[at, warpgroup])
         if plan.in_place:
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the row before has left
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the previous row is stored
         load(t + STAGES - 1 if plan.in_place else t + STAGES)
         return after
 
@@ -199,12 +199,12 @@ def _block(plan: LossPlan, refs: Refs):
 
 
 def _row(plan: LossPlan, refs: Refs, part: Any, result: Any, row: LossRow, at: Any, parity: Any):
-    """Turns a warpgroup's part of a row into its gradient."""
+    """Replace a warpgroup's part of a row by its gradient."""
     warpgroup = lax.axis_index("warpgroup")
     label = jnp.clip(row.label, 0, plan.V - 1)
     place = jnp.clip(label - warpgroup * plan.part, 0, plan.part - 1)
     line, column = lax.div(place, WIDTH), lax.rem(place, WIDTH)
-    # Read before the warpgroups meet: after that the part is overwritten.
+    # Read before the warpgroups synchronize: after that the part is overwritten.
     label_raw = part[line, column].astype(jnp.float32)
     peak: Any = plan.softcap
     if not plan.capped:
@@ -213,7 +213,7 @@ def _row(plan: LossPlan, refs: Refs, part: Any, result: Any, row: LossRow, at: A
         peak = _cap(plan, peak)
     kept, sums = _numerators(plan, part, peak)
     if not plan.in_place:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the row before has left
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous row is stored
     total = _over_row(refs, sums, jnp.add, parity)
     lse = jnp.log(total) + peak
     factor = row.weight * (1 + 2 * plan.z_loss * lse) / total
@@ -240,9 +240,9 @@ def _row(plan: LossPlan, refs: Refs, part: Any, result: Any, row: LossRow, at: A
 
 
 def _only_at(place: Any, value: Any) -> Any:
-    """The value at a place of a warpgroup's step and 0 elsewhere; 0 if it has no such place.
+    """`value` at index `place` of a warpgroup's step, 0 elsewhere; all 0 if out of range.
 
-    By comparing: a single value in float8 cannot be stored.
+    Made by comparing indices, because a single float8 value cannot be stored.
     """
     shape = (4, WIDTH)
     line, column = (plgpu.broadcasted_iota(jnp.int32, shape, d, layout=LAYOUT) for d in (0, 1))
@@ -250,7 +250,7 @@ def _only_at(place: Any, value: Any) -> Any:
 
 
 def _saturated(plan: LossPlan, gradient: Any) -> Any:
-    """Within the dtype's range: on the device the cast itself does that."""
+    """Clip to the dtype's range; on the device the cast itself saturates."""
     if not plan.interpreted:
         return gradient
     largest = float(jnp.finfo(plan.gradient_dtype).max)
@@ -258,7 +258,7 @@ def _saturated(plan: LossPlan, gradient: Any) -> Any:
 
 
 def _numerators(plan: LossPlan, part: Any, peak: Any) -> tuple[list, Any]:
-    """d logit times exp(logit - peak), a step at a time; and the sums of the latter by warp."""
+    """Per step, exp(logit - peak) times the softcap's derivative; per warp, the sums of the exp."""
     kept: list = []
     total: Any = None
     for n in range(plan.part // STEP):
@@ -271,7 +271,7 @@ def _numerators(plan: LossPlan, part: Any, peak: Any) -> tuple[list, Any]:
 
 
 def _largest(plan: LossPlan, part: Any) -> Any:
-    """The largest logit before the softcap, which keeps the order, by warp."""
+    """Largest logit of each warp before the softcap, which is monotonic."""
     most: Any = None
     for n in range(plan.part // STEP):
         x = plgpu.load(part.at[pl.ds(4 * n, 4)], layout=LAYOUT).astype(jnp.float32)
@@ -295,7 +295,7 @@ def _cap(plan: LossPlan, x: Any) -> Any:
 
 
 def _inside(plan: LossPlan, n: int) -> Any:
-    """Which columns of a warpgroup's step are no padding; None where it cannot have any."""
+    """Mask of the columns of a warpgroup's step that are not padding; None if none can be."""
     first = (WARPGROUPS - 1) * plan.part + n * STEP  # of the last warpgroup
     if first + STEP <= plan.valid_vocab:
         return None
@@ -306,9 +306,9 @@ def _inside(plan: LossPlan, n: int) -> Any:
 
 
 def _over_row(refs: Refs, by_warp: Any, operation: Any, which: Any) -> Any:
-    """One number a warp (4 of a warpgroup) -> that of the whole row, for all threads.
+    """Reduce one value per warp (4 per warpgroup) over the whole row, for all threads.
 
-    which: of two buffers; the next but one call may take the same again.
+    which: one of two buffers; consecutive calls need different ones.
     """
     refs.partial[which, pl.ds(4 * lax.axis_index("warpgroup"), 4)] = by_warp
     hopper.bar_sync(ROW_BARRIER, WARPGROUPS)

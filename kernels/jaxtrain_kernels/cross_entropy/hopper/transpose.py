@@ -1,8 +1,8 @@
-"""The transpose of a matrix in float8 for Hopper, in Pallas Mosaic GPU: one read, one write.
+"""Transpose of a float8 matrix for Hopper, in Pallas Mosaic GPU: one read, one write.
 
-A product in float8 sums along the last dims of both operands, so that the logits' gradient is
-needed in both layouts. A block of 128 threads turns a tile between TMA copies. The hardware turns
-pairs of bytes (ldmatrix); the two bytes of a pair then go to two rows.
+A float8 matmul contracts the last dims of both operands (K-major), so the logits' gradient is
+needed in both layouts. A block of 128 threads transposes a tile between TMA copies. The hardware
+(ldmatrix) transposes pairs of bytes; the two bytes of a pair then go to two rows.
 """
 
 from typing import Any
@@ -21,9 +21,9 @@ PAIRS = SIDE // 2
 
 
 def fp8_transpose(x_MK: Float[Array, "M K"], *, interpret: hopper.Interpret = False) -> Any:
-    """x_KM of a float8 matrix whose sides are multiples of 128.
+    """Return x_KM, the transpose of a float8 matrix whose sides are multiples of 128.
 
-    interpret: plgpu.InterpretGPUParams, on a CPU.
+    interpret: plgpu.InterpretGPUParams, to run on a CPU.
     """
     M, K = x_MK.shape
     pairs_MP = lax.bitcast_convert_type(x_MK.reshape(M, K // 2, 2), jnp.uint16)

@@ -1,10 +1,10 @@
-"""Products of a few rows with small matrices, as a decode step of a few texts has them.
+"""Matmuls of a few rows with small matrices, as in a decode step of a few sequences.
 
-XLA makes a product of one row with less than ten million weights on a GPU to a multiplication and a
-reduction, which read at 14% of a copy's rate (gpt_d12 on an H200). `padded` gives cuBLAS eight
-rows. `triton` reads each weight once, in one launch for all matrices of the same input. gpt_d12 at
-one row: 1,447 tokens/s by XLA, 1,704 padded, 1,809 by Triton, 2,049 with the passes between the
-products as well (LOG.md).
+On a GPU, XLA compiles a matmul of one row and fewer than ten million weights to a multiplication
+and a reduction, which read at 14% of a copy's rate (gpt_d12 on an H200). `padded` gives cuBLAS
+eight rows. `triton` reads each weight once, in one launch for all matrices of the same input.
+gpt_d12 with one row: 1,447 tokens/s with XLA, 1,704 padded, 1,809 with Triton, and 2,049 with
+Triton kernels for the operations between the matmuls as well (LOG.md).
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from jaxtyping import Array, Float
 from jaxtrain_kernels.dispatch import choose_backend, target
 from jaxtrain_kernels.matmul.few_rows import padded, reference, triton, xla
 
-MANY = 8  # rows that every backend leaves to XLA
+MANY = 8  # from this number of rows on, XLA is the default
 
-# The first that can serve is the default.
+# The first backend that can serve the call is the default.
 BACKENDS = {"triton": triton, "padded": padded, "xla": xla, "reference": reference}
 
-# Products by `triton`, and the passes between them by Triton, too (`rows`, the pages' new tokens).
+# Triton kernels for the matmuls and for the operations between them (`rows`, `paged_append`).
 FUSED = "fused"
 
 _preferred: contextvars.ContextVar[str | None] = contextvars.ContextVar("few_rows", default=None)
@@ -30,7 +30,7 @@ _preferred: contextvars.ContextVar[str | None] = contextvars.ContextVar("few_row
 
 @contextlib.contextmanager
 def preferring(name: str | None) -> Iterator[None]:
-    """Traces made inside take this backend where it serves; None: the default. For measurements."""
+    """Traces made inside use this backend where it serves (None = default). For measurements."""
     if name not in (None, FUSED, *BACKENDS):
         raise ValueError(f"few_rows_matmul has no backend {name!r}; it has {', '.join(BACKENDS)}")
     token = _preferred.set(name)
@@ -41,7 +41,7 @@ def preferring(name: str | None) -> Iterator[None]:
 
 
 def are_fused() -> bool:
-    """Whether the passes between products of a few rows are to be kernels as well."""
+    """Whether kernels also do the operations between matmuls of a few rows."""
     return _preferred.get() in (None, FUSED)
 
 

@@ -1,5 +1,5 @@
-"""The kernel of `triton`: each thread multiplies its weights by its inputs and keeps sums of its
-own, which are added at the end."""
+"""Kernel of `triton`: each thread multiplies its weights by its inputs and keeps its own sums,
+which are added at the end."""
 
 import functools
 
@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 
 
 def _tile_of_matrix(tile, relu2, n, x_ref, w_ref, out_ref):
-    """Columns n * tile.columns .. of one matrix's product."""
+    """Compute the columns from n * tile.columns on of one matrix's product."""
     columns = pl.ds(n * tile.columns, tile.columns)
     M = x_ref.shape[0]
 
@@ -19,7 +19,7 @@ def _tile_of_matrix(tile, relu2, n, x_ref, w_ref, out_ref):
         return [begin + j * tile.inputs + jnp.arange(tile.inputs) for j in range(tile.loads)]
 
     def load(i):
-        """All of a step first, so that all are on their way at once."""
+        """Load all weights of a step first, so that all loads are in flight at once."""
         return tuple(w_ref[k, columns] for k in places(i))
 
     def add(i, sums, loaded):
@@ -30,7 +30,7 @@ def _tile_of_matrix(tile, relu2, n, x_ref, w_ref, out_ref):
         return tuple(sums)
 
     def step(i, carried):
-        """The weights of the next step are on their way while those of this one are added."""
+        """Load the weights of the next step while those of this one are added."""
         sums, loaded = carried
         ahead = load(i + 1)
         return add(i, sums, loaded), ahead
@@ -51,7 +51,7 @@ def _tile_of_matrix(tile, relu2, n, x_ref, w_ref, out_ref):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def call(tile, relu2: bool, interpret: bool, x_MK, *matrices):
-    """The products [M, N], a list. One trace, and one kernel, for all calls of a shape."""
+    """Return a list of products [M, N]. All calls of a shape share one trace and one kernel."""
     ends = [0]
     for matrix in matrices:
         ends.append(ends[-1] + matrix.shape[1] // tile.columns)

@@ -1,4 +1,4 @@
-"""One row as the first of eight: XLA gives such a product to cuBLAS."""
+"""One row padded to eight, because XLA gives such a matmul to cuBLAS."""
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +10,16 @@ ROWS = 8
 
 
 def supports(target: Target, x_MK, *matrices) -> str | None:
-    """The reason why a call cannot be served; None = it can."""
+    """Return why this backend cannot serve the call; None = it can."""
     if target.platform not in ("cuda", "rocm"):
         return f"needs a GPU, this is {target.platform}"
     return None if len(x_MK) == 1 else f"needs one row, got {len(x_MK)}"
 
 
 def few_rows_matmul(x_MK, *matrices, relu2=False):
-    """As the public function."""
+    """Backend of the public function."""
     x_8K = jnp.pad(x_MK, ((0, ROWS - len(x_MK)), (0, 0)))
-    # The barrier keeps XLA from taking the row of the result as one of x.
+    # The barrier keeps XLA from moving the slice from the result to x.
     each = jax.lax.optimization_barrier(xla.few_rows_matmul(x_8K, *matrices))
     rows = tuple(y_8N[: len(x_MK)] for y_8N in each)
     return tuple(jnp.square(jax.nn.relu(y)) for y in rows) if relu2 else rows

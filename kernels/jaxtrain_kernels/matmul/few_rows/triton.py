@@ -1,11 +1,11 @@
-"""One to four rows in Pallas for Triton: Ampere and newer.
+"""Matmuls of one to four rows in Pallas Triton: Ampere and newer.
 
-XLA compiles the kernel itself, and CUDA graphs hold it. A program has a tile of columns of one of
-the matrices and reads all inputs: one launch is the whole product of all of them. The kernel is in
-`kernel.py`, imported by the first call: Pallas takes a while to import.
+XLA compiles the kernel itself, and CUDA graphs can contain it. A program has a tile of columns of
+one of the matrices and reads all inputs, so one launch computes the products of all matrices. The
+kernel is in `kernel.py`, imported by the first call: Pallas takes a while to import.
 
-A copy at 4.2 TB/s takes 32 bytes a nanosecond from each of 132 processors, and waits some 1,000 ns
-for the first: 32 KiB are on their way at once, 4 to 8 loads of 16 bytes for each of 512 threads.
+A copy at 4.2 TB/s moves 32 bytes per nanosecond to each of 132 multiprocessors, with a latency of
+about 1,000 ns. So 32 KiB are in flight: 4 to 8 loads of 16 bytes for each of 512 threads.
 """
 
 import functools
@@ -18,16 +18,16 @@ from jaxtrain_kernels.dispatch import Target, triton_unsupported
 from jaxtrain_kernels.matmul.few_rows import xla
 
 MOST_ROWS = 4
-MOST_WEIGHTS = 10_000_000  # of a matrix; XLA gives larger ones to cuBLAS, one row too
-FEWEST_PROGRAMS = 72  # a Hopper has 132 processors
+MOST_WEIGHTS = 10_000_000  # per matrix; XLA gives larger ones to cuBLAS, even with one row
+FEWEST_PROGRAMS = 72  # a Hopper GPU has 132 multiprocessors
 WIDEST = 64  # columns of a tile
 MOST_WARPS = 16
-MOST_LOADS = 8  # of a thread at once: of more ptxas puts the later ones off, to save registers
+MOST_LOADS = 8  # per thread at once; with more, ptxas delays the later ones to save registers
 
 
 class RowTile(NamedTuple):
-    """A program's tile: columns of a matrix, and so many inputs in each of `loads` loads, which
-    are on their way at once, `steps` times."""
+    """A program's tile: columns of a matrix, and inputs per load. Each of `steps` steps has `loads`
+    loads in flight at once."""
 
     columns: int
     inputs: int
@@ -37,7 +37,7 @@ class RowTile(NamedTuple):
 
 
 def supports(target: Target, x_MK, *matrices) -> str | None:
-    """The reason why a call cannot be served; None = it can."""
+    """Return why this backend cannot serve the call; None = it can."""
     if reason := triton_unsupported(target):
         return reason
     if x_MK.dtype not in (jnp.bfloat16, jnp.float16):
@@ -58,7 +58,7 @@ def supports(target: Target, x_MK, *matrices) -> str | None:
 
 
 def few_rows_matmul(x_MK, *matrices, relu2=False, interpret=False):
-    """As the public function."""
+    """Backend of the public function."""
     K, columns = x_MK.shape[1], [matrix.shape[1] for matrix in matrices]
     tile = tile_of(K, columns)
 
@@ -77,12 +77,12 @@ def few_rows_matmul(x_MK, *matrices, relu2=False, interpret=False):
 
 
 def tile_of(K: int, columns: list[int]) -> RowTile:
-    """The tile for K inputs and matrices of so many columns. All divide: no mask is needed.
+    """Tile for K inputs and matrices of these numbers of columns, which it divides: no mask needed.
 
-    As wide as leaves programs for half of the processors: of a row, 128 bytes side by side. Two
-    steps or more, where three loads or more are left for each. Of all tiles of 4 to 32 warps that
-    divide the products of a layer of 768 and of 1,536 channels, these are within 3% of the best
-    (an H200, LOG.md). A thread reads 16 bytes of a row at a time.
+    The tile is as wide as leaves programs for half of the multiprocessors, at most 128 bytes of a
+    row. It has two or more steps if each step then has three or more loads. Of all tiles of 4 to 32
+    warps that divide the matmuls of a layer of 768 and of 1,536 channels, these are within 3% of
+    the best (an H200, LOG.md). A thread reads 16 bytes of a row at a time.
     """
     divides = lambda n: all(N % n == 0 for N in columns)
     width = 8
@@ -96,5 +96,5 @@ def tile_of(K: int, columns: list[int]) -> RowTile:
 
 
 def _power_of_two(n: int) -> int:
-    """The largest that divides n."""
+    """Largest power of two that divides n."""
     return n & -n

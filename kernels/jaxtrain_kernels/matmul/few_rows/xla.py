@@ -1,4 +1,4 @@
-"""Matmuls, as XLA compiles them."""
+"""Plain matmuls, compiled by XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,6 @@ def supports(target: Target, x_MK, *matrices) -> None:
 
 
 def few_rows_matmul(x_MK, *matrices, relu2=False):
-    """As the public function."""
+    """Backend of the public function."""
     each = tuple(x_MK @ matrix for matrix in matrices)
     return tuple(jnp.square(jax.nn.relu(y)) for y in each) if relu2 else each

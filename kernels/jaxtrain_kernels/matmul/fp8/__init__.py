@@ -1,12 +1,12 @@
 """Matmuls of a training step in float8 (Micikevicius et al. 2022, arXiv:2209.05433).
 
-All three products of a linear layer are in 8 bits: y = x w of e4m3 by e4m3, dx = dy w^T and
-dw = x^T dy of e5m2 by e4m3, since gradients ask for range. A tensor has one scale, a power of two
-from its largest magnitude: it is exact in any dtype, so that scaling never rounds, and costs no
-accuracy but at most one bit of range.
+All three matmuls of a linear layer are in 8 bits: y = x w of e4m3 by e4m3, dx = dy w^T and
+dw = x^T dy of e5m2 by e4m3, since gradients need range. A tensor has one scale, a power of two
+computed from its amax. A power of two is exact in any dtype, so scaling never rounds; it costs no
+accuracy, only at most one bit of range.
 
-On Hopper both operands of a product must lie along the summed dim, hence a matrix and its
-transpose in `Fp8`. XLA turns a dot of float8 arrays into cuBLASLt's float8 matmul
+On Hopper both operands of a float8 matmul must be contiguous along the contracted dim, hence a
+matrix and its transpose in `Fp8`. XLA turns a dot of float8 arrays into cuBLASLt's float8 matmul
 (`__cublas$lt$matmul$f8`) with the factor on its result as the scale.
 """
 
@@ -24,9 +24,9 @@ from jaxtrain_kernels.matmul.fp8.functions import Function, itself
 from jaxtrain_kernels.matmul.fp8.xla import fp8_amax
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-# Of the pass that scales, casts and transposes; the first that can serve is the default. XLA's is
-# one kernel too, and it computes the tensor on the way (a norm, say), but slower; where it finds
-# the maximum as well, the transpose is a second kernel. It alone knows meshes and `jax.vmap`.
+# Backends of the pass that scales, casts and transposes; the first that can serve is the default.
+# XLA's is one kernel too, which can also compute the tensor (a norm, say), but it is slower. If it
+# also finds the amax, the transpose is a second kernel. It alone supports meshes and `jax.vmap`.
 BACKENDS = {"mosaic": hopper, "xla": xla, "reference": reference}
 
 
@@ -57,11 +57,11 @@ def fp8_quantize(
     amax: Float[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Fp8:
-    """x in float8 and its transpose, in one pass after the one that finds the maximum.
+    """Quantize x to float8, with its transpose, in one pass after the one that finds the amax.
 
-    amax: the largest magnitude to scale by where it is known already, which leaves that pass out;
-    what is larger saturates, and 0 stands for a scale of 1. Without it x's own: nothing finite
-    saturates, and inf and nan do not spread to other values.
+    amax: a known amax to scale by, which saves that pass. Larger values saturate, and 0 means a
+    scale of 1. Without it x's own amax is used: no finite value saturates, and inf and nan do not
+    spread to other values.
     Raises NotImplementedError on a device without float8 matmuls.
     """
     if amax is None:
@@ -79,7 +79,7 @@ def fp8_quantize_delayed(
     *,
     implementation: str | None = None,
 ) -> tuple[Fp8, Float[Array, ""]]:
-    """`fp8_quantize` by an earlier amax, and x's own, which the pass that casts finds as well."""
+    """Return `fp8_quantize` by an earlier amax, and x's own amax, which the same pass finds."""
     return fp8_quantize_function(itself, (x_MK,), dtype, amax, implementation)
 
 
@@ -90,8 +90,8 @@ def fp8_quantize_function(
     amax: Array | None,
     implementation: str | None,
 ) -> tuple[Fp8, Any]:
-    """function(*arrays), one of `fp8.functions`, in float8 and, where an earlier amax is given to
-    scale by, its own. Nothing is written in the arrays' dtype.
+    """Quantize function(*arrays), one of `fp8.functions`. If an earlier amax is given to scale by,
+    also return the value's own amax (else None). Nothing is written in the arrays' dtype.
     """
     backend = _backend(arrays_MK, dtype, implementation)
     if amax is None:
@@ -113,15 +113,15 @@ def _backend(arrays_MK: tuple[Any, ...], dtype: DTypeLike, implementation: str |
 
 
 def given_scale(amax: Array, dtype: DTypeLike) -> Array:
-    """`fp8_scale` of an amax that may be 0, which stands for a scale of 1."""
+    """`fp8_scale` of an amax that may be 0, which means a scale of 1."""
     return jnp.where(amax > 0, fp8_scale(amax, dtype), 1.0)
 
 
 def fp8_scale(amax: Float[Array, "*L"], dtype: DTypeLike) -> Float[Array, "*L"]:
-    """The smallest power of two by which values up to amax are divided to fit the dtype.
+    """Smallest power of two such that values up to amax, divided by it, fit the dtype.
 
-    Bounded, so that the product of two scales is a normal number, and so that neither zeros nor
-    inf and nan make a scale that would spread them to other values.
+    It is bounded, so that the product of two scales is a normal number, and so that no scale made
+    from zeros, inf or nan spreads them to other values.
     """
     largest = float(jnp.finfo(jnp.float32).max)
     amax = jnp.where(jnp.isfinite(amax), jnp.maximum(amax, 2.0**-48), largest)
@@ -138,12 +138,12 @@ def fp8_matmul(
     amax_2: Float[Array, "2"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "M N"]:
-    """x w in x's dtype, accumulated in float32, with all three products in float8.
+    """x w in x's dtype, accumulated in float32, with all three matmuls in float8.
 
-    w_fp8: of w in e4m3, made once for many calls; w itself then only receives the gradient.
-    amax_2: delayed scaling: the largest magnitudes of x and of y's gradient in earlier steps, to
-    scale by (0 = no scale yet). What stands in for its gradient is these magnitudes in this call:
-    a history of them is kept by whoever holds the training state.
+    w_fp8: w in e4m3, quantized once for many calls; w itself then only receives the gradient.
+    amax_2: delayed scaling: amaxes of x and of y's gradient in earlier steps, to scale by (0 = no
+    scale yet). Its cotangent is these amaxes in this call; the caller keeps the amax history in its
+    training state.
     implementation: of `fp8_quantize`. Raises NotImplementedError on a device without float8.
     """
     if w_fp8 is None:
@@ -160,7 +160,7 @@ def _forward(implementation, x_MK, w_KN, w_fp8, amax_2):
     amax = None if amax_2 is None else amax_2[0]
     x_fp8, seen = fp8_quantize_function(itself, (x_MK,), E4M3, amax, implementation)
     y_MN = fp8_product(x_fp8.q_MK, w_fp8.q_KM, x_fp8.scale * w_fp8.scale, x_MK.dtype)
-    # Of x the backward needs the transpose alone; an empty array carries w's dtype.
+    # The backward needs only the transpose of x. An empty array carries w's dtype.
     return y_MN, (x_fp8.q_KM, x_fp8.scale, w_KN[:0], w_fp8.q_MK, w_fp8.scale, amax_2, seen)
 
 
@@ -180,9 +180,9 @@ _matmul.defvjp(_forward, _backward)
 def fp8_product(
     a_MK: Array, b_NK: Array, scale: Array, dtype: DTypeLike, exact: bool = False
 ) -> Array:
-    """a b^T x scale. exact: adds up in float32 where the tensor cores' own sum has fewer bits.
+    """a b^T x scale. exact: accumulate in float32, where the tensor cores' own sum has fewer bits.
 
-    The scale is in the result's dtype, which XLA needs to see it as cuBLASLt's.
+    The scale is cast to the result's dtype, so that XLA recognizes it as cuBLASLt's scale.
     """
     y_MN = lax.dot_general(
         a_MK, b_NK, (((1,), (1,)), ((), ())), preferred_element_type=dtype,

@@ -1,7 +1,7 @@
-"""What is quantised, of the arrays that a cast reads: functions of single values.
+"""Elementwise functions that a cast applies to the arrays that it reads, before quantization.
 
-Of 16-bit arrays the products are exact in float32, so that every backend rounds them once. A
-maximum is exact in any dtype, and in 16 bits a GPU takes two at a time.
+Products of 16-bit values are exact in float32, so every backend rounds them once. A maximum is
+exact in any dtype, and in 16 bits a GPU computes two at a time.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def relu2(h: Array) -> Array:
 
 
 def relu2_grad(da: Array, h: Array) -> Array:
-    """h's gradient, of that of relu2(h)."""
+    """Gradient of h, from da, the gradient of relu2(h)."""
     return _wide(da) * (2.0 * _wide(jnp.maximum(h, 0)))
 
 

@@ -1,8 +1,8 @@
-"""The cast to float8 with its transpose for Hopper, in Pallas Mosaic GPU: one read, two writes.
+"""Cast to float8 with a transpose for Hopper, in Pallas Mosaic GPU: one read, two writes.
 
-A block of 128 threads takes a tile: TMA brings it in and takes both results out, and several
-blocks of a multiprocessor hide each other's waits. What is cast may be a function of the arrays,
-which is then never written in 16 bits. XLA's own kernel reads each once as well, but slower.
+A block of 128 threads processes a tile: TMA loads it and stores both results, and several blocks
+per multiprocessor hide each other's latency. The cast value may be a function of the arrays, which
+is then never written in 16 bits. XLA's own kernel also reads each array once, but is slower.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def supports(target: Target, *arrays) -> str | None:
 
 
 def bytes_tile(rows: int, columns: int, dtype: DTypeLike) -> pl.MemoryRef:
-    """Shared memory for a matrix of one-byte elements that TMA takes out."""
+    """Shared memory for a matrix of one-byte elements that TMA stores."""
     tiling, swizzle = _TRANSFORMS
     transforms = (tiling((8, columns)), swizzle(columns))
     return plgpu.SMEM((rows, columns), dtype, transforms=transforms)
@@ -42,20 +42,20 @@ def cast(
 ):
     """function(*arrays) * multiplier in dtype, and its transpose; the hardware always saturates.
 
-    interpret: plgpu.InterpretGPUParams, on a CPU.
+    interpret: plgpu.InterpretGPUParams, to run on a CPU.
     """
     return _cast(arrays, multiplier, dtype, function, saturate, False, interpret)
 
 
 def cast_measured(arrays, multiplier, dtype, function, *, interpret: hopper.Interpret = False):
-    """The same, saturating, and the function's largest magnitude."""
+    """Saturating `cast`, and the amax of the function's values."""
     *quantized, most_RC = _cast(arrays, multiplier, dtype, function, True, True, interpret)
     return *quantized, jnp.max(most_RC)
 
 
 @hopper.jit_kernel("dtype", "function", "saturate", "measure", "interpret")
 def _cast(arrays, multiplier, dtype, function, saturate, measure, interpret):
-    """(q_MK, q_KM), and with `measure` the largest magnitude in each tile."""
+    """Return (q_MK, q_KM), and with `measure` the amax of each tile."""
     M, K = arrays[0].shape
     largest = float(jnp.finfo(dtype).max)
 
@@ -77,7 +77,7 @@ def _cast(arrays, multiplier, dtype, function, saturate, measure, interpret):
                 most = jnp.max(jnp.abs(values), 1).astype(jnp.float32)
                 most_RC[0][row, column] = jnp.max(most, 0)
             values = values.astype(jnp.float32) * factor
-            if saturate and interpret:  # on the device the cast does
+            if saturate and interpret:  # on the device the cast saturates
                 values = jnp.minimum(jnp.maximum(values, -largest), largest)
             result[...] = values.astype(dtype)
         plgpu.commit_smem()

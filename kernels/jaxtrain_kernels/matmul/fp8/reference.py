@@ -1,4 +1,4 @@
-"""The specification in plain jnp: rounding to float8 and back, products in float32."""
+"""Reference implementation in plain jnp: rounding to float8 and back, matmuls in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,14 @@ def cast(arrays, multiplier, dtype, function, *, saturate: bool):
 
 
 def cast_measured(arrays, multiplier, dtype, function):
-    """The same, saturating, and the function's largest magnitude."""
+    """Saturating `cast`, and the amax of the function's values."""
     q_MK, q_KM = cast(arrays, multiplier, dtype, function, saturate=True)
     seen = jnp.max(jnp.abs(function(*(x.astype(jnp.float32) for x in arrays))))
     return q_MK, q_KM, seen
 
 
 def rounded(x, dtype):
-    """x with float8's rounding under the least power of two that fits its maximum, in float32."""
+    """x rounded to float8 with the smallest power-of-two scale that fits its amax, in float32."""
     x = x.astype(jnp.float32)
     amax, largest = jnp.max(jnp.abs(x)), float(jnp.finfo(dtype).max)
     fraction, exponent = jnp.frexp(jnp.maximum(amax, 2.0**-48) / largest)
@@ -36,7 +36,7 @@ def rounded(x, dtype):
 
 @jax.custom_vjp
 def fp8_matmul(x_MK, w_KN):
-    """As the public function, with scales of the tensors at hand."""
+    """Reference of the public function, with scales from the current tensors."""
     return _forward(x_MK, w_KN)[0]
 
 

@@ -1,4 +1,4 @@
-"""The cast to float8 on any device. On a GPU, XLA makes it one kernel with the transpose."""
+"""Cast to float8 on any device. On a GPU, XLA fuses it with the transpose into one kernel."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,8 +15,8 @@ def supports(target: Target, *arrays) -> None:
 def cast(arrays, multiplier, dtype, function, *, saturate: bool):
     """function(*arrays) * multiplier in dtype, and its transpose.
 
-    A power of two is exact in bfloat16. In float32 XLA would keep x in memory before its rounding
-    to bfloat16 (excess precision), in twice the bytes.
+    The multiplier, a power of two, is exact in bfloat16. With float32 XLA would store x before its
+    rounding to bfloat16 (excess precision), in twice the bytes.
     """
     x_MK = function(*arrays)
     wide = x_MK.astype(jnp.float32) if x_MK.dtype == jnp.float16 else x_MK
@@ -29,10 +29,10 @@ def cast(arrays, multiplier, dtype, function, *, saturate: bool):
 
 
 def cast_measured(arrays, multiplier, dtype, function):
-    """The same, saturating, and the function's largest magnitude.
+    """Saturating `cast`, and the amax of the function's values.
 
-    XLA puts a maximum into one kernel with a cast, but not with a transpose: that comes after, from
-    one byte a value. So x is computed or read once, not twice.
+    XLA fuses a maximum with a cast, but not with a transpose, which therefore comes after, from one
+    byte per value. So x is computed or read once, not twice.
     """
     q_MK, _ = cast(arrays, multiplier, dtype, function, saturate=True)
     q_MK, seen = lax.optimization_barrier((q_MK, fp8_amax(*arrays, function=function)))
@@ -40,5 +40,5 @@ def cast_measured(arrays, multiplier, dtype, function):
 
 
 def fp8_amax(*arrays: Array, function: Function = itself) -> Float[Array, ""]:
-    """The largest magnitude of a function of the arrays, in float32; it only reads them."""
+    """Amax (largest magnitude) of a function of the arrays, in float32; it only reads them."""
     return jnp.max(jnp.abs(function(*arrays))).astype(jnp.float32)

@@ -1,8 +1,8 @@
-"""A product in float8 whose result is cast to float8 where it is made, in both layouts.
+"""Float8 matmul whose epilogue casts the result to float8, in both layouts.
 
-With delayed scaling the scale is known before the product. So its epilogue can apply a function
-(the squared ReLU, or its gradient), round, and write both layouts: the result is never read again
-in 16 bits. Numbers are those of `fp8_product` and of the cast after it: rounded to 16 bits first.
+With delayed scaling the scale is known before the matmul. So its epilogue can apply a function (the
+squared ReLU, or its gradient), round, and write both layouts: the result is never read again in 16
+bits. Values equal those of `fp8_product` and a cast after it: they are rounded to 16 bits first.
 """
 
 from typing import NamedTuple
@@ -14,13 +14,13 @@ from jaxtrain_kernels.matmul.fp8 import Fp8, given_scale
 from jaxtrain_kernels.matmul.fp8.functions import Function
 from jaxtrain_kernels.matmul.fp8_epilogue import hopper, reference, xla
 
-# The first that can serve is the default. `mosaic`, by name, until a GPU has timed it.
+# The first that can serve is the default. `mosaic` only by name, until it is timed on a GPU.
 BACKENDS = {"xla": xla, "mosaic": hopper, "reference": reference}
 
 
 class QuantizedProduct(NamedTuple):
-    """fp8: function(product) in both layouts. seen: its largest magnitude. product_MN: before the
-    function, where it was asked for.
+    """fp8: function(product) in both layouts. seen: its amax. product_MN: the matmul's result
+    before the function, if requested.
     """
 
     fp8: Fp8
@@ -44,10 +44,10 @@ def fp8_product_quantized(
 ) -> QuantizedProduct:
     """function(a b^T scale), or function(a b^T scale, other), in float8.
 
-    a, b: in float8. scale: a power of two. function: of `fp8.functions`. amax: the largest
-    magnitude of earlier steps, to scale by; what is larger saturates, 0 stands for a scale of 1.
-    product_dtype: that the product is rounded to. keep: return the product as well. exact: add up
-    in float32, as `fp8_product`. Raises NotImplementedError where a named backend cannot serve.
+    a, b: in float8. scale: a power of two. function: of `fp8.functions`. amax: amax of earlier
+    steps, to scale by; larger values saturate, and 0 means a scale of 1. product_dtype: dtype that
+    the product is rounded to. keep: return the product as well. exact: accumulate in float32, as in
+    `fp8_product`. Raises NotImplementedError where a named backend cannot serve.
     """
     operands = (a_MK, b_NK) if other_MN is None else (a_MK, b_NK, other_MN)
     options = reference.ProductOptions(function, dtype, product_dtype, keep, exact)

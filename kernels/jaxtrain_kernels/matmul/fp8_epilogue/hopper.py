@@ -1,13 +1,13 @@
-"""For Hopper, in Pallas Mosaic GPU: the casts in the epilogue of a product in float8.
+"""Float8 matmul for Hopper, in Pallas Mosaic GPU, with the casts in its epilogue.
 
-The product is that of `matmul.hopper.gemm`, with steps of 128 columns. Its epilogue rounds 64 x 64
-values to 16 bits, applies the function to them as they lie in registers, and once more as they are
-read transposed from shared memory; TMA takes both float8 tiles out.
+The matmul is that of `matmul.hopper.gemm`, with steps of 128 columns. Its epilogue rounds 64 x 64
+values to 16 bits. It applies the function to them in registers, and again after reading them
+transposed from shared memory. TMA stores both float8 tiles.
 
-Two warpgroups take turns: one's epilogue runs under the other's products. The tensor cores' own
-sum has some 14 bits. Where that is too few (`exact`), each step's product is added to a float32 sum
-in registers. That takes twice the registers of the product, so that the warpgroups then share a
-tile: one adds while the other multiplies, but the epilogue runs under nothing.
+Two warpgroups alternate: one's epilogue overlaps the other's matmul. The tensor cores' own sum has
+about 14 bits. Where that is too few (`exact`), each step's result is added to a float32 sum in
+registers. This takes twice the registers, so the warpgroups then share a tile: one adds while the
+other multiplies, but nothing overlaps the epilogue.
 """
 
 from typing import Any, NamedTuple
@@ -25,8 +25,8 @@ from jaxtrain_kernels.matmul.hopper import gemm
 from jaxtrain_kernels.matmul.hopper.gemm import PART, WARPGROUPS, GemmPlan, GemmTiling
 
 STEP = 128  # columns of a and b that a step multiplies
-SHARED_BYTES = 226 * 1024  # of a block; 1 KiB of what Hopper has is left to barriers
-# Shared memory of stages of 40 KiB; parts of 16 KiB a warpgroup.
+SHARED_BYTES = 226 * 1024  # per block; 1 KiB of Hopper's shared memory is left for barriers
+# Shared memory: 40 KiB per stage, 16 KiB per part of a warpgroup.
 FAST = GemmTiling(rows=128, columns=192, stages=4, parts=2)
 EXACT = GemmTiling(rows=64, columns=192, shared=True, stages=3, parts=3)
 
@@ -47,10 +47,10 @@ def supports(target: Target, options: Any, a_MK, b_NK, *others) -> str | None:
 
 
 class EpiloguePlan(NamedTuple):
-    """Everything that is known while tracing. gemm: the product; its `other` is off.
+    """Static parameters of the kernel. gemm: plan of the matmul, whose `other` is False.
 
     other: whether a second input of the result's shape is read. keep: whether the product is
-    written. clip: whether values saturate here, and not in the hardware's cast.
+    written. clip: whether the kernel clips values (else the hardware's cast saturates).
     """
 
     gemm: GemmPlan
@@ -63,12 +63,12 @@ class EpiloguePlan(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Arrays that a part leaves for."""
+        """Number of arrays that a part is stored to."""
         return 2 + self.keep
 
     @property
     def shared_bytes(self) -> int:
-        """Of the operands' stages, and of the parts: 16 bits, and 8 bits in both layouts."""
+        """Bytes of the operands' stages, and of the parts: 16 bits, and 8 bits in both layouts."""
         tiling = self.gemm.tiling
         stage = (tiling.block_rows + tiling.columns) * STEP
         return tiling.stages * stage + WARPGROUPS * tiling.parts * PART**2 * 4
@@ -77,7 +77,7 @@ class EpiloguePlan(NamedTuple):
 class EpilogueArrays(NamedTuple):
     """factors: the product's scale, and the multiplier of the function's value before the cast.
 
-    most: of each row, in each column of tiles.
+    most: amax of each row, per column of tiles.
     """
 
     gemm: gemm.GemmArrays
@@ -89,8 +89,8 @@ class EpilogueArrays(NamedTuple):
 
 
 class EpilogueMemory(NamedTuple):
-    """Shared memory. gemm.parts: products in 16 bits, in the place of the other input's parts,
-    which gemm.arrived is for. q, qt: in float8, as they are and transposed.
+    """Shared memory. gemm.parts: first the other input's parts, whose barriers are gemm.arrived,
+    then the products in 16 bits. q, qt: float8 results, not transposed and transposed.
     """
 
     gemm: gemm.GemmMemory
@@ -114,7 +114,7 @@ def product_quantized(
     tiling: GemmTiling | None = None,
     interpret: hopper.Interpret = False,
 ):
-    """As in `reference`. interpret: plgpu.InterpretGPUParams, on a CPU."""
+    """Backend like `reference`. interpret: plgpu.InterpretGPUParams, to run on a CPU."""
     factors = jnp.stack([scale.astype(jnp.float32), multiplier.astype(jnp.float32)])
     q_MN, q_NM, most, *product = _product(options, operands, factors, tiling, interpret)
     return q_MN, q_NM, jnp.max(most), product[0] if options.keep else None
@@ -122,7 +122,7 @@ def product_quantized(
 
 @hopper.jit_kernel("options", "tiling", "interpret")
 def _product(options, operands, factors, tiling, interpret):
-    """[q_MN, q_NM, most, and with `keep` the product]."""
+    """Return [q_MN, q_NM, most, and with `keep` the product]."""
     a_MK, b_NK, *others = operands
     (M, K), N = a_MK.shape, len(b_NK)
     plan = _plan(options, (M, N, K), a_MK.dtype, bool(others), tiling, bool(interpret))
@@ -184,7 +184,7 @@ def _product(options, operands, factors, tiling, interpret):
 
 
 def _plan(options, sizes, dtype, other: bool, tiling: GemmTiling | None, clip: bool):
-    """The plan of a call. Raises ValueError for a tiling that cannot do it."""
+    """Make the plan of a call. Raises ValueError for an unsuitable tiling."""
     tiling = tiling or (EXACT if options.exact else FAST)
     if options.exact and not tiling.shared:
         raise ValueError(f"a sum in float32 needs a tile that warpgroups share, got {tiling}")
@@ -207,7 +207,7 @@ def _plan(options, sizes, dtype, other: bool, tiling: GemmTiling | None, clip: b
 
 
 def _compute(work: EpilogueWork):
-    """A multiplying warpgroup: each of its tiles."""
+    """Compute all tiles of one multiplying warpgroup."""
     plan, tiling = work.plan, work.plan.gemm.tiling
     turns = 1 if tiling.shared else WARPGROUPS
     first = 0 if tiling.shared else work.gemm.warpgroup
@@ -234,7 +234,7 @@ def _compute(work: EpilogueWork):
 
 
 def _fetch_other(work: EpilogueWork, t: Any):
-    """Has all parts of a tile's second input brought, while its product is summed."""
+    """Start to load all parts of a tile's second input, while its product is computed."""
     row, column = gemm.place_of(work.plan.gemm, t)
     for n, (r, c) in enumerate(work.plan.gemm.places):
         plgpu.copy_gmem_to_smem(
@@ -250,7 +250,7 @@ def _arrived(work: EpilogueWork, n: int) -> Any:
 
 
 def _sum(work: EpilogueWork, t: Any, i: Any):
-    """A tile's product as the tensor cores add it up."""
+    """Return a tile's product, accumulated by the tensor cores."""
     plan, tiling = work.plan.gemm, work.plan.gemm.tiling
     product = pl.run_scoped(
         lambda acc: gemm.multiply(work.gemm, t, i, acc),
@@ -262,7 +262,7 @@ def _sum(work: EpilogueWork, t: Any, i: Any):
 
 
 def _sum_exactly(work: EpilogueWork, t: Any):
-    """The same with the steps' products added up in float32."""
+    """Return a tile's product, with the results of the steps accumulated in float32."""
     plan, memory = work.plan.gemm, work.memory.gemm
     tiling, shape = plan.tiling, (plan.tiling.rows, plan.tiling.columns)
     rows = pl.ds(work.gemm.warpgroup * tiling.rows, tiling.rows)
@@ -284,7 +284,7 @@ def _sum_exactly(work: EpilogueWork, t: Any):
 
 
 def _store(work: EpilogueWork, t: Any, i: Any, product: Any):
-    """A tile's parts: rounded, cast in both layouts, and where they belong."""
+    """Round a tile's parts, cast them in both layouts and store them."""
     plan, tiling, arrays = work.plan, work.plan.gemm.tiling, work.arrays
     row, column = gemm.place_of(plan.gemm, t)
     row = work.gemm.own(row)
@@ -302,7 +302,7 @@ def _store(work: EpilogueWork, t: Any, i: Any, product: Any):
             plgpu.barrier_wait(_arrived(work, n))
             others = [plgpu.load(part, layout=hopper.MATRIX)]
             others_turned = [plgpu.load(part.T, layout=hopper.MATRIX)]
-            plgpu.commit_smem()  # the product takes its place
+            plgpu.commit_smem()  # the product overwrites it
         rounded = (product[r : r + PART, c : c + PART] * scale).astype(jnp.bfloat16)
         part[...] = rounded
         plgpu.commit_smem()

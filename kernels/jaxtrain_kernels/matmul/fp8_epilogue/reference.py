@@ -1,4 +1,4 @@
-"""The specification in plain jnp: a product in float32, rounded to 16 bits, then cast."""
+"""Reference implementation in plain jnp: a matmul in float32, rounded to 16 bits, then cast."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from jaxtrain_kernels.matmul.fp8.functions import Function
 
 
 class ProductOptions(NamedTuple):
-    """What of `fp8_product_quantized` is no array."""
+    """Arguments of `fp8_product_quantized` that are not arrays."""
 
     function: Function
     dtype: DTypeLike
@@ -25,7 +25,7 @@ def supports(target: Target, options, *arrays) -> None:
 
 
 def product_quantized(options, operands, scale, multiplier):
-    """(q_MN, q_NM, the largest magnitude, product_MN or None)."""
+    """Return (q_MN, q_NM, amax, product_MN or None)."""
     a_MK, b_NK, *others = operands
     product_MN = a_MK.astype(jnp.float32) @ b_NK.astype(jnp.float32).T
     product_MN = (product_MN * scale).astype(options.product_dtype)

@@ -1,4 +1,4 @@
-"""On any device: XLA's product, then the cast by a kernel of its own."""
+"""XLA's matmul on any device, then a separate kernel for the cast."""
 
 from jaxtrain_kernels.dispatch import Target, choose_backend, target
 from jaxtrain_kernels.matmul import fp8
@@ -9,7 +9,7 @@ def supports(target: Target, options, *arrays) -> str | None:
 
 
 def product_quantized(options, operands, scale, multiplier):
-    """As in `reference`."""
+    """Backend like `reference`."""
     a_MK, b_NK, *others = operands
     product_MN = fp8.fp8_product(a_MK, b_NK, scale, options.product_dtype, options.exact)
     arrays = (product_MN, *others)

@@ -1,12 +1,13 @@
-"""A matmul with something done to its result on the way out, for Hopper, in Pallas Mosaic GPU.
+"""Matmul with a fused epilogue for Hopper, in Pallas Mosaic GPU.
 
-One warpgroup of a CUDA block loads 64 columns of both operands at a time by TMA, two multiply.
-Blocks are persistent. The two take turns, each with a tile of its own: while one stores its tile
-(through shared memory, 64 x 64 at a time), the other multiplies, since the operands come in one
-queue and those of the next tile are behind those of this one. Or they share a tile, which asks
-least of the L2 cache and of shared memory, but then the tensor cores wait for both to store it.
+One warpgroup of a CUDA block loads 64 columns of both operands at a time by TMA, and two multiply.
+Blocks are persistent. The two alternate, each with its own tile: while one stores its tile (through
+shared memory, 64 x 64 at a time), the other multiplies. This works because the operands are in one
+queue, in which those of the next tile follow those of this one. Or the two share a tile, which
+needs the least L2 and shared memory, but then the tensor cores idle while both store it.
 
-A second input of the result's shape arrives in the 64 x 64 buffers that the result leaves from.
+A second input of the result's shape is loaded into the 64 x 64 buffers that the result is stored
+from.
 """
 
 import functools
@@ -30,7 +31,7 @@ WARPGROUPS = 2  # that multiply
 
 
 def supports(target: Target, *arrays) -> str | None:
-    """Why not; arrays: the inputs, whose dims but the last are rows."""
+    """Return why the kernel cannot run; None = it can. arrays: inputs; the last dim is columns."""
     if reason := hopper.unsupported_reason(target):
         return reason
     for x in arrays:
@@ -42,13 +43,13 @@ def supports(target: Target, *arrays) -> str | None:
 
 
 class GemmTiling(NamedTuple):
-    """rows, columns: of a warpgroup's tile.
+    """rows, columns: size of a warpgroup's tile.
 
-    shared: whether the warpgroups' tiles lie one below the other and are worked on together.
-    stages: steps whose operands are in shared memory at once. parts: of the result that a
-    warpgroup has there. cluster: CUDA blocks with tiles one below the other, which load their
-    columns of b together. group: rows of tiles (of a cluster) that are worked on together, for the
-    L2 cache. blocks: CUDA blocks; None = one a multiprocessor.
+    shared: whether the warpgroups process vertically adjacent tiles together (else they alternate).
+    stages: steps whose operands are in shared memory at once. parts: parts of the result that a
+    warpgroup has there. cluster: CUDA blocks with vertically adjacent tiles, which load their
+    columns of b together. group: rows of a cluster's tiles that are processed together, for the L2
+    cache. blocks: number of CUDA blocks; None = one per multiprocessor.
     """
 
     rows: int = 128
@@ -66,7 +67,7 @@ class GemmTiling(NamedTuple):
 
 
 class GemmPlan(NamedTuple):
-    """Everything that is known while tracing."""
+    """Static parameters of the kernel."""
 
     M: int
     N: int
@@ -89,18 +90,18 @@ class GemmPlan(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles of a cluster, down and across."""
+        """Number of cluster tiles, down and across."""
         tiling = self.tiling
         return -(-self.M // (tiling.block_rows * tiling.cluster)), -(-self.N // tiling.columns)
 
     @property
     def users(self) -> int:
-        """Warpgroups that multiply a step."""
+        """Number of warpgroups that multiply a step."""
         return WARPGROUPS if self.tiling.shared else 1
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Where the parts of a warpgroup's tile are in it."""
+        """First row and column of each part in a warpgroup's tile."""
         tiling = self.tiling
         return [(r, c) for r in range(0, tiling.rows, PART) for c in range(0, tiling.columns, PART)]
 
@@ -115,8 +116,8 @@ class GemmArrays(NamedTuple):
 class GemmMemory(NamedTuple):
     """Shared memory. a, b: by stage; parts: by warpgroup.
 
-    full: by user of a step and by stage, so that a warpgroup awaits each use of a barrier.
-    arrived: of the other input's parts.
+    full: barriers by user of a step and by stage, so that a warpgroup waits on each use of its own
+    barriers. arrived: barriers of the other input's parts.
     """
 
     a: Any
@@ -140,7 +141,8 @@ def matmul(
 ) -> jax.Array:
     """epilogue(a b) in a's dtype, or epilogue(a b, other); b is [K, N], or [N, K] (b_is_NK).
 
-    The epilogue gets float32, 64 x 64 at a time. interpret: plgpu.InterpretGPUParams, on a CPU.
+    The epilogue gets float32, 64 x 64 at a time. interpret: plgpu.InterpretGPUParams, to run on a
+    CPU.
     """
     tiling = tiling or GemmTiling()
     (M, K), N = a_MK.shape, b.shape[0 if b_is_NK else 1]
@@ -192,7 +194,7 @@ def _block(plan: GemmPlan, arrays: GemmArrays, memory: GemmMemory):
 
 
 def rounds_of(plan: GemmPlan) -> jax.Array:
-    """How many tiles this cluster works on."""
+    """Number of tiles that this cluster processes."""
     down, across = plan.grid
     return lax.div(down * across - 1 - lax.axis_index("cluster"), plan.clusters) + 1
 
@@ -215,13 +217,13 @@ def tile_of(plan: GemmPlan, number: ArrayLike) -> tuple[jax.Array, jax.Array]:
 
 
 def full_barrier(plan: GemmPlan, memory: GemmMemory, t: Any, slot: Any) -> Any:
-    """The barrier of a step's operands: each warpgroup has its own where they take turns."""
+    """Barrier of a step's operands; if the warpgroups alternate, each has its own."""
     user = 0 if plan.tiling.shared else lax.rem(t, WARPGROUPS)
     return memory.full.at[user * plan.tiling.stages + slot]
 
 
 def load_tiles(plan: GemmPlan, arrays: GemmArrays, memory: GemmMemory):
-    """The loader: the operands of each tile's steps."""
+    """Load the operands of each tile's steps."""
     tiling = plan.tiling
 
     def load_tile(t, _):
@@ -241,7 +243,7 @@ def load_tiles(plan: GemmPlan, arrays: GemmArrays, memory: GemmMemory):
     rounds = rounds_of(plan)
     lax.fori_loop(0, rounds, load_tile, None)
 
-    # A block of a cluster must be there until the others have told it what they freed.
+    # A block of a cluster must not exit before the others have signalled its free barriers.
     def drain(step, _):
         plgpu.barrier_wait(memory.free.at[lax.rem(step, tiling.stages)])
 
@@ -255,14 +257,14 @@ class GemmWork(NamedTuple):
     warpgroup: jax.Array
 
     def own(self, row: jax.Array) -> jax.Array:
-        """The first row of a warpgroup's tile in one of the block."""
+        """First row of the warpgroup's tile, from the first row of the block's tile."""
         return row + self.warpgroup * self.plan.tiling.rows if self.plan.tiling.shared else row
 
     def part(self, place: Index) -> Any:
         return self.memory.parts.at[self.warpgroup, place]
 
     def fetch(self, t: Index, n: int, used: Index) -> None:
-        """Has part n of tile t's other input brought; used: parts before this tile."""
+        """Start to load part n of tile t's other input; used: number of parts before this tile."""
         tiling, (r, c) = self.plan.tiling, self.plan.places[n]
         row, column = place_of(self.plan, t)
         place = lax.rem(used + n, tiling.parts)
@@ -274,7 +276,7 @@ class GemmWork(NamedTuple):
 
 
 def _compute(work: GemmWork):
-    """A multiplying warpgroup: each of its tiles."""
+    """Compute all tiles of one multiplying warpgroup."""
     plan, memory = work.plan, work.memory
     turns = 1 if plan.tiling.shared else WARPGROUPS
     rounds, first = rounds_of(plan), 0 if plan.tiling.shared else work.warpgroup
@@ -310,12 +312,12 @@ def _compute(work: GemmWork):
 
 
 def parts_ahead(plan: GemmPlan) -> int:
-    """Parts of the other input that the epilogue of the tile before has brought."""
+    """Number of parts of the other input that the previous tile's epilogue prefetches."""
     return plan.tiling.parts - 1
 
 
 def multiply(work: GemmWork, t: Any, i: Any, acc: Any):
-    """The sum over a tile's steps; the last step's slot is still taken."""
+    """Return the sum over a tile's steps; the last step's slot is not yet freed."""
     plan, memory = work.plan, work.memory
     tiling = plan.tiling
 
@@ -332,7 +334,7 @@ def multiply(work: GemmWork, t: Any, i: Any, acc: Any):
 
     step(0, first=True)
     if plan.other:
-        # All of the last tile has left, or will have soon: the products go on meanwhile.
+        # Wait until the last tile is stored; the matmuls continue meanwhile.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         work.fetch(t, parts_ahead(plan), i * len(plan.places))
     lax.fori_loop(1, plan.steps, lambda k, _: step(k), None)
@@ -340,7 +342,7 @@ def multiply(work: GemmWork, t: Any, i: Any, acc: Any):
 
 
 def _store(work: GemmWork, t: Any, turns: int, i: Any, more: Any, product: Any):
-    """A tile's parts, through the epilogue and shared memory to where they belong."""
+    """Apply the epilogue to a tile's parts, and store them through shared memory."""
     plan, tiling = work.plan, work.plan.tiling
     row, column = place_of(plan, t)
     used = i * len(plan.places)
@@ -358,7 +360,7 @@ def _store(work: GemmWork, t: Any, turns: int, i: Any, more: Any, product: Any):
             part, work.arrays.out.at[pl.ds(work.own(row) + r, PART), pl.ds(column + c, PART)]
         )
         if plan.other and n > 0:
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the part before has left
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the previous part is stored
             following, count = n + parts_ahead(plan), len(plan.places)
             if following < count:
                 work.fetch(t, following, used)

@@ -1,9 +1,9 @@
 """Symmetric matmuls for Hopper, in Pallas Mosaic GPU: half of the tiles, each stored twice.
 
-A block of threads takes square tiles (i, j), i <= j, of out = a b^T: one warpgroup loads rows i of
-a and rows j of b by TMA, and two or three others multiply 64 of the tile's rows each, store them,
-and store their transpose as tile (j, i). Blocks are persistent, so that the next tile is loaded
-while this one is stored.
+A thread block computes square tiles (i, j), i <= j, of out = a b^T. One warpgroup loads rows i of a
+and rows j of b by TMA. Two or three others multiply 64 of the tile's rows each, store them, and
+store their transpose as tile (j, i). Blocks are persistent, so that the next tile is loaded while
+this one is stored.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.hopper import Index
 
-SMALLEST = 192  # the smallest size that was right on a GPU; 64 was not
+SMALLEST = 192  # the smallest size with correct results on a GPU; those of 64 were wrong
 STEP = 64  # columns of a and b that a step multiplies: a swizzled row of 128 bytes
 
 
@@ -35,10 +35,10 @@ def supports(target: Target, x_LMK) -> str | None:
 
 
 class Tiling(NamedTuple):
-    """warpgroups: that multiply, of 64 rows of a square tile each.
+    """warpgroups: number that multiply, 64 rows of a square tile each.
 
-    stages: steps whose operands are in shared memory at once. blocks: CUDA blocks; None = one a
-    multiprocessor.
+    stages: steps whose operands are in shared memory at once. blocks: number of CUDA blocks; None =
+    one per multiprocessor.
     """
 
     warpgroups: int = 3
@@ -51,7 +51,7 @@ class Tiling(NamedTuple):
 
 
 def default_tiling(rows: int) -> Tiling:
-    """Large tiles ask least of the L2 cache, but more of them is cut off at the edges."""
+    """Choose the tiling: large tiles need less L2 bandwidth, but waste more at the edges."""
     small, large = Tiling(warpgroups=2, stages=5), Tiling()
     tiles = {t: -(-rows // t.tile) for t in (small, large)}
     area = {t: n * (n + 1) * t.tile**2 for t, n in tiles.items()}
@@ -59,7 +59,7 @@ def default_tiling(rows: int) -> Tiling:
 
 
 class SymmetricPlan(NamedTuple):
-    """Everything that is known while tracing."""
+    """Static parameters of the kernel."""
 
     L: int
     M: int
@@ -80,17 +80,17 @@ class SymmetricPlan(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Of a tile; for a polynomial whole tiles of columns, which come in an order of its own."""
+        """Number of steps of a tile; a polynomial has whole tiles of columns, in its own order."""
         columns = self.row_tiles * self.tiling.tile if self.polynomial else self.K
         return -(-columns // STEP)
 
     def slot_barrier(self, slot: Index) -> Index:
-        """Hardware barriers: 0 is CUDA's, and 1 up to the number of warpgroups Mosaic's."""
+        """Hardware barrier of a slot. CUDA uses 0, Mosaic 1 to the number of warpgroups."""
         return self.tiling.warpgroups + 2 + slot
 
 
 class SymmetricMemory(NamedTuple):
-    """operands [stages, a and b, rows, STEP]; out: 64x64 parts of a tile, by warpgroup."""
+    """Shared memory. operands [stages, a and b, rows, STEP]; out: 64x64 parts, by warpgroup."""
 
     operands: Any
     out: Any
@@ -105,17 +105,17 @@ class SymmetricArrays(NamedTuple):
 
 
 def gram(x_LMK, *, tiling=None, interpret: hopper.Interpret = False):
-    """As the public function. interpret: plgpu.InterpretGPUParams, on a CPU."""
+    """Backend of the public function. interpret: plgpu.InterpretGPUParams, to run on a CPU."""
     return _symmetric(x_LMK, None, None, tiling, interpret)
 
 
 def square_polynomial(a_LMM, coefficients, *, tiling=None, interpret: hopper.Interpret = False):
-    """As the public function."""
+    """Backend of the public function."""
     return _symmetric(a_LMM, None, coefficients, tiling, interpret)
 
 
 def symmetric_product(a_LMM, b_LMM, *, tiling=None, interpret: hopper.Interpret = False):
-    """As the public function."""
+    """Backend of the public function."""
     return _symmetric(a_LMM, b_LMM, None, tiling, interpret)
 
 
@@ -129,7 +129,7 @@ def _symmetric(a_LMK, b_LMK, coefficients, tiling: Tiling | None, interpret: hop
     plan = plan._replace(blocks=min(tiling.blocks or hopper.sm_count(), plan.n_tiles))
     arrays = [a_LMK] if b_LMK is None else [a_LMK, b_LMK]
     if coefficients is not None:
-        # As an array, so that all polynomials are one kernel to compile.
+        # As an array, so that all polynomials share one compiled kernel.
         arrays.append(jnp.broadcast_to(jnp.asarray(coefficients, jnp.float32), (L, 3)))
 
     def symmetric_matmul(*refs, **memory):
@@ -173,7 +173,7 @@ def _block(plan: SymmetricPlan, arrays: SymmetricArrays, memory: SymmetricMemory
 
 
 def _each_tile(plan: SymmetricPlan, body: Callable[..., None]):
-    """body(first, matrix, i, j) for this block's tiles; first: the number of their first step."""
+    """Call body(first, matrix, i, j) for this block's tiles; first: index of the first step."""
 
     def visit(t, _):
         body(t * plan.steps, *tile_of(plan, lax.axis_index("block") + t * plan.blocks))
@@ -183,7 +183,7 @@ def _each_tile(plan: SymmetricPlan, body: Callable[..., None]):
 
 
 def tile_of(plan: SymmetricPlan, number: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(matrix, i, j) of a tile's number: by matrix, and by row of the triangle or nearly so."""
+    """(matrix, i, j) of a tile index: ordered by matrix, then roughly by row of the triangle."""
     R = plan.row_tiles
     # Rows p and last - p of the triangle together are as long as its first row, or one longer.
     width, last = (R + 1, R - 1) if R % 2 == 0 else (R, R)
@@ -206,7 +206,7 @@ def _load_tile(
         slot = lax.rem(first + t, plan.tiling.stages)
         full = memory.full.at[slot]
         step = t
-        if plan.polynomial:  # the tile of a that the polynomial adds comes last, and stays
+        if plan.polynomial:  # the tile of a that the polynomial adds is last, and stays
             own = t - (plan.steps - W)
             step = jnp.where(own >= 0, j * W + own, jnp.where(t >= j * W, t + W, t))
         columns = pl.ds(step * STEP, STEP)
@@ -243,7 +243,7 @@ class SymmetricWork(NamedTuple):
 
 
 def _compute_tile(work: SymmetricWork, first, matrix, i, j):
-    """A computing warpgroup's 64 rows of a tile."""
+    """Compute one warpgroup's 64 rows of a tile."""
     plan, memory = work.plan, work.memory
     W, stages, dtype = plan.tiling.warpgroups, plan.tiling.stages, plan.dtype
     b = jnp.where(i == j, 0, 1) if plan.one else 1
@@ -273,13 +273,13 @@ def _compute_tile(work: SymmetricWork, first, matrix, i, j):
         slot = lax.rem(first + plan.steps - kept + n, stages)
         if plan.polynomial:
             parts[n] = _polynomial(work, slot, matrix, parts[n], (i == j) & (work.warpgroup == n))
-            plgpu.commit_smem()  # TMA writes next where these were ordinary reads
+            plgpu.commit_smem()  # TMA next writes where ordinary loads have read
         _free(plan, slot)
     _store(work, [part.astype(dtype) for part in parts], matrix, i, j)
 
 
 def _polynomial(work: SymmetricWork, slot, matrix, square, diagonal):
-    """c0 I + c1 a + c2 a^2 of 64x64 values, of which those of a lie in the slot."""
+    """c0 I + c1 a + c2 a^2 of 64x64 values; the slot holds those of a."""
     c0, c1, c2 = (work.arrays.coefficients[matrix, n] for n in range(3))
     a = plgpu.load(work.memory.operands.at[slot, 0, work.rows()], layout=hopper.MATRIX)
     out = c2 * square + c1 * a.astype(jnp.float32)
@@ -294,13 +294,13 @@ def _polynomial(work: SymmetricWork, slot, matrix, square, diagonal):
 
 
 def _store(work: SymmetricWork, parts: list, matrix, i, j):
-    """Stores a warpgroup's part of the tile, and its transpose unless the tile is its own."""
+    """Store a warpgroup's part of the tile, and its transpose unless the tile is diagonal."""
     plan, memory, out = work.plan, work.memory, work.arrays.out
     tile, W = plan.tiling.tile, plan.tiling.warpgroups
     rows = pl.ds(i * tile + work.warpgroup * 64, 64)
     columns = [pl.ds(j * tile + n * 64, 64) for n in range(W)]
     buffers = [memory.out.at[work.warpgroup, n] for n in range(W)]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile is stored
     for buffer, part in zip(buffers, parts):
         buffer[...] = part
     plgpu.commit_smem()
@@ -310,7 +310,7 @@ def _store(work: SymmetricWork, parts: list, matrix, i, j):
     @pl.when(i != j)
     def _():
         for buffer, part, at in zip(buffers, parts, columns):
-            plgpu.wait_smem_to_gmem(W - 1, wait_read_only=True)  # the oldest has left
+            plgpu.wait_smem_to_gmem(W - 1, wait_read_only=True)  # the oldest buffer is stored
             buffer.T[...] = part
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, out.at[matrix, at, rows])

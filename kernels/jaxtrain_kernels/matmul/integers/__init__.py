@@ -2,8 +2,8 @@
 
 A decode step spends its time reading the codes. `triton` reads each byte once; it is the default
 for up to 32 rows, where the mesh has one device. `reduce` serves one row: XLA multiplies and sums
-in one pass, without a dequantized matrix in memory. `dot` is a matmul. XLA dequantizes the matrix
-for it, which the many rows of a prompt pay for.
+in one pass, without a dequantized matrix in memory. `dot` is a matmul for which XLA dequantizes the
+matrix; the many rows of a prompt amortize that.
 """
 
 from jaxtyping import Array, Float, Int, Integer
@@ -23,12 +23,12 @@ def w8a16_matmul(
     layer: int | Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*B N"]:
-    """x times codes x scales, in x's dtype; a scale a column. Accumulated in float32.
+    """x @ (codes x scales) in x's dtype, with one scale per column; accumulated in float32.
 
-    layer: of a stack [L, K, N], which `triton` reads in place where a slice would be a copy.
-    Each value is rounded to x's dtype first, as training with fake quantization rounds it; `dot` in
-    float32 and `triton` multiply by the scales after the sum. Raises ValueError for an unknown
-    implementation, NotImplementedError for one that cannot serve.
+    layer: index in a stack [L, K, N], which `triton` reads in place where a slice would be a copy.
+    Each dequantized value is rounded to x's dtype first, as in training with fake quantization;
+    `dot` in float32 and `triton` instead multiply by the scales after the sum. Raises ValueError
+    for an unknown implementation, NotImplementedError for one that cannot serve.
     """
     return _matmul("w8a16_matmul", x, (codes_KN, scales_N), layer, implementation)
 
@@ -42,12 +42,13 @@ def w4a16_matmul(
     layer: int | Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*B N"]:
-    """x times ((codes - 8) x scales + offsets), in x's dtype; a scale a column and K / G inputs.
+    """x @ ((codes - 8) x scales + offsets) in x's dtype; a scale per column and K / G inputs.
 
-    codes_HN: uint8, H = K / 2; the low half of a byte is the even input's.
-    offsets_GN: float32, in units of the matrix; they multiply the sums of a group's inputs, in
-    float32, and are not rounded. None: zeros.
-    layer, rounding and errors as of `w8a16_matmul`.
+    codes_HN: uint8, H = K / 2; the low half of a byte is the even input's code.
+    offsets_GN: float32, in units of the weights; they multiply the sum of a group's inputs in
+    float32 and are not rounded. None: zeros.
+    layer and errors as in `w8a16_matmul`. Each value is rounded to x's dtype first, except by
+    `triton` for up to 2 rows, which multiplies by the scales after the sum.
     """
     arrays = (codes_HN, scales_GN) if offsets_GN is None else (codes_HN, scales_GN, offsets_GN)
     return _matmul("w4a16_matmul", x, arrays, layer, implementation)
@@ -60,7 +61,7 @@ def _matmul(
     layer: int | Int[Array, ""] | None,
     implementation: str | None,
 ) -> Float[Array, "*B N"]:
-    """arrays: codes, scales, and offsets if there are any."""
+    """Call a backend. arrays: codes, scales, and offsets if there are any."""
     x_MK, (codes, scales, *_) = x.reshape(-1, x.shape[-1]), arrays
     device = target()
     reasons = {

@@ -1,4 +1,4 @@
-"""As matmuls of the whole matrix in x's dtype, on any device."""
+"""Matmuls with the dequantized matrix in x's dtype, on any device."""
 
 import jax.numpy as jnp
 
@@ -11,7 +11,7 @@ def supports(target: Target, x_MK, codes, scales) -> None:
 
 
 def w8a16_matmul(x_MK, codes_KN, scales_N):
-    """As the public function. In float32 the scales multiply the product, not each value."""
+    """Backend of the public function. In float32 the scales multiply the result, not each value."""
     if x_MK.dtype == jnp.float32:
         return (x_MK @ codes_KN.astype(x_MK.dtype)) * scales_N[None]
     values = codes_KN.astype(jnp.float32) * scales_N[None]
@@ -19,8 +19,8 @@ def w8a16_matmul(x_MK, codes_KN, scales_N):
 
 
 def w4a16_matmul(x_MK, codes_HN, scales_GN, offsets_GN=None):
-    """As the public function: a matmul of the even inputs and one of the odd, which costs less
-    than to put them in turn."""
+    """Backend of the public function: one matmul of the even inputs and one of the odd ones, which
+    costs less than interleaving them."""
     x_MH2 = x_MK.reshape(len(x_MK), -1, 2)
     halves = scaled_halves(codes_HN, scales_GN, x_MK.dtype)
     even, odd = (

@@ -1,4 +1,4 @@
-"""The specification in plain jnp: the whole matrix, rounded to x's dtype."""
+"""Reference implementation in plain jnp: the dequantized matrix, rounded to x's dtype."""
 
 import jax.numpy as jnp
 
@@ -10,13 +10,13 @@ def supports(target: Target, x_MK, codes, scales) -> None:
 
 
 def w8a16_matmul(x_MK, codes_KN, scales_N):
-    """As the public function."""
+    """Backend of the public function."""
     w_KN = codes_KN.astype(jnp.float32) * scales_N[None].astype(jnp.float32)
     return _product(x_MK, w_KN)
 
 
 def w4a16_matmul(x_MK, codes_HN, scales_GN, offsets_GN=None):
-    """As the public function."""
+    """Backend of the public function."""
     (H, N), G = codes_HN.shape, scales_GN.shape[0]
     both_KN = jnp.stack([codes_HN & 15, codes_HN >> 4], axis=1).reshape(2 * H, N)
     groups = both_KN.astype(jnp.float32).reshape(G, -1, N) - 8

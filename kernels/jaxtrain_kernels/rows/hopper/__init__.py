@@ -1,4 +1,4 @@
-"""Row kernels for Hopper, in Pallas Mosaic GPU (`hopper.launch` says how they run)."""
+"""Row kernels for Hopper, in Pallas Mosaic GPU (`rows.hopper.launch` describes how they run)."""
 
 import functools
 import math
@@ -14,8 +14,8 @@ from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.rows.hopper import norm, rope
 from jaxtrain_kernels.rows.hopper.launch import launch, like, load
 
-ELEMENTS = 128 * 8 * 4  # of a block that works element by element: 4 vectors of 16 bytes a thread
-WIDEST = 2048  # columns of a row that a warp has in registers
+ELEMENTS = 128 * 8 * 4  # per block of an elementwise kernel: 4 vectors of 16 bytes per thread
+WIDEST = 2048  # columns of a row that a warp can hold in registers
 
 
 def supports(target: Target, op: str, *arrays: Any) -> str | None:
@@ -23,9 +23,9 @@ def supports(target: Target, op: str, *arrays: Any) -> str | None:
 
 
 def unsupported_reason(op: str, x: jax.Array | jax.ShapeDtypeStruct, *_: object) -> str | None:
-    """Why arrays of this shape cannot be served; None = they can."""
+    """Return why arrays of this shape cannot be served; None = they can."""
     if op == "relu2":
-        # float16 has no room for the squares of small values, of which the gradient is made.
+        # In float16 the squares of small values underflow, from which the gradient is computed.
         if x.dtype == jnp.float16:
             return "needs bfloat16, got float16"
         if x.size % ELEMENTS:
@@ -46,24 +46,24 @@ def unsupported_reason(op: str, x: jax.Array | jax.ShapeDtypeStruct, *_: object)
 
 
 def residual_norm(x_BTD, y_BTD, *, eps, interpret: hopper.Interpret = False):
-    """As the public function. interpret: plgpu.InterpretGPUParams, on a CPU."""
+    """Backend of the public function. interpret: plgpu.InterpretGPUParams, to run on a CPU."""
     return norm.residual_norm(norm.NormOptions(eps, interpret), x_BTD, y_BTD)
 
 
 def mixed_norm(x_BTD, y_BTD, x0_BTD, a, b, *, eps, interpret: hopper.Interpret = False):
-    """As the public function."""
+    """Backend of the public function."""
     options = norm.NormOptions(eps, interpret)
     return norm.mixed_norm(options, x_BTD, y_BTD, x0_BTD, a, b)
 
 
 def rope_norm(q_BTNH, k_BTKH, cos_BTH, sin_BTH, *, eps, interpret: hopper.Interpret = False):
-    """As the public function."""
+    """Backend of the public function."""
     options = rope.RopeOptions(eps, interpret)
     return rope.rope_norm(options, q_BTNH, k_BTKH, cos_BTH, sin_BTH)
 
 
 def relu2(x_BTF, *, interpret: hopper.Interpret = False):
-    """As the public function. The backward needs its result alone: 2 max(x, 0) is 2 sqrt of it."""
+    """Backend of the public function. The backward needs only y: 2 max(x, 0) = 2 sqrt(y)."""
     return _relu2(interpret, x_BTF)
 
 

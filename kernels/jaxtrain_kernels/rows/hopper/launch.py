@@ -1,9 +1,9 @@
-"""How the row kernels for Hopper run: small blocks of threads, straight from and to global memory.
+"""Launch of the Hopper row kernels: small thread blocks that access global memory directly.
 
-No shared memory and no TMA: a warp reads its rows in vectors of 16 bytes into registers, reduces
-them by shuffles and writes the result. A block of one warpgroup needs some 40 to 80 registers a
-thread, so that a multiprocessor holds 6 to 12 of them, whose loads in flight (100 KiB and more)
-cover the memory's latency and whose phases cover each other.
+They use neither shared memory nor TMA: a warp reads its rows in vectors of 16 bytes into registers,
+reduces them by shuffles and writes the result. A block of one warpgroup needs 40 to 80 registers
+per thread, so a multiprocessor holds 6 to 12 blocks. Their loads in flight (100 KiB and more) hide
+the memory latency, and their phases overlap.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def launch(
     *arrays: jax.Array | hopper.Ref,
     interpret: hopper.Interpret = False,
 ) -> list[jax.Array]:
-    """body(block, *input and output refs) in `blocks` blocks of 128 threads; a list of arrays.
+    """Run body(block, *input and output refs) in `blocks` blocks of 128 threads; return arrays.
 
     A reference among the arrays may be written to as well.
     """
@@ -47,13 +47,13 @@ def like(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def rows_layout(columns: int) -> hopper.RegisterLayout:
-    """A row a warp, 16 bytes of 16-bit values a thread (8 where the columns are few)."""
+    """One row per warp, 16 bytes of 16-bit values per thread (8 if columns % 256 is not 0)."""
     vector = 8 if columns % 256 == 0 else 4
     return plgpu.Layout.TILED(plgpu.Tiling(((4, 32 * vector), (vector,))), (-3,), (-2,), -1)
 
 
 def lanes_layout(columns: int) -> hopper.RegisterLayout:
-    """Several short rows a warp: 8 values a thread, columns / 8 threads a row."""
+    """Several short rows per warp: 8 values per thread, columns / 8 threads per row."""
     lanes = columns // 8
     rows = 32 // lanes
     tiling = plgpu.Tiling(((4 * rows, columns), (rows, columns), (8,)))
@@ -61,10 +61,10 @@ def lanes_layout(columns: int) -> hopper.RegisterLayout:
 
 
 def load(ref: hopper.Ref, layout: hopper.RegisterLayout) -> jax.Array:
-    """Global memory as float32."""
+    """Load from global memory as float32."""
     return hopper.untyped.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
 def broadcast_lanes(x_R: jax.Array, like: jax.Array, layout: hopper.RegisterLayout) -> jax.Array:
-    """A number a row over its columns."""
+    """Broadcast one value per row over its columns."""
     return hopper.untyped.layout_cast(lax.broadcast_in_dim(x_R, like.shape, [0]), layout)

@@ -1,4 +1,4 @@
-"""Residual addition or mixing with the RMS norm after it, forward and backward in one pass each."""
+"""Residual addition (or mixing with x0) and RMS norm: forward and backward in one pass each."""
 
 import functools
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.rows.hopper.launch import broadcast_lanes, launch, like, load, rows_layout
 
-ROWS = 4  # of a block: one a warp
+ROWS = 4  # per block: one per warp
 
 
 class NormOptions(NamedTuple):
@@ -21,7 +21,7 @@ class NormOptions(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def residual_norm(options, x_BTD, y_BTD):
-    """As the public function."""
+    """Backend of the public function."""
     return tuple(_forward(options, x_BTD, y_BTD, None, None))
 
 
@@ -41,7 +41,7 @@ residual_norm.defvjp(_residual_fwd, _residual_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def mixed_norm(options, x_BTD, y_BTD, x0_BTD, a, b):
-    """As the public function."""
+    """Backend of the public function."""
     s_BTD, h_BTD = _forward(options, x_BTD, y_BTD, x0_BTD, _pair(a, b))
     return s_BTD, h_BTD, x0_BTD
 
@@ -57,7 +57,7 @@ def _mixed_bwd(options, saved, cotangents):
     dx_BTD, dx0_BTD, ds_R, d0_R = _backward(
         options, s_BTD, ds_BTD, dh_BTD, x0_BTD, dx0_BTD, _pair(a, b)
     )
-    # <g, s> and <g, x0> of g = d loss / d s. x + y was not kept: it is (s - b x0) / a.
+    # <g, s> and <g, x0> for g = d loss / d s. x + y was not saved: it is (s - b x0) / a.
     of_s, of_x0 = jnp.sum(ds_R), jnp.sum(d0_R)
     da = ((of_s - b.astype(jnp.float32) * of_x0) / a.astype(jnp.float32)).astype(a.dtype)
     return dx_BTD, None if like_y is None else dx_BTD, dx0_BTD, da, of_x0.astype(b.dtype)
@@ -72,7 +72,7 @@ def _pair(a, b):
 
 @hopper.jit_kernel("options")
 def _forward(options, x_BTD, y_BTD, x0_BTD, scales_2):
-    """[s, h]: reads x, y, x0 and writes both, each once."""
+    """Return [s, h]: x, y and x0 are read once, s and h are written once."""
     D = x_BTD.shape[-1]
     layout = rows_layout(D)
     given = {"x": x_BTD, "y": y_BTD, "x0": x0_BTD, "scales": scales_2}
@@ -99,7 +99,7 @@ def _forward(options, x_BTD, y_BTD, x0_BTD, scales_2):
 
 @hopper.jit_kernel("options")
 def _backward(options, s_BTD, ds_BTD, dh_BTD, x0_BTD, dx0_BTD, scales_2):
-    """With g = d loss / d s: [g]; with scales [a g, dx0 + b g, each row's <g, s> and <g, x0>]."""
+    """Return, for g = d loss / d s: [g]; with scales [a g, dx0 + b g, rows' <g, s>, <g, x0>]."""
     D = s_BTD.shape[-1]
     layout = rows_layout(D)
     mixed = scales_2 is not None

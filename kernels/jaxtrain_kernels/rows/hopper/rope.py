@@ -1,4 +1,4 @@
-"""Rotation and RMS norm of queries and keys, forward and backward in one pass each."""
+"""RoPE and RMS norm of queries and keys, forward and backward in one pass each."""
 
 import functools
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ class RopeOptions(NamedTuple):
 
 
 def tokens_of_block(head_dim: int) -> int:
-    """One warpgroup has so many rows of half a head."""
+    """Number of tokens per block: the rows of half a head that one warpgroup holds."""
     return 128 // (head_dim // 16)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rope_norm(options, q_BTNH, k_BTKH, cos_BTH, sin_BTH):
-    """As the public function."""
+    """Backend of the public function."""
     return _turned(options, _forward, cos_BTH, sin_BTH, (q_BTNH, k_BTKH))
 
 
@@ -36,7 +36,7 @@ def _rope_fwd(options, q_BTNH, k_BTKH, cos_BTH, sin_BTH):
 def _rope_bwd(options, saved, cotangents):
     q_BTNH, k_BTKH, cos_BTH, sin_BTH = saved
     dq, dk = _turned(options, _backward, cos_BTH, sin_BTH, (q_BTNH, k_BTKH), cotangents)
-    # The angles follow from positions: nothing is to be learned of them.
+    # The angles are functions of the positions, so they need no gradient.
     return dq, dk, jnp.zeros_like(cos_BTH), jnp.zeros_like(sin_BTH)
 
 
@@ -44,7 +44,7 @@ rope_norm.defvjp(_rope_fwd, _rope_bwd)
 
 
 def _forward(eps: float, turn: Any, layout: Any, first: Any, second: Any) -> tuple[Any, Any]:
-    """Both halves of x, rotated and divided by the root mean square of x."""
+    """Return both halves of x, rotated and divided by the root mean square of x."""
     cos, sin = turn
     scale = broadcast_lanes(_scale(eps, first, second), first, layout)
     return (first * cos - second * sin) * scale, (second * cos + first * sin) * scale
@@ -53,7 +53,7 @@ def _forward(eps: float, turn: Any, layout: Any, first: Any, second: Any) -> tup
 def _backward(
     eps: float, turn: Any, layout: Any, first: Any, second: Any, d_first: Any, d_second: Any
 ) -> tuple[Any, Any]:
-    """The gradient to both halves of x: the cotangent turned back, and that of the scale."""
+    """Gradient of both halves of x: the cotangent rotated back, plus the scale's part."""
     cos, sin = turn
     back = d_first * cos + d_second * sin, d_second * cos - d_first * sin
     scale_R = _scale(eps, first, second)
@@ -70,7 +70,7 @@ def _scale(eps: float, first: Any, second: Any) -> Any:
 
 @hopper.jit_kernel("options", "turn_heads")
 def _turned(options, turn_heads, cos_BTH, sin_BTH, *pairs):
-    """turn_heads on every head of every (q, k) together; its results as one such pair."""
+    """Apply turn_heads to each head, read from every (q, k) pair; return the results as a pair."""
     B, T, _, H = pairs[0][0].shape
     half, tokens = H // 2, tokens_of_block(H)
     layout, halves = lanes_layout(half), (pl.ds(0, half), pl.ds(half, half))
@@ -86,7 +86,7 @@ def _turned(options, turn_heads, cos_BTH, sin_BTH, *pairs):
         read = lambda i, n: [load(r.at[here, n, h], layout) for r in inputs[i::2] for h in halves]
         ahead = read(*heads[0])
         for (i, n), after in zip(heads, [*heads[1:], None]):
-            # The next head is on its way before this one's results are written.
+            # Start to load the next head before this one's results are written.
             x, ahead = ahead, read(*after) if after else []
             for h, value in zip(halves, turn_heads(options.eps, turn, layout, *x)):
                 outputs[i][here, n, h] = value.astype(outputs[i].dtype)

@@ -1,12 +1,12 @@
-"""Rotation and RMS norm of queries and keys where they are; the backward takes dq as it was summed.
+"""RoPE and RMS norm of queries and keys in place; the backward takes dq in float32, as accumulated.
 
-The arrays of queries and keys are overwritten: the backward needs the results alone, and what each
-head was divided by. With y = R x r, r = 1 / rms(x), R the rotation and g = dy:
+The arrays of queries and keys are overwritten: the backward needs only the results and each head's
+factor r. With y = R x r, r = 1 / rms(x), R the rotation and g = dy:
 
     dx = r R^T (g - y mean(y g))
 
-since a rotation changes no inner product. Queries, keys and values may stand in one array, so that
-their projections are one matmul, and so are the gradients of its input.
+since a rotation preserves inner products. Queries, keys and values may be in one array, so that
+their projections are one matmul, and the gradient of its input is one matmul too.
 """
 
 from typing import Any, NamedTuple
@@ -22,14 +22,14 @@ from jaxtrain_kernels.rows.hopper.rope import tokens_of_block
 
 
 class TurnOptions(NamedTuple):
-    """heads: of queries and of keys, which stand behind them if both have one array."""
+    """heads: number of query and of key heads; in one array the keys follow the queries."""
 
     heads: tuple[int, int]
     eps: float
     interpret: hopper.Interpret
 
     def places(self, arrays: int) -> list[tuple[int, int]]:
-        """The array and the place in it of each head, the queries' first."""
+        """(index of the array, index of the head in it) of each head, queries first."""
         N, K = self.heads
         keys = [(0, N + n) if arrays == 1 else (1, n) for n in range(K)]
         return [*((0, n) for n in range(N)), *keys]
@@ -37,7 +37,7 @@ class TurnOptions(NamedTuple):
 
 @hopper.jit_kernel("options")
 def turn(options: TurnOptions, arrays, cos_BTH, sin_BTH):
-    """(the arrays, turned; r_NBT of all heads): arrays is (q, k), or one that begins with both."""
+    """Return (rotated arrays, r_NR of all heads). arrays: (q, k), or one that begins with both."""
     B, T, _, H = arrays[0].shape
     half, tokens = H // 2, tokens_of_block(H)
     layout, halves = lanes_layout(half), (pl.ds(0, half), pl.ds(half, half))
@@ -50,7 +50,7 @@ def turn(options: TurnOptions, arrays, cos_BTH, sin_BTH):
         read = lambda i, n: [load(refs[i].at[here, n, h], layout) for h in halves]
         ahead = read(*places[0])
         for number, ((i, n), after) in enumerate(zip(places, [*places[1:], None])):
-            # The next head is on its way before this one's results are written.
+            # Start to load the next head before this one's results are written.
             (first, second), ahead = ahead, read(*after) if after else []
             square_R = jnp.sum(first * first + second * second, 1) * (1 / H)
             r_R = lax.rsqrt(square_R + options.eps)
@@ -70,10 +70,10 @@ def turn(options: TurnOptions, arrays, cos_BTH, sin_BTH):
 
 @hopper.jit_kernel("options", "scale")
 def turn_back(options: TurnOptions, scale: float, arrays, r_NR, dq_BTNH, grads, cos_BTH, sin_BTH):
-    """The gradients of `turn`'s arrays, in grads: (dk,), or the one array's with dk in it.
+    """Write the gradients of `turn`'s arrays to grads: (dk,), or one array that contains dk.
 
-    arrays: as turned. dq: of the turned queries over the scale, in float32. Returns (dq, dk), or
-    the one array, whose other heads are as they were.
+    arrays: results of `turn`. dq: gradient of the rotated queries, divided by the scale, in
+    float32. Returns (dq, dk), or the one array, whose other heads are unchanged.
     """
     B, T, _, H = arrays[0].shape
     half, tokens = H // 2, tokens_of_block(H)
@@ -82,7 +82,7 @@ def turn_back(options: TurnOptions, scale: float, arrays, r_NR, dq_BTNH, grads, 
 
     def rope_turn_back(block, cos_ref, sin_ref, r_ref, dq_ref, *refs):
         inputs, outputs = refs[: len(arrays)], refs[len(arrays) :]
-        # Outputs come first, references that are written to among the inputs.
+        # There are no results: the outputs are references among the inputs.
         here = pl.ds(block * tokens, tokens)
         cos, sin = angles(block, cos_ref, sin_ref, len(cos_BTH) == 1, T, layout)
 
@@ -100,7 +100,7 @@ def turn_back(options: TurnOptions, scale: float, arrays, r_NR, dq_BTNH, grads, 
         for number, (i, n) in enumerate(places):
             y, g, r_R = ahead
             if number + 1 < len(places):
-                # The next head is on its way before this one's results are written.
+                # Start to load the next head before this one's results are written.
                 ahead = read(number + 1)
             if number < N:
                 g = [x * scale for x in g]
@@ -127,7 +127,7 @@ def flat_angles(cos_BTH: jax.Array, sin_BTH: jax.Array) -> list[jax.Array]:
 def angles(
     block: jax.Array, cos_ref: Any, sin_ref: Any, periodic: bool, T: int, layout: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Of a block's tokens; periodic: every row of the batch has the same positions."""
+    """(cos, sin) of a block's tokens; periodic: all batch rows have the same positions."""
     half = cos_ref.shape[-1] // 2
     tokens = tokens_of_block(2 * half)
     at = pl.ds((lax.rem(block, T // tokens) if periodic else block) * tokens, tokens)

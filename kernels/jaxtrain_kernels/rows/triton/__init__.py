@@ -1,8 +1,8 @@
-"""The passes over a few rows in Pallas for Triton, each one launch: Ampere and newer.
+"""Norm and RoPE kernels for a few tokens in Pallas Triton, one launch each: Ampere and newer.
 
-XLA makes two kernels of a norm and four of the rotation of queries and keys, and of a few rows the
-launches are all of their time. CUDA graphs hold these kernels. They are in `kernels.py`, imported
-by the first call: Pallas takes a while to import.
+XLA makes two kernels of a norm and four of RoPE, and with a few tokens the launches take all of the
+time. CUDA graphs can contain these kernels. They are in `kernels.py`, imported by the first call:
+Pallas takes a while to import.
 """
 
 import functools
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jaxtrain_kernels.dispatch import Target, triton_unsupported
 from jaxtrain_kernels.rows import xla
 
-MOST_ROWS = 256  # tokens: a program of one warp or a few has one of them, or a head of one
+MOST_ROWS = 256  # tokens; a program of one or a few warps handles one token, or one head of it
 WIDEST = 16384
 
 
 def supports(target: Target, op: str, *arrays) -> str | None:
-    """The reason why a call cannot be served; None = it can."""
+    """Return why this backend cannot serve the call; None = it can."""
     x = arrays[0]
     if op == "relu2":
         return "has no squared ReLU"
@@ -35,26 +35,26 @@ def supports(target: Target, op: str, *arrays) -> str | None:
 
 
 def residual_norm(x_BTD, y_BTD, *, eps, interpret=False):
-    """As the public function."""
+    """Backend of the public function."""
     formula = functools.partial(xla.residual_norm, eps=eps)
     return _product(formula, "residual_norm", eps, interpret)(x_BTD, y_BTD)
 
 
 def mixed_norm(x_BTD, y_BTD, x0_BTD, a, b, *, eps, interpret=False):
-    """As the public function."""
+    """Backend of the public function."""
     formula = lambda *arrays: xla.mixed_norm(*arrays, eps=eps)[:2]
     run = _product(formula, "mixed_norm", eps, interpret)
     return *run(x_BTD, y_BTD, x0_BTD, a, b), x0_BTD
 
 
 def rope_norm(q_BTNH, k_BTKH, cos_BTH, sin_BTH, *, eps, interpret=False):
-    """As the public function."""
+    """Backend of the public function."""
     formula = functools.partial(xla.rope_norm, eps=eps)
     return _product(formula, "rope_norm", eps, interpret)(q_BTNH, k_BTKH, cos_BTH, sin_BTH)
 
 
 def _product(formula, name: str, eps: float, interpret: bool):
-    """The kernel of this name; formula: the same in XLA, for the gradient."""
+    """Return the kernel of this name; formula: the same function in XLA, for the gradient."""
 
     @jax.custom_vjp
     def run(*arrays):

@@ -1,4 +1,4 @@
-"""The kernels of `rows.triton`: a program has a token's channels, or those of one of its heads."""
+"""Kernels of `rows.triton`: one program per token, or per head of a token."""
 
 import functools
 
@@ -13,7 +13,7 @@ def _read(ref, *place, mask):
 
 
 def _norm(s_D, eps: float, channels: int):
-    """s / rms(s); channels: of s, without its padding by zeros."""
+    """s / rms(s); channels: number of channels of s without zero padding."""
     return s_D * jax.lax.rsqrt((s_D * s_D).sum(0) / channels + eps)
 
 
@@ -29,7 +29,7 @@ def _call(kernel, name: str, grid, out_shape, warps: int, interpret: bool, array
 
 
 def _sums_and_norms(name: str, sum_of, eps: float, interpret: bool, *arrays):
-    """(s, s / rms(s)) of s = sum_of(a reader of arrays) in each row. arrays: [B, T, D], or []."""
+    """Return (s, s / rms(s)) for each token's s = sum_of(*arrays). arrays: [B, T, D] or scalars."""
     B, T, D = arrays[0].shape
 
     def kernel(*refs):
@@ -51,14 +51,14 @@ def _sums_and_norms(name: str, sum_of, eps: float, interpret: bool, *arrays):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def residual_norm(eps: float, interpret: bool, x_BTD, y_BTD):
-    """(s, s / rms(s)) of s = x + y. One trace, and one kernel, for all calls of a shape."""
+    """Return (s, s / rms(s)) for s = x + y. All calls of a shape share one trace and one kernel."""
     add = lambda x, y: x + y
     return _sums_and_norms("residual_norm", add, eps, interpret, x_BTD, y_BTD)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def mixed_norm(eps: float, interpret: bool, x_BTD, y_BTD, x0_BTD, a, b):
-    """(s, s / rms(s)) of s = a (x + y) + b x0; y None = 0."""
+    """Return (s, s / rms(s)) for s = a (x + y) + b x0; y None = 0."""
     if y_BTD is None:
         mix = lambda x, x0, a, b: a * x + b * x0
         return _sums_and_norms("mixed_norm", mix, eps, interpret, x_BTD, x0_BTD, a, b)
@@ -69,9 +69,9 @@ def mixed_norm(eps: float, interpret: bool, x_BTD, y_BTD, x0_BTD, a, b):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def rope_norm(eps: float, interpret: bool, q_BTNH, k_BTKH, cos_BTH, sin_BTH):
-    """Rotated, over the root mean square: a program has one head of queries or of keys."""
+    """Rotate and divide by the root mean square: one program per query or key head of a token."""
     (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
-    shared = len(cos_BTH) == 1  # the same positions in all rows
+    shared = len(cos_BTH) == 1  # all batch rows have the same positions
 
     def turn(x_ref, out_ref, r, n, cos_H, sin_H):
         h_H = jnp.arange(pl.next_power_of_2(H))

@@ -1,16 +1,16 @@
-"""Products of 1 to 32 rows with integer codes in Pallas for Triton: Ampere and newer.
+"""Matmuls of 1 to 32 rows with integer codes in Pallas Triton: Ampere and newer.
 
-XLA compiles these kernels itself, and CUDA graphs hold them. A few rows are multiplied and added
-(`VECTOR_ROWS`), by programs that read all inputs of a tile of columns, so that one launch is the
-whole product. More rows go through tensor cores; where the columns give too few programs, each
-reads a part of the inputs (a split), and XLA adds the parts in float32, always in one order.
+XLA compiles these kernels itself, and CUDA graphs can contain them. Up to `VECTOR_ROWS` rows are
+multiplied and added; more rows use tensor cores. A program reads all inputs of a tile of columns.
+Where the columns give too few programs, and for one row and a large matrix, it reads only a split
+of the inputs (split-K), and XLA adds the splits in float32, always in the same order.
 The kernels are in `kernels.py`, imported by the first call: Pallas takes a while to import.
 JAX 0.11.2 warns that a later version will have no Triton backend of Pallas.
 
 The tiles of one row and a large matrix were measured on an H100 (`_large_tile`); other tiles and
 `VECTOR_ROWS` follow from counts of bytes and instructions.
-A copy at 4.2 TB/s takes 32 bytes a nanosecond from each of 132 processors, and waits some 1,000 ns
-for the first: 32 KiB are on their way at once, 8 loads of 16 bytes for each of 256 threads.
+A copy at 4.2 TB/s moves 32 bytes per nanosecond to each of 132 multiprocessors, with a latency of
+about 1,000 ns. So 32 KiB are in flight: 8 loads of 16 bytes for each of 256 threads.
 """
 
 from typing import NamedTuple
@@ -22,18 +22,18 @@ from jaxtrain_kernels.dispatch import Target, triton_unsupported
 from jaxtrain_kernels.matmul.integers import dot
 
 MOST_ROWS = 32
-VECTOR_ROWS = {"uint8": 2, "int8": 4}  # more go through tensor cores
-PROCESSORS = 132  # of a Hopper
-LARGE_BYTES, WIDE = 2**22, 8192  # of codes, columns: from here on tiles were measured
-# Pallas counts in int32 up to 2^32 bytes, which are negative from 2^31 on.
+VECTOR_ROWS = {"uint8": 2, "int8": 4}  # more rows use tensor cores
+PROCESSORS = 132  # multiprocessors (SMs) of a Hopper GPU
+LARGE_BYTES, WIDE = 2**22, 8192  # bytes of codes, columns: from here on tiles were measured
+# Pallas indexes up to 2^32 bytes in int32, in which indices from 2^31 on are negative.
 UNCOUNTED = range(2**31, 2**32 + 1)
 
 
 class Tile(NamedTuple):
-    """A program's step: rows of codes x columns, of one of `splits` parts of the inputs.
+    """A program's step: rows of codes x columns, in one of `splits` splits of the inputs.
 
-    each: rows of codes that a thread reads one below the other, `rows` times (vectors alone).
-    dot: by tensor cores.
+    each: adjacent rows of codes that a thread reads per step; a step then has rows * each rows
+    (vector kernels only). dot: whether tensor cores are used.
     """
 
     rows: int
@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
 
 def supports(target: Target, x_MK, codes, scales) -> str | None:
-    """The reason why a call cannot be served; None = it can."""
+    """Return why this backend cannot serve the call; None = it can."""
     if reason := triton_unsupported(target):
         return reason
     M, K = x_MK.shape
@@ -70,7 +70,7 @@ def supports(target: Target, x_MK, codes, scales) -> str | None:
 
 
 def w8a16_matmul(x_MK, codes_KN, scales_N, layer=None, tile=None, interpret=False):
-    """As the public function. tile: a `Tile`, to measure another than `tile_of`'s."""
+    """Backend of the public function. tile: a `Tile` that replaces `tile_of`'s, to measure it."""
     R, N = codes_KN.shape[-2:]
     tile = tile or tile_of(len(x_MK), R, N, None)
     return _product(dot.w8a16_matmul, tile, interpret, x_MK, (codes_KN, scales_N), layer)
@@ -79,7 +79,7 @@ def w8a16_matmul(x_MK, codes_KN, scales_N, layer=None, tile=None, interpret=Fals
 def w4a16_matmul(
     x_MK, codes_HN, scales_GN, offsets_GN=None, layer=None, tile=None, interpret=False
 ):
-    """As the public function. tile: a `Tile`, to measure another than `tile_of`'s."""
+    """Backend of the public function. tile: a `Tile` that replaces `tile_of`'s, to measure it."""
     group = x_MK.shape[1] // scales_GN.shape[-2]
     R, N = codes_HN.shape[-2:]
     tile = tile or tile_of(len(x_MK), R, N, group)
@@ -88,18 +88,18 @@ def w4a16_matmul(
 
 
 def tile_of(M: int, R: int, N: int, group: int | None) -> Tile:
-    """The tile for M rows and codes [R, N]; group: of int4. All divide: no mask is needed."""
+    """Tile for M rows and codes [R, N], which it divides: no mask is needed. group: int4's size."""
     if M > VECTOR_ROWS["int8" if group is None else "uint8"]:
         return _dot_tile(R, N, group)
     if M == 1 and R * N >= LARGE_BYTES:
         tile = _large_tile(N, group)
         if N % tile.columns == 0 and R % (tile.rows * tile.each * tile.splits) == 0:
             return tile
-    columns, enough = 16, 0.9 * PROCESSORS  # 32 columns are a sector of memory
+    columns, enough = 16, 0.9 * PROCESSORS  # 32 columns (bytes) are a memory sector
     while columns < 128 and N % (2 * columns) == 0 and N // (2 * columns) >= enough:
         columns, enough = 2 * columns, 3 * PROCESSORS
     warps = 16 if N // columns < 2 * PROCESSORS else 8
-    rows = min(_power_of_two(R), 32 * warps * 16 // columns)  # 16 bytes a thread
+    rows = min(_power_of_two(R), 32 * warps * 16 // columns)  # 16 bytes per thread
     warps = max(1, rows * columns // (32 * 16))
     in_group = R if group is None else group // 2
     most = 8 if M == 1 else 4
@@ -108,7 +108,7 @@ def tile_of(M: int, R: int, N: int, group: int | None) -> Tile:
 
 
 def _large_tile(N: int, group: int | None) -> Tile:
-    """Of one row and a large matrix: the fastest of 34 to 148 tiles a shape."""
+    """Tile for one row and a large matrix: the fastest of 34 to 148 measured tiles per shape."""
     if group is None:
         return Tile(32, 128, 2, 4, 8, 1, False) if N >= WIDE else Tile(64, 64, 2, 4, 8, 1, False)
     if N >= WIDE and group % 8 == 0:
@@ -127,14 +127,14 @@ def _dot_tile(R: int, N: int, group: int | None) -> Tile:
 
 
 def _power_of_two(n: int) -> int:
-    """The largest that divides n."""
+    """Largest power of two that divides n."""
     return n & -n
 
 
 def _product(formula, tile: Tile, interpret: bool, x_MK, arrays, layer):
-    """formula: the same in XLA, for the gradient.
+    """Call the kernel. formula: the same function in XLA, for the gradient.
 
-    The layer is read from memory, so that one kernel serves all layers: each would be compiled.
+    The kernel reads the layer index from memory, so that all layers share one compiled kernel.
     """
 
     def formula_of_layer(x_MK, arrays, *layer_1):

@@ -1,11 +1,11 @@
-"""Products of a few rows with integer codes, in Pallas for Triton: `triton` calls them.
+"""Kernels of `integers.triton`: matmuls of a few rows with integer codes, in Pallas Triton.
 
-`vector_*` multiply and add: each thread reads 16 columns of a row of codes and keeps a sum of its
-own, and the threads' sums are added at the end. `dot_*` go through tensor cores. A program has a
-tile of columns and a part of the inputs (a split).
+`vector_*` multiply and add: each thread reads 16 columns of a row of codes and keeps its own sums,
+which are added at the end. `dot_*` use tensor cores. A program handles a tile of columns and a
+split of the inputs.
 
-An integer becomes a float32 without a conversion: its bits are the upper ones of the mantissa of
-a number from 1 to 2, so that 1 + code / 2^n is multiplied, and the ones are taken off the sum.
+An integer becomes a float32 without a conversion: its bits become the upper mantissa bits of a
+float in [1, 2). So 1 + code / 2^n is multiplied, and the ones are subtracted from the sum.
 """
 
 import functools
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-ONE = 0x3F800000  # of float32
-TO_MANTISSA = 15  # a byte's upper bit to the mantissa's
-UNROLLED = 8  # loads of codes: of more ptxas puts the later ones off, to save registers
+ONE = 0x3F800000  # bits of 1.0 in float32
+TO_MANTISSA = 15  # shift of a byte's top bit to the mantissa's top bit
+UNROLLED = 8  # loads of codes; with more, ptxas delays the later ones to save registers
 
 
 def _float32(bits):
@@ -25,14 +25,14 @@ def _float32(bits):
 
 
 def _place(tile, rows: int):
-    """The first row of the split, its steps, and the slice of columns."""
+    """First row of the split, number of its steps, and slice of columns."""
     begin = pl.program_id(1) * rows
     columns = pl.ds(pl.program_id(0) * tile.columns, tile.columns)
     return begin, rows // (tile.rows * tile.each), columns
 
 
 def _loop(tile, steps: int, step, carry):
-    """A few steps stand one after another, so that the loads of all are on their way at once."""
+    """Loop over the steps; few steps are unrolled, so that all loads are in flight at once."""
     if steps * tile.each > UNROLLED:
         return jax.lax.fori_loop(0, steps, step, carry)
     for i in range(steps):
@@ -41,14 +41,14 @@ def _loop(tile, steps: int, step, carry):
 
 
 def _inputs(x_ref, m: int, k):
-    """Inputs k of row m, float32, beside the columns."""
+    """Inputs k of row m in float32, broadcastable over the columns."""
     return x_ref[m, k].astype(jnp.float32)[:, None]
 
 
 def vector_int4(tile, rows, group, layer, refs, out_ref):
-    """codes uint8 [L, H, N]: two inputs a byte; scales bfloat16, offsets float32 [L, G, N].
+    """codes uint8 [L, H, N]: two inputs per byte; scales bfloat16, offsets float32 [L, G, N].
 
-    A byte times the even input counts the odd code 16 times, which its own product takes off.
+    A byte times the even input counts the odd code 16 times; the odd input's product subtracts it.
     """
     x_ref, codes_ref, scales_ref, *offsets_ref = refs
     begin, steps, columns = _place(tile, rows)
@@ -57,7 +57,7 @@ def vector_int4(tile, rows, group, layer, refs, out_ref):
     def step(i, totals):
         first = begin + i * (tile.rows * tile.each) + jnp.arange(tile.rows) * tile.each
         g = jax.lax.div(first, jnp.int32(group // 2))
-        # All first, so that all are on their way at once.
+        # Load all first, so that all loads are in flight at once.
         loaded = [codes_ref[layer, first + j, columns] for j in range(tile.each)]
         scales = scales_ref[layer, g, columns].astype(jnp.float32)
         offsets = [ref[layer, g, columns] for ref in offsets_ref]
@@ -113,7 +113,7 @@ def vector_int8(tile, rows, group, layer, refs, out_ref):
 
 
 def dot_int4(tile, rows, group, layer, refs, out_ref):
-    """As `vector_int4`; a step is of one group. Values are rounded to x's dtype."""
+    """Tensor-core version of `vector_int4`; a step is in one group. Values round to x's dtype."""
     x_ref, codes_ref, scales_ref, *offsets_ref = refs
     begin, steps, columns = _place(tile, rows)
     padded = out_ref.shape[0]
@@ -141,7 +141,7 @@ def dot_int4(tile, rows, group, layer, refs, out_ref):
 
 
 def dot_int8(tile, rows, group, layer, refs, out_ref):
-    """As `vector_int8`, by tensor cores."""
+    """Tensor-core version of `vector_int8`."""
     x_ref, codes_ref, scales_ref = refs
     begin, steps, columns = _place(tile, rows)
     padded = out_ref.shape[0]
@@ -174,10 +174,10 @@ KERNELS = {
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def call(tile, interpret: bool, x_MK, codes, *others, layer_1=()):
-    """The product [M, N]. codes [L, R, N]; others: scales, and offsets if there are any.
+    """Return the product [M, N]. codes [L, R, N]; others: scales, and offsets if there are any.
 
-    layer_1: (int32 [1],), or () of the only one. One trace, and one kernel, for all calls of a
-    shape.
+    layer_1: (int32 [1],), or () if there is one layer. All calls of a shape share one trace and
+    one kernel.
     """
     (M, K), (_, R, N) = x_MK.shape, codes.shape
     group = K // others[0].shape[1]
