@@ -1,4 +1,4 @@
-"""Every optimizer on a configuration's parameters: time and bytes of one update."""
+"""Benchmark of every optimizer on a configuration's parameters: time and bytes of one update."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from jaxtrain.estimate.workload import Workload, load_workload, new_hyperparams
 from jaxtrain.model import cast
 from jaxtrain.optim import OPTIMIZERS
 
-LONG = ("soap",)  # last: its QR decompositions take minutes
+LONG = ("soap",)  # measured last, since its QR decompositions take minutes
 
 
 def bench_optimizers(
@@ -42,7 +42,7 @@ def bench_optimizers(
 
 
 def optimizer_row(w: Workload, matmul_tflops: float) -> dict[str, Any]:
-    """moved_bytes: on each device, gradients read, parameters and state read and written."""
+    """A row. moved_bytes: per device, gradients read, parameters and state read and written."""
     state, hyperparams = new_state(w), new_hyperparams(w)
     grads = random_gradients(w, state.params)
     size = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
@@ -58,7 +58,7 @@ def optimizer_row(w: Workload, matmul_tflops: float) -> dict[str, Any]:
 
 
 def random_gradients(w: Workload, params: Any) -> Any:
-    """Normal gradients in the dtype that the backward pass gives, placed as the parameters."""
+    """Normal random gradients in the backward pass's dtype, sharded like the parameters."""
 
     def make() -> Any:
         leaves, tree = jax.tree.flatten(params)
