@@ -39,10 +39,10 @@ SHAPES = ((2048, 4), (8192, 1))  # (sequence length, sequences per step)
 def bench_finetune(
     name: str, overrides: Sequence[str], variant: str | None
 ) -> Iterator[dict[str, Any]]:
-    """The record, with one row more each time it is yielded: for each method and shape the bytes of
-    a step and, on a GPU, its time; peft's behind those of LoRA.
+    """Yield the record, each time with one more row: for each method and shape the bytes of a step
+    and, on a GPU, its time; peft's rows follow those of LoRA.
 
-    The peer runs in a process of its own, where torch and peft are installed.
+    The peer runs in its own process, if torch and peft are installed.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # room for the peer's memory
     overrides = ["mesh={data: 1, fsdp: 1}", *overrides]

@@ -228,7 +228,7 @@ class Trainer(NamedTuple):
     tried: Mapping[str, list[Record]] = {}  # rung -> losses of tuning
 
     def job(self, name: str, seed: int, length: float, *more: str) -> Job:
-        """A run of a rung: `length` times the steps of the scale."""
+        """A run of a rung with `length` times the scale's steps."""
         size = self.ladder.scale.size
         steps = max(1, round(size.steps * length))
         return self._job(name, seed, steps, *more)
@@ -351,7 +351,7 @@ def mean_loss(runs: Sequence[tuple[Job, Outcome]]) -> float:
 
 
 def start_length(ladder: Ladder, name: str, lengths: Sequence[float]) -> float:
-    """Where the search begins: the longest for the lowest rung, the middle for the top."""
+    """The length at which the search starts: longest for the lowest rung, medium for the top."""
     place = len(ladder.names) - 1 if name.startswith(WITHOUT) else ladder.names.index(name)
     share = place / (len(ladder.names) - 1)
     return lengths[round((len(lengths) - 1) * (1 - 0.6 * share))]
@@ -360,9 +360,9 @@ def start_length(ladder: Ladder, name: str, lengths: Sequence[float]) -> float:
 def next_length(
     losses: Mapping[float, float], target: float, lengths: Sequence[float], start: float
 ) -> float | None:
-    """The length to train next; None where runs lie on both sides of the target, or none is left.
+    """The length to train next; None if runs are on both sides of the target, or none is left.
 
-    losses: by length, so far. lengths: all there are, ascending.
+    losses: length -> loss so far. lengths: all lengths, ascending.
     """
     if not losses:
         return start
@@ -378,7 +378,7 @@ def next_length(
 
 
 def record_of(train: Trainer, name: str, found: Found) -> Record | None:
-    """The JSON of a rung's runs, without its seconds; None where none has finished."""
+    """The record of a rung's runs, without its seconds; None if no run has finished."""
     if not found.runs:
         return None
     ladder, (_, outcome) = train.ladder, found.runs[-1]

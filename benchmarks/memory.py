@@ -53,7 +53,7 @@ SMALL = [
 def bench_techniques(
     name: str, overrides: Sequence[str], variant: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The record, with one technique more each time it is yielded.
+    """Yield the record, each time with one more technique.
 
     A row has the bytes of a step and, on a GPU, its rate and its gradients' error.
     """

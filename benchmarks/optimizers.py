@@ -21,10 +21,10 @@ LONG = ("soap",)  # measured last, since its QR decompositions take minutes
 def bench_optimizers(
     name: str, overrides: Sequence[str], variant: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The record, with one row more each time it is yielded: of ms, state_bytes and floor_ms, for
-    each optimizer with its default rates.
+    """Yield the record, each time with one more row: ms, state_bytes and floors of an optimizer
+    with its default rates.
 
-    overrides: may hold names of optimizers as well, to measure those alone.
+    overrides: may also contain names of optimizers, to measure only those.
     """
     rows: list[dict[str, Any]] = []
     fields = [text for text in overrides if "=" in text]

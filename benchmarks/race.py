@@ -218,7 +218,7 @@ def draw(record: dict[str, Any], path: Path) -> Path:
     arms = list(dict.fromkeys([e[arm] for e in best] + [e[arm] for e in record["runs"]]))
     figure = Figure(figsize=(11, 4.6), layout="constrained", dpi=150)
     by_tokens, by_seconds = figure.subplots(1, 2, sharey=True)
-    for e in reversed(record["runs"]):  # the best on top
+    for e in reversed(record["runs"]):  # draws the best last, on top
         bold = e in best
         look: dict[str, Any] = {"color": f"C{arms.index(e[arm])}"}
         look |= {"linewidth": 2.2} if bold else {"linewidth": 0.9, "alpha": 0.55}

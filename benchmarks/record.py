@@ -39,20 +39,20 @@ def write(record: dict[str, Any], directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{stem(record)}.json"
     text = json.dumps(record, indent=1)
-    # The points of a curve stand on one line each.
+    # Put each point of a curve on one line.
     text = re.sub(r"\[\s+([^][{}\"]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
     path.write_text(text + "\n")
     return path
 
 
 def read_results(directory: Path = RESULTS) -> list[dict[str, Any]]:
-    """All recorded figures, in the order of their file names; `file` is the name."""
+    """All records, in the order of their file names; `file` is the name."""
     paths = sorted(p for p in directory.glob("*.json") if not p.stem.endswith("-profile"))
     return [json.loads(path.read_text()) | {"file": path.name} for path in paths]
 
 
 def read_peers() -> list[dict[str, Any]]:
-    """Peers' figures measured elsewhere; none in an installation without the checkout."""
+    """Peers' figures measured elsewhere; empty in an installation without the checkout."""
     path = BENCHMARKS / "peers.json"
     return json.loads(path.read_text())["peers"] if path.is_file() else []
 

@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     return find(one.main)([*one.first, *arguments])
 
 
-# ---- the commands that stand here --------------------------------------------------------------
+# ---- commands of this module -------------------------------------------------------------------
 
 
 def config_parser() -> Parser:

@@ -91,7 +91,8 @@ def check_tensors(family: Family, config: Json, specs: Specs, params: Params) ->
     """The config.json section of quantized matrices; writes nothing.
 
     Raises UserError for a parameter without a tensor in the family, and for matrices that the
-    layout cannot hold."""
+    layout cannot hold.
+    """
     flat = unpadded(specs, config)
     if lost := sorted(flat.keys() - places(family, flat).keys()):
         raise UserError(f"the family {family.model_type} has no tensor for {', '.join(lost)}")
@@ -141,7 +142,7 @@ def packed_tensors(
 ) -> dict[str, np.ndarray]:
     """The tensors that store a layer's quantized matrix. name: of the unquantized tensor."""
     one = jax.tree.map(lambda x: x[layer], stack) if is_stacked(spec) else stack
-    columns = spec.shape[-1]  # of a head, without padding
+    columns = spec.shape[-1]  # without the vocabulary padding of a head
     theirs = lambda x: write(x[..., :columns], head_dim)
     return tensors_of(name.removesuffix(".weight"), one, theirs, dtype)
 

@@ -144,7 +144,7 @@ def own_name(name: str, family: Family) -> str:
     return family.prefix + name
 
 
-# ---- where everything lies -------------------------------------------------------------------
+# ---- tensor locations ------------------------------------------------------------------------
 
 
 def is_stacked(spec: ParamSpec) -> bool:
@@ -201,7 +201,7 @@ def check_tensors(source: Source, flat: dict[str, ParamSpec]) -> None:
             raise UserError(f"{of} has no tensor {name}, but the checkpoint does")
     for name, stored in got.items():
         if stored.dtype not in DTYPES:
-            read(name, stored)  # raises, and says what to do
+            read(name, stored)  # raises with advice
 
 
 # ---- reading ---------------------------------------------------------------------------------
@@ -285,7 +285,8 @@ def our_file_layout(
 ) -> tuple[dict[str, tuple[np.dtype, tuple[int, ...]]], Iterator[np.ndarray]]:
     """Our model file's table of dtypes and shapes, and its arrays in that order.
 
-    Gains and scalars are float32, all others have the checkpoint's dtype."""
+    Gains and scalars are float32, all others have the checkpoint's dtype.
+    """
     flat = flatten(specs)
     check_tensors(source, flat)
     where = places(source.family, flat)

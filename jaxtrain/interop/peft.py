@@ -136,7 +136,8 @@ def block_diagonal(parts: list[np.ndarray]) -> np.ndarray:
 def apply_rank_pattern(facts: Json, name: str, kind: str, x: np.ndarray) -> np.ndarray:
     """Convert `a` or `b` of a module with its own rank or alpha to the common rank and alpha.
 
-    It is padded with zeros to the highest rank, and its remaining factor goes into `b`."""
+    It is padded with zeros to the highest rank, and its remaining factor goes into `b`.
+    """
     module = name.rpartition(".lora_")[0]
 
     def own(key: str, default: Any) -> Any:

@@ -94,7 +94,8 @@ def packed(
     """Pack super-blocks into bytes.
 
     The upper two bits of the last four scales and offsets share bytes with the first four (6 bits
-    each); their lower four bits have separate bytes."""
+    each); their lower four bits have separate bytes.
+    """
     s, o, q = (y.astype(np.uint8) for y in (s_bs, o_bs, q_bsk))
     tops = [y[:, :4] | (y[:, 4:] >> 4) << 6 for y in (s, o)]
     lows = (s[:, 4:] & 15) | (o[:, 4:] & 15) << 4

@@ -62,7 +62,8 @@ def from_bytes() -> tokenizers.Tokenizer:
 def from_sentencepiece(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     """A tokenizer with the same ids for every text, special tokens aside.
 
-    Raises UserError if `tokenizers` cannot reproduce the sentencepiece model."""
+    Raises UserError if `tokenizers` cannot reproduce the sentencepiece model.
+    """
     facts = sentencepiece_facts(tokenizer.model)
     if reason := unlike(facts, tokenizer.model):
         raise refused(reason)

@@ -82,7 +82,8 @@ def fit_trade_off(batch_tokens: Vector, steps: Vector) -> TradeOff:
 def steps_to(point: Point, loss: float) -> float | None:
     """Steps at which a run's validation curve first reaches a loss, interpolated in log steps.
 
-    None if it never does, or if its first validation is below the loss already."""
+    None if it never does, or if its first validation is below the loss already.
+    """
     below = next((i for i, one in enumerate(point.losses) if one <= loss), None)
     if not below:
         return None

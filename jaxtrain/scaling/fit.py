@@ -110,7 +110,8 @@ def fit_minima(
     """Fit a parabola in log `axis` per value of `shared`, and power laws through their minima.
 
     A value needs runs with at least three different x; returns None if no value has them.
-    Resamples draw within the runs of each value."""
+    Resamples draw within the runs of each value.
+    """
     groups: dict[float, list[Point]] = {}
     for one in points:
         groups.setdefault(shared(one), []).append(one)
