@@ -28,7 +28,7 @@ from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
 from jaxtrain.settings import UserError
 
 VOCABULARY = 32768
-BYTES_A_PIECE = 400  # fewest bytes of text per token: a vocabulary would memorize a short text
+BYTES_A_PIECE = 400  # fewest text bytes per vocabulary entry; it would memorize a short text
 TRAIN_BYTES = 200_000_000
 RAW_BYTES = 64_000_000  # bytes of text that the libraries are measured on
 READS = 100_000  # documents read from the store in random order

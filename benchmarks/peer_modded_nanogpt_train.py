@@ -4,7 +4,7 @@
 
 FOLDER is as in peer_nanochat_train.py, with modded_nanogpt.py instead of weights.npz: the parts of
 the checkout's train_gpt.py that make model, optimizers, rates and attention windows. The loop
-follows that script with three differences. A microbatch is several of our rows, concatenated (each
+follows that script with three differences. A microbatch is whole rows of ours, concatenated (each
 begins with BOS, at which the recipe separates documents). Learning rates scale with the square root
 of the batch. The momentum's warm-up keeps its share of the steps. As in the script, warm-up steps
 that compile come first and are undone. Seconds exclude these, validations and the first steps.

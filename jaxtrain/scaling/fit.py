@@ -315,8 +315,8 @@ def fit_all(points: Sequence[Point], targets: int, bootstrap: Bootstrap) -> Fits
 
 
 def best_rates(points: Sequence[Point]) -> list[Point]:
-    """The run with the lowest loss for each batch size, number of tokens and seed. Token counts
-    within 10% of each other (rounded to whole steps) count as equal."""
+    """The run with the lowest loss for each batch size, number of tokens and seed. Token counts up
+    to 10% apart count as equal, since they are rounded to whole steps."""
     found: dict[tuple[int, int, int], Point] = {}
     horizons: list[int] = []
     for one in sorted(points, key=lambda p: p.tokens):
