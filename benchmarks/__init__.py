@@ -1,1 +1,1 @@
-"""Figures: `python -m benchmarks WHAT`, on random data, beside the peers and the floor."""
+"""Benchmarks on random data, compared with peers and the floor: `python -m benchmarks WHAT`."""

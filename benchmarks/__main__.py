@@ -1,6 +1,6 @@
 """python -m benchmarks step --config gpt_d12 --record
 
-Measures on random data and prints one table: ours, the floor, the peers. No corpus is needed.
+Measure on random data and print one table: our rates, the floor, the peers. No corpus is needed.
 """
 
 import argparse
@@ -251,7 +251,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The records of a command line, each as soon as it is measured; a long one as it grows."""
+    """Yield the records of a command line as they are measured; a long one again after each row."""
     step = {"loss": bench_loss, "matmul": bench_matmuls, "rows": bench_rows}
     kernels = step | {"attention": bench_attention, "decode": bench_decode}
     whole = {
@@ -340,12 +340,12 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def asked(a: argparse.Namespace) -> bool:
-    """Whether a command line of `compress` names something to measure."""
+    """Whether a `compress` command line names something to measure."""
     return bool(a.overrides or a.shape) or a.recipes is not None
 
 
 def rungs_asked(a: argparse.Namespace) -> AskedRungs:
-    """What a command line of `ladder` asks for."""
+    """The rungs and options that a `ladder` command line asks for."""
     flags = {"tune": a.tune, "remove": a.remove, "time_only": a.time_only, "record": a.record}
     names = tuple(a.only or ()), a.steps, a.workers or 1
     return AskedRungs(a.scale, tuple(a.overrides), *names, **flags, out=a.out)
@@ -361,7 +361,7 @@ def dry_run(
 
 
 def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:
-    """The benchmark that `memory` stands for: (config, overrides, variant) -> record."""
+    """The benchmark behind `memory` with these options: (config, overrides, variant) -> record."""
     if a.devices is not None or a.fit is not None:
         return functools.partial(dry_run, a)
     if a.longest:
@@ -371,7 +371,7 @@ def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:
 
 
 def train_beside(a: argparse.Namespace, config: str) -> Path:
-    """Train a peer on the rows of a configuration; returns the run directory."""
+    """Train a peer on the data of a configuration; returns the run directory."""
     if a.what == "huggingface":
         return train_huggingface(config, a.overrides)
     checkout, *overrides = a.overrides or [""]
@@ -380,7 +380,7 @@ def train_beside(a: argparse.Namespace, config: str) -> Path:
 
 
 def command_line(argv: list[str] | None) -> str:
-    """The command of a measurement, as a record keeps it: without folders that it writes."""
+    """The command of a measurement as stored in its record, without output folders."""
     words = list(sys.argv[1:] if argv is None else argv)
     for option in ("--out", "--folder"):
         if option in words:
@@ -441,7 +441,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # A step's compile time counts: programs kept from an earlier run would hide it.
+    # Compile time is measured, so the compilation cache of earlier runs must not be used.
     jax.config.update("jax_enable_compilation_cache", False)
     take_memory()
     sys.exit(main())

@@ -1,10 +1,10 @@
-"""A run of 10^12 and 10^13 tokens on 1,024 GPUs, computed from records and public prices.
+"""Time and cost of training on 10^12 and 10^13 tokens with 1,024 GPUs, computed from records.
 
     python -m benchmarks at-scale --record
 
-No such run was made. Every rate is one of a record (`RATES`), every price one of `PRICES`; what is
-assumed stands in `ASSUMED`. Host work is taken to grow with its cores: each process of it has its
-own files, and none waits for another.
+No such run was made. Rates come from records (`RATES`), public prices are in `PRICES`, assumptions
+in `ASSUMED`. Host work is assumed to scale linearly with cores: each process has its own files and
+waits for no other.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,14 +17,14 @@ TOKENS = {"1T": 10**12, "10T": 10**13}
 GPUS, GPUS_A_HOST = 1024, 8
 HOSTS = GPUS // GPUS_A_HOST
 MODEL = "llama_8b"
-DOCUMENT_TOKENS = 730  # on average, as in the records of plans
+DOCUMENT_TOKENS = 730  # mean tokens per document, as in the records of plans
 BLOCK_TOKENS = 1 << 20
 OBJECT_BLOCKS = 64
 HOUR = 3600.0
 
 
 class Rate(NamedTuple):
-    """Where a rate comes from: the record, the start of a row's name or none, and the metric."""
+    """Source of a rate: the record, the name of a row in it (or None), and the metric."""
 
     bench: str
     config: str
@@ -49,22 +49,22 @@ PRICES = {
     "gpu_hour": 5.408,  # H200 of p5en/p5e: EC2 Capacity Blocks for ML pricing page, end of 2024
     "core_hour": 0.0446,  # vCPU of c7i.48xlarge on demand: EC2 pricing page, 2025
     "gb_month": 0.023,  # S3 Standard, first 50 TB: S3 pricing page, 2025
-    "get": 0.4e-6,  # a request: S3 pricing page, 2025
+    "get": 0.4e-6,  # per request: S3 pricing page, 2025
     "put": 5e-6,
 }
 ASSUMED = {
-    "step_efficiency": 0.8,  # of 1,024 GPUs over 256 times the rate of four; not measured
-    "host_cores": 96,  # of a host with eight GPUs
-    "host_bytes_per_s": 1.25e9,  # of an object store to one host: 10 of its Gbit/s
+    "step_efficiency": 0.8,  # rate of 1,024 GPUs over 256 times that of four; not measured
+    "host_cores": 96,  # per host with eight GPUs
+    "host_bytes_per_s": 1.25e9,  # from an object store to one host: 10 Gbit/s
     "prepare_cores": 4096,
-    "bytes_per_parameter": 12,  # of a checkpoint: float32 weights and two moments of AdamW
+    "bytes_per_parameter": 12,  # in a checkpoint: float32 weights and two moments of AdamW
     "checkpoint_every_s": 1800.0,
     "kept_months": 3.0,
 }
 
 
 def rate_of(records: Sequence[Record], rate: Rate) -> tuple[float, str]:
-    """The figure of a rate, and the file that it stands in; of several records the best."""
+    """The value of a rate and the file of its record; the best value of several records."""
     found = []
     for record in records:
         if (record["bench"], record["config"]) != (rate.bench, rate.config):
@@ -80,7 +80,7 @@ def rate_of(records: Sequence[Record], rate: Rate) -> tuple[float, str]:
 
 
 def bench_at_scale() -> Iterator[Record]:
-    """A record of each number of tokens, with the files that its rates come from."""
+    """Yield a record for each number of tokens, with the files that its rates come from."""
     records = read_results()
     rates = {name: rate_of(records, rate) for name, rate in RATES.items()}
     step = rates["step"][1]
@@ -95,7 +95,7 @@ def bench_at_scale() -> Iterator[Record]:
 
 
 def rows_of(tokens: int, rates: Mapping[str, float], parameters: int) -> Iterator[dict[str, Any]]:
-    """What each part of a run of so many tokens takes."""
+    """Yield a row for each part of a run on `tokens` tokens: hours, dollars, terabytes."""
     a, shape = ASSUMED, f"{tokens / 1e12:g}T tokens"
     text_mb = tokens / rates["tokenize"] * rates["tokenize_mb"]
 
@@ -116,7 +116,7 @@ def rows_of(tokens: int, rates: Mapping[str, float], parameters: int) -> Iterato
     training = GPUS * rates["step"] * a["step_efficiency"]
     hours = tokens / training / HOUR
     yield row("training", hours, hours * GPUS * PRICES["gpu_hour"], 0, tokens_per_s=training)
-    # With data.shuffle.name=blocks every host reads every block once.
+    # With data.shuffle.name=blocks, every host reads every block once.
     reads, demand = HOSTS * stored, 4 * training
     yield row(
         "blocks read by all hosts", hours, HOSTS * blocks * PRICES["get"], reads,

@@ -1,4 +1,4 @@
-"""Attention's backends beside their peers."""
+"""Benchmark of the attention backends and their peers."""
 
 import contextlib
 import functools
@@ -23,16 +23,16 @@ Make = Callable[[AttentionShape], Kernel]
 BACKWARD = 3.5  # FLOPs of forward and backward over the forward's: five more matmuls for two
 VISITED = 128  # side of the blocks that `tflops_visited` counts
 SMALL_T = 256  # context on a CPU
-ERROR_T = 1000  # context that the error is measured at; no multiple of a kernel's block
-ROUNDING = 2e-6  # of the float32 that errors are measured against
+ERROR_T = 1000  # context for measuring errors; no multiple of a kernel's block size
+ROUNDING = 2e-6  # rounding error of the float32 reference
 
 
 def bench_attention(
     variant: str | None = None, names: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Rows of every backend and peer. TF/s count visible pairs only.
+    """Measure every backend and peer. TF/s count visible pairs only.
 
-    names: of the shapes and backends to measure; default all.
+    names: shapes and backends to measure; default all.
     """
     dtype = compute_dtype("auto")
     yield from growing("attention", dtype, variant, attention_rows(names, dtype))
@@ -91,7 +91,7 @@ def rates(shape: AttentionShape, name: str, ms: float | None) -> dict[str, float
 
 
 def flash_attention_rows(shapes: Sequence[AttentionShape]) -> Iterator[Row]:
-    """The peer's, in another framework and process; its errors are not measured."""
+    """Rows of FlashAttention 4 in PyTorch, in its own process; its errors are not measured."""
     by_name = {s.name: s for s in shapes}
     for row in flash_attention(shapes):
         shape, name = by_name[row["shape"]], row["name"].removeprefix("attention_")
@@ -101,8 +101,8 @@ def flash_attention_rows(shapes: Sequence[AttentionShape]) -> Iterator[Row]:
 def errors(shape: AttentionShape, make: Make, wrap: Any, dtype: Any) -> dict[str, Any]:
     """Largest relative errors of an output or gradient against the float32 specification.
 
-    naive_error: of the specification computed in `dtype`. exact: whether no error is more than
-    twice the naive one. At a smaller shape of the same features.
+    naive_error: error of the specification computed in `dtype`. exact: whether no error exceeds
+    twice the naive one. Measured at a smaller shape with the same features.
     """
     T = SMALL_T if jax.default_backend() == "cpu" else ERROR_T
     s = small_attention(shape, T)
@@ -115,7 +115,7 @@ def errors(shape: AttentionShape, make: Make, wrap: Any, dtype: Any) -> dict[str
     return {"error": max(ours), "naive_error": max(naive), "exact": within}
 
 
-@functools.lru_cache(maxsize=len(WRAPS))  # of one shape: all backends are compared with them
+@functools.lru_cache(maxsize=len(WRAPS))  # one shape at a time; all its backends share these
 def specified(s: AttentionShape, wrap: Any, dtype: Any) -> tuple[Any, Any, list[float]]:
     """Inputs, the specification's results in float32, and its errors when computed in `dtype`."""
     inputs = attention_inputs(s, dtype, jax.random.key(1))
@@ -128,11 +128,11 @@ def specified(s: AttentionShape, wrap: Any, dtype: Any) -> tuple[Any, Any, list[
 
 
 def backends() -> dict[str, Make]:
-    """Name -> (shape -> q, k, v, segments -> out): ours without the specification, then peers."""
+    """Name -> (shape -> q, k, v, segments -> out): our backends but `reference`, then peers."""
     made: dict[str, Make] = {name: our_attention(name) for name in BACKENDS if name != "reference"}
     with contextlib.suppress(ImportError):
         tokamax = importlib.import_module("tokamax")
-        importlib.import_module("absl.flags").FLAGS.mark_as_parsed()  # it reads its options there
+        importlib.import_module("absl.flags").FLAGS.mark_as_parsed()  # tokamax reads absl flags
         made |= {f"tokamax {n}": tokamax_attention(tokamax, n) for n in ("mosaic", "triton")}
     return made
 
@@ -154,7 +154,7 @@ def tokamax_attention(tokamax: ModuleType, implementation: str) -> Make:
 
     def make_packed(s: AttentionShape) -> Kernel:
         def run(q, k, v, segments):
-            # Ranges of keys, which its kernels skip blocks by, are not in the public function.
+            # The public function lacks the key ranges by which tokamax's kernels skip blocks.
             inner = "tokamax._src.ops.attention"
             mask = importlib.import_module(f"{inner}.base").Mask
             every = importlib.import_module(f"{inner}.api").IMPLEMENTATIONS
@@ -170,7 +170,7 @@ def tokamax_attention(tokamax: ModuleType, implementation: str) -> Make:
 
 
 def document_starts(segments_BT: jax.Array) -> jax.Array:
-    """int32 [B, T]: where each token's document begins."""
+    """The position at which each token's document begins, int32 [B, T]."""
     before_BT = jnp.pad(segments_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     place_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1]), segments_BT.shape)
     return jax.lax.cummax(jnp.where(segments_BT != before_BT, place_BT, 0), axis=1)
@@ -194,7 +194,7 @@ def attention_inputs(s: AttentionShape, dtype: Any, key: jax.Array) -> tuple[Any
 
 
 def small_attention(s: AttentionShape, T: int | None = None) -> AttentionShape:
-    """The same kind at a context that the specification can be computed for."""
+    """The shape with a context (and batch and heads) small enough for the specification."""
     T = T or SMALL_T
     return s._replace(
         name=f"{s.name}_small",
@@ -208,7 +208,7 @@ def small_attention(s: AttentionShape, T: int | None = None) -> AttentionShape:
 
 
 def visible_pairs(s: AttentionShape) -> int:
-    """(query, key) pairs of one head and row that the mask leaves."""
+    """Number of (query, key) pairs of one head and sequence that the mask allows."""
     total = 0
     for length in s.documents or (s.T,):
         keys = np.arange(1, length + 1) if s.causal else np.full(length, length)
@@ -217,7 +217,7 @@ def visible_pairs(s: AttentionShape) -> int:
 
 
 def visited_blocks(s: AttentionShape, side: int = VISITED) -> int:
-    """Blocks of queries x keys, of one head and all rows, in which any pair is visible."""
+    """Number of query x key blocks, of one head and all sequences, with any visible pair."""
     ids_BT = s.segment_ids_BT()
     if ids_BT is None:
         return s.B * int(_visited_of_row(s, np.ones(s.T, np.int32), side).sum())
@@ -225,7 +225,7 @@ def visited_blocks(s: AttentionShape, side: int = VISITED) -> int:
 
 
 def _visited_of_row(s: AttentionShape, ids_T: np.ndarray, side: int) -> np.ndarray:
-    """bool [query blocks, key blocks]."""
+    """Whether each block has a visible pair, bool [query blocks, key blocks]."""
     n = -(-s.T // side)
     visited, block = np.zeros((n, n), bool), np.arange(n) * side
     for document in np.unique(ids_T[ids_T > 0]):

@@ -1,12 +1,12 @@
-"""A model from raw text to chat on one GPU, with the seconds of each part.
+"""Case study: a model from raw text to chat on one GPU, with the seconds of each part.
 
     python -m benchmarks case-study h200 --data FOLDER --folder runs/case --record
     python -m benchmarks case-study h200 --shrink                    a tiny model on a CPU
 
-FOLDER has corpus/ and held/ (JSON lines with `text`), chat/ (conversations), pairs/ (answers that
-were chosen and rejected), and perhaps core/ (the bundle of CORE). Each part is one command of
-`jaxtrain`, in a process of its own. The same command goes on with an interrupted study: parts that
-are done are not repeated, and the seconds of both attempts count.
+FOLDER has corpus/ and held/ (JSON lines with `text`), chat/ (conversations), pairs/ (chosen and
+rejected answers), and optionally core/ (the CORE bundle). Each part is one `jaxtrain` command in
+its own process. The same command resumes an interrupted study: finished parts are not repeated,
+and the seconds of both attempts count.
 """
 
 import json
@@ -28,7 +28,7 @@ from jaxtrain.storage.disk import write_json
 
 FILTERS = "[{name: exact_duplicates}, {name: gopher_quality}, {name: near_duplicates}]"
 QUESTIONS = ("What is the capital of France?", "How many days has a week?", "Write a short poem.")
-HEARTBEAT = 2.0  # seconds between two notes of the time that a part has taken
+HEARTBEAT = 2.0  # seconds between two writes of a part's elapsed time
 
 
 class Study(NamedTuple):
@@ -39,10 +39,10 @@ class Study(NamedTuple):
     sft: tuple[str, ...]
     dpo: tuple[str, ...]
     quantize: tuple[str, ...]
-    tokens: int = 128  # of each answer
+    tokens: int = 128  # per answer
 
 
-# One and a half epochs of 100M tokens: beyond four, text teaches less (arXiv:2305.16264).
+# 1.5 epochs of 100M tokens: beyond four epochs, repeated text helps less (arXiv:2305.16264).
 STUDIES = {
     "h200": Study(
         "gpt_d12",
@@ -69,7 +69,7 @@ SHRUNK = Study(
 
 
 class Part(NamedTuple):
-    """One command of a study; `figures` reads its results."""
+    """One command of a study; `figures` reads its result metrics."""
 
     name: str
     arguments: tuple[str, ...]
@@ -77,7 +77,7 @@ class Part(NamedTuple):
 
 
 def parts_of(study: Study, data: Path, out: Path) -> list[Part]:
-    """The commands from raw text to a chat, in their order."""
+    """The commands from raw text to chat, in order."""
     model = lambda name: str(out / name)
     cache = f"data.cache_dir={out / 'cache'}"
     held = f"{{name: source, source: {{name: jsonl, path: {data / 'held'}}}}}"
@@ -115,7 +115,7 @@ def parts_of(study: Study, data: Path, out: Path) -> list[Part]:
 
 
 def last_validation(run: Path) -> dict[str, Any]:
-    """The last losses of a run, and the tokens that it trained on."""
+    """The last losses of a run, its training tokens, and its best rate."""
     rows = read_run(run).rows
     checks = [row for row in rows if row["kind"] == "validation"]
     trained = [row for row in rows if row["kind"] == "train"]
@@ -132,7 +132,7 @@ def read_tasks(path: Path) -> dict[str, Any]:
 
 
 def read_quantized(folder: Path) -> dict[str, Any]:
-    """Bits per byte and bytes before and after."""
+    """Bits per byte and sizes before and after quantization."""
     facts = json.loads((folder / "quantization.json").read_text())
     return {name: facts[name] for name in ("before", "after")}
 
@@ -141,14 +141,15 @@ def read_quantized(folder: Path) -> dict[str, Any]:
 
 
 def write_texts(data: Path, out: Path, most: int = 2000) -> None:
-    """Plain text to calibrate and to measure the quantized model on."""
+    """Write the calibration text, and the held-out text that the quantized model is measured on."""
     for folder, name in (("corpus", "calibration.txt"), ("held", "held.txt")):
         lines = islice(read_documents(JsonlSource(path=str(data / folder))), most)
         (out / name).write_text("\n\n".join(lines))
 
 
 def run_part(part: Part, out: Path, done: dict[str, Any]) -> None:
-    """One part, its output in a file; its seconds are noted while it runs, and add up."""
+    """Run one part with its output in a log file. Its seconds are saved while it runs, and added
+    to those of earlier attempts."""
     entry = done.setdefault(part.name, {"seconds": 0.0})
     before, begun = entry["seconds"], time.perf_counter()
     command = [sys.executable, "-m", "jaxtrain.cli", *part.arguments]
@@ -162,7 +163,7 @@ def run_part(part: Part, out: Path, done: dict[str, Any]) -> None:
                 except subprocess.TimeoutExpired:
                     entry["seconds"] = before + time.perf_counter() - begun
                     write_json(out / "study.json", done)
-        finally:  # a run that trains saves before it ends
+        finally:  # on SIGTERM, a training run saves a checkpoint before it exits
             process.terminate()
             process.wait()
     entry["seconds"] = round(before + time.perf_counter() - begun, 1)
@@ -177,9 +178,9 @@ def run_part(part: Part, out: Path, done: dict[str, Any]) -> None:
 def bench_case_study(
     names: Sequence[str], data: Path | None, folder: Path | None, shrink: bool
 ) -> dict[str, Any]:
-    """A record with a row for each part: `seconds` of wall-clock, compiling and loading included.
+    """A record with a row for each part. `seconds` are wall-clock, with compiling and loading.
 
-    Raises UserError for a study that there is not, for missing data and for a part that fails.
+    Raises UserError for an unknown study, for missing data and for a part that fails.
     """
     if len(names) != 1 or names[0] not in STUDIES:
         raise UserError(f"case-study: name one of {', '.join(STUDIES)}")
@@ -195,7 +196,7 @@ def bench_case_study(
     done: dict[str, Any] = json.loads(state.read_text()) if state.exists() else {}
     write_texts(data, out)
     parts = parts_of(SHRUNK if shrink else STUDIES[names[0]], data, out)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the part is ended, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the child process ends too
     for part in parts:
         if not done.get(part.name, {}).get("done"):
             print(f"{part.name}: jaxtrain {' '.join(part.arguments)}", flush=True)
@@ -211,7 +212,7 @@ def bench_case_study(
 
 
 def tiny_data(folder: Path) -> Path:
-    """Files of each kind with a few hundred short documents, made of tiny Shakespeare."""
+    """Write files of each kind with a few hundred short documents from tiny Shakespeare."""
     import jaxtrain.data
 
     text = (Path(jaxtrain.data.__file__).parent / "tinyshakespeare.txt").read_text()

@@ -1,4 +1,4 @@
-"""The passes that cast to float8 beside the rate of a copy: tensors, and ReLU^2 on the way."""
+"""Benchmark of casts to float8 against the rate of a copy: plain tensors, and fused ReLU^2."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from benchmarks.decode import bandwidth
 from benchmarks.kernels import error_of
 from benchmarks.timing import ceilings, rotating
 
-# (name, the function of the arrays, how many, the dtype), as in a feed-forward network.
+# (name, function of the arrays, number of arrays, dtype), as in a feed-forward network.
 CASES = (
     ("fp8_cast", itself, 1, fp8.E4M3),
     ("fp8_cast_relu2", relu2, 1, fp8.E4M3),
@@ -24,9 +24,9 @@ CASES = (
 def casts(
     name: str, shape: tuple[int, int], backends: set[str], dtype: Any
 ) -> Iterator[dict[str, Any]]:
-    """Rows of tensors [M, F] by a given scale; `measured` is with the maximum for later steps.
+    """Rows for casts of tensors [M, F] by a given scale; `measured` ones also return the amax.
 
-    GB/s are those of reading each array once and of writing both layouts.
+    GB/s count reading each array once and writing both layouts.
     """
     copy_gbps = ceilings(dtype).copy_gbps
     for op, function, count, to in CASES:

@@ -1,10 +1,10 @@
-"""Measures the records of a CPU again and says which figures moved by more than their spread.
+"""Repeat the measurements of CPU records, and report the figures that moved beyond their spread.
 
     python -m benchmarks check
     python -m benchmarks check --only packing preflight
 
-Each record runs by its own `command`, in a process of its own. The spread of a figure is the range
-of its rows with several seeds; else the default of its kind (`ALLOWED`).
+Each record's own `command` runs in its own process. The spread of a figure is its range over seeds
+if there are several, else the default of its kind (`ALLOWED`).
 """
 
 import json
@@ -30,15 +30,15 @@ FACTS = ("seed", "cpus", "steps", "failed", "label")
 
 
 class Allowed(NamedTuple):
-    """How far a figure of one kind may be from its record: the larger of both."""
+    """How far a figure of one kind may be from its record: the larger of the two bounds."""
 
     relative: float
     absolute: float = 0.0
 
 
-# By the kind of the metric, where a record has no spread. Times: from a half to twice the record
-# (two runs of one commit on a CPU that other work shares differed by 1.7 times). Losses: two seeds
-# of one recipe. Bytes: another version of the compiler. What is counted does not move.
+# Default spread by kind of metric. Times: half to twice the record (two runs of one commit on a
+# shared CPU differed by a factor of 1.7). Losses: two seeds of one recipe. Bytes: another version
+# of the compiler. Counts do not move.
 ALLOWED = {
     "time": Allowed(1.0),
     "loss": Allowed(0.0, 0.005),
@@ -54,7 +54,7 @@ BYTES = ("step_bytes", "activations_bytes", "total_bytes", "first_mib", "last_mi
 
 
 class Figure(NamedTuple):
-    """One figure of a record beside what it is now. verdict: moved, same, or not run and why."""
+    """One figure of a record and its new value. verdict: moved, same, or not run and why."""
 
     record: str
     metric: str = ""
@@ -65,19 +65,19 @@ class Figure(NamedTuple):
 
 
 def kind_of(metric: str, bench: str) -> str:
-    """time, loss, bytes or count: which default a metric has."""
+    """The kind of a metric, which selects its default spread: time, loss, bytes or count."""
     timed = metric in TIMES or "_per_" in metric
-    if timed and not (bench in COMPUTED and metric != "compile_s"):  # which computes its times
+    if timed and not (bench in COMPUTED and metric != "compile_s"):  # computed times are exact
         return "time"
     if metric in LOSSES:
         return "loss"
-    # A dry run computes bytes and times from a compiled program; the perplexity is e^loss.
+    # A dry run computes bytes and times from a compiled program. Perplexity is e^loss.
     estimate = bench == "preflight" and metric.endswith("_ms")
     return "bytes" if metric in BYTES or metric == "perplexity" or estimate else "count"
 
 
 def figures_of(record: Record) -> dict[str, list[float]]:
-    """The numbers of a record by `row metric`; several where rows differ in their seed alone."""
+    """The values of a record by `row metric`; a list of several if rows differ only in the seed."""
     found: dict[str, list[float]] = {}
 
     def add(prefix: str, values: Mapping[str, Any]) -> None:
@@ -92,7 +92,7 @@ def figures_of(record: Record) -> dict[str, list[float]]:
 
 
 def compare(record: Record, now: Record) -> Iterator[Figure]:
-    """Every figure of a record, with its value in `now`."""
+    """Yield every figure of a record with its value in `now`."""
     name, new = record["file"], figures_of(now)
     for metric, values in figures_of(record).items():
         kind = kind_of(metric.rsplit(" ", 1)[-1], record["bench"])
@@ -111,7 +111,7 @@ def compare(record: Record, now: Record) -> Iterator[Figure]:
 
 
 def why_not(record: Record) -> str | None:
-    """Why a record is not measured again here; None if it is."""
+    """Why a record cannot be measured again on this machine; None if it can."""
     if record["bench"] not in COMPUTED and record["device"] != "cpu":
         return f"not run: it is of {record['device']}"
     if not command_of(record):
@@ -120,7 +120,7 @@ def why_not(record: Record) -> str | None:
 
 
 def measure_again(record: Record, folder: Path) -> Record | str:
-    """A record's command in a process of its own: the new record, or why there is none."""
+    """Run a record's command in its own process; returns the new record, or why there is none."""
     words = shlex.split(record["command"])
     if words[:3] != ["python", "-m", "benchmarks"]:
         return f"not run: {record['command']} is no benchmark"
@@ -137,7 +137,7 @@ def measure_again(record: Record, folder: Path) -> Record | str:
 def check_records(
     only: Sequence[str], record: bool, console: Console, results: Path = RESULTS
 ) -> int:
-    """Print a line a figure; 1 if one moved, else 0. record: write the records that moved.
+    """Print a line per figure; returns 1 if one moved, else 0. record: write the moved records.
 
     Raises UserError for a name in `only` that no record has.
     """

@@ -1,4 +1,4 @@
-"""The columns of each benchmark's table, and how their figures are shown."""
+"""The columns of each benchmark's table, and the formatting of their values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +16,9 @@ def rounded(format: str) -> Callable[[Any], str]:
     return lambda x: "-" if x is None else f"{x:{format}}"
 
 
-# Beside those of a step and of kernels, where a GPU was read.
+# Extra columns of steps and kernels, if the GPU's power was read.
 POWER: Columns = {"watts": rounded(",.0f"), "sm_mhz": rounded(",.0f")}
-# Of the engine's peers: how many times theirs our rates are.
+# In rows of the engine's peers: ratio of our rate to theirs.
 BESIDE: Columns = {"our_ratio": rounded(".2f"), "our_decode_ratio": rounded(".2f")}
 STEP: Columns = {
     "tokens_per_s": rounded(",.0f"),

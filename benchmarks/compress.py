@@ -1,4 +1,4 @@
-"""What each method of compression costs and saves: docs/reference/compression.md.
+"""Costs and savings of each compression method: docs/reference/compression.md.
 
 python -m benchmarks compress RUN [RUN ...] --also qat=runs/x pruned=runs/y --record
 python -m benchmarks compress RUN --text held.txt --calibration other.txt --record
@@ -25,7 +25,7 @@ from jaxtrain.settings import UserError, whole
 from jaxtrain.weights.stored import STORED
 
 PAGE = BENCHMARKS.parent / "docs" / "reference" / "compression.md"
-BENCH = "compress_methods"  # what its files begin with
+BENCH = "compress_methods"  # prefix of its record files
 HEAD = f"""# Compression
 
 <!-- Made by `python -m benchmarks compress` from benchmarks/results/{BENCH}-*.json and
@@ -54,7 +54,7 @@ count from the model that the row started from. Two runs that differ in their se
 
 
 def add_compress(parser: argparse.ArgumentParser) -> None:
-    """The models of `compress`, and the texts that they are measured on."""
+    """Add the options of `compress`: its models, and the texts that they are measured on."""
     parser.add_argument(
         "--also", nargs="+", action="extend", metavar="LABEL=FOLDER",
         help="compress: models beside RUN, as qat=runs/x",
@@ -79,7 +79,7 @@ def add_compress(parser: argparse.ArgumentParser) -> None:
 
 
 class Asked(NamedTuple):
-    """What a command line asks for."""
+    """The models, texts and rows that a command line asks for."""
 
     runs: Sequence[str]
     also: Sequence[str] = ()  # LABEL=FOLDER
@@ -87,13 +87,13 @@ class Asked(NamedTuple):
     core: int | None = None
     variant: str | None = None
     texts: Texts = Texts()
-    gpus: int | None = None  # that rows are measured on, one at a time on each
+    gpus: int | None = None  # number of GPUs that measure rows, each one at a time
     only: Sequence[str] = ()  # rows; default all
 
 
 def jobs_of(folder: str, asked: Asked, shape: bool = False) -> list[Job]:
-    """The rows of one model that are asked for. UserError for what is no run, no shape, no
-    LABEL=FOLDER, no row."""
+    """The requested rows of one model. Raises UserError for an unknown run, shape or row, and for a
+    malformed LABEL=FOLDER."""
     jobs = all_jobs(folder, asked, shape)
     labels = [job.label for job in jobs]
     if unknown := set(asked.only) - set(labels):
@@ -105,11 +105,11 @@ def jobs_of(folder: str, asked: Asked, shape: bool = False) -> list[Job]:
 
 
 def all_jobs(folder: str, asked: Asked, shape: bool) -> list[Job]:
-    """One row for each method, then one for each model of `--also`."""
+    """A job for each method, then one for each model of `--also`."""
     if shape:
         if folder not in SHAPES:
             raise UserError(f"compress: there is no shape {folder}; there are {', '.join(SHAPES)}")
-        forms = [method for method in METHODS if method in STORED]  # one method of each form
+        forms = [method for method in METHODS if method in STORED]  # one method per storage format
         names = [PLAIN, *forms]
         return [Job(x, folder, None if x == PLAIN else x, shape=True) for x in names]
     folder_of(Path(folder))
@@ -126,7 +126,7 @@ def all_jobs(folder: str, asked: Asked, shape: bool) -> list[Job]:
 
 
 def bench_compress(asked: Asked) -> Iterator[dict[str, Any]]:
-    """A record for each run and shape, again after each row."""
+    """Yield the record of each run and shape, again after each row."""
     if asked.also and len(asked.runs) != 1:
         raise UserError("--also goes with one RUN, the model that they are compared with")
     for text in (asked.texts.held, asked.texts.calibration):
@@ -146,12 +146,12 @@ def bench_compress(asked: Asked) -> Iterator[dict[str, Any]]:
 
 
 def name_of(folder: str) -> str:
-    """What a run is called. UserError for what is no run."""
+    """The name of a run. Raises UserError for a folder that is no run."""
     return load_resolved(folder_of(Path(folder)) / "config.yaml").run.name
 
 
 def record_of(config: str, outcomes: Sequence[tuple[Job, Outcome]], asked: Asked) -> dict[str, Any]:
-    """One JSON: a row a method, those that failed with their `error`."""
+    """The record: a row per method; a failed one has its `error`."""
     good = next(outcome for _, outcome in outcomes if not outcome.error)
     texts = {f"{key}_text": value and Path(value).name for key, value in (
         ("held", asked.texts.held), ("calibration", asked.texts.calibration))}  # fmt: skip
@@ -199,7 +199,7 @@ def section(record: dict[str, Any], file: str) -> str:
         "tokens/s, batch 1": lambda row: number(row, "tokens_per_s_1", ",.0f"),
         "batch 32": lambda row: number(row, "tokens_per_s_32", ",.0f"),
     }
-    # A column that no row has a figure of is left out.
+    # Omit columns without a value in any row.
     shown = {k: v for k, v in columns.items() if any(v(row) != "-" for row in record["rows"])}
     work = record["workload"]
     where = f"{work['cpus']} CPU cores" if record["device"] == "cpu" else record["device"]
@@ -219,7 +219,7 @@ def section(record: dict[str, Any], file: str) -> str:
 
 
 def source(record: dict[str, Any], file: str) -> str:
-    """Where the figures stand, and on what text they were taken."""
+    """A sentence on the file of the figures, and on the text that they were measured on."""
     record_line = f"`benchmarks/results/{file}` has these figures."
     if all("bpb" not in row for row in record["rows"]):
         return record_line

@@ -1,7 +1,7 @@
-"""Models that are trained small, made by the commands of compress_recipes.yaml; losses and bytes.
+"""Losses and bytes of models trained in compressed form by the commands of compress_recipes.yaml.
 
-There are no rates: losses do not depend on what else the machine does, so that recipes may be
-trained on one that is shared.
+There are no rates. Losses do not depend on the machine's other work, so recipes may be trained on a
+shared one.
 """
 
 import re
@@ -21,12 +21,12 @@ from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_yaml
 
 FILE = BENCHMARKS / "compress_recipes.yaml"
-BENCH = "compress_recipes"  # what its files begin with
+BENCH = "compress_recipes"  # prefix of its record files
 REFERENCE = re.compile(r"<(\w+)>")
 
 
 class Row(NamedTuple):
-    """A model of a table. steps: of training, after the model that it began with."""
+    """A table row: a model. steps: training steps after the model that it started from."""
 
     row: str
     model: str
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 class Recipes(NamedTuple):
-    """config: what all models are of. models: name -> command. recipes: name -> its table."""
+    """config: the configuration of all models. models: name -> command. recipes: name -> table."""
 
     config: str
     models: dict[str, str]
@@ -42,7 +42,8 @@ class Recipes(NamedTuple):
 
 
 def read_recipes(path: Path = FILE) -> Recipes:
-    """The file, checked. UserError for a name of a model that it has not, or that needs itself."""
+    """Read and check the file. Raises UserError for an unknown model, or one that is needed before
+    it is defined."""
     found = TypeAdapter(Recipes).validate_python(read_yaml(path))
     seen: set[str] = set()
     for name, line in found.models.items():
@@ -56,7 +57,7 @@ def read_recipes(path: Path = FILE) -> Recipes:
 
 
 def command_of(name: str, recipes: Recipes, folder: Path) -> list[str]:
-    """The arguments of `jaxtrain` that make a model in folder/NAME."""
+    """The `jaxtrain` arguments that make a model in folder/NAME."""
     line = REFERENCE.sub(lambda match: str(folder / match[1]), recipes.models[name])
     words = shlex.split(line)
     if words[0] == "train":
@@ -65,10 +66,10 @@ def command_of(name: str, recipes: Recipes, folder: Path) -> list[str]:
 
 
 def make_model(name: str, recipes: Recipes, folder: Path) -> Path:
-    """The folder of a model, after those that it needs; one that is there already is not made anew.
+    """Make a model after those that it needs; an existing one is reused. Returns its folder.
 
-    What a command printed is in folder/NAME.log. UserError with its last line where it failed, and
-    for a model that another command made.
+    A command's output goes to folder/NAME.log. Raises UserError with its last line if it failed,
+    and for a model that another command made.
     """
     for other in REFERENCE.findall(recipes.models[name]):
         make_model(other, recipes, folder)
@@ -91,7 +92,7 @@ def make_model(name: str, recipes: Recipes, folder: Path) -> Path:
 
 
 def bench_recipes(names: Sequence[str], folder: Path) -> Iterator[dict[str, Any]]:
-    """A record for each recipe (default all), again after each row."""
+    """Yield the record of each recipe (default all), again after each row."""
     found = read_recipes()
     if unknown := set(names) - found.recipes.keys():
         raise UserError(
@@ -112,7 +113,7 @@ def bench_recipes(names: Sequence[str], folder: Path) -> Iterator[dict[str, Any]
 def record_of(
     name: str, outcomes: Sequence[tuple[Row, Outcome]], recipes: Recipes
 ) -> dict[str, Any]:
-    """One JSON: a row a model, with the command that made it; those that failed with `error`."""
+    """The record: a row per model, and the commands that made them; a failed one has `error`."""
     good = next(outcome for _, outcome in outcomes if not outcome.error)
     workload = {"cpus": good.env["cpu_count"], "dtype": good.figures["dtype"]}
     workload["models"] = {
@@ -129,7 +130,7 @@ def record_of(
 
 
 def needed(models: Sequence[str], recipes: Recipes) -> set[str]:
-    """These models and all that they are made of."""
+    """These models and all models that they depend on."""
     found = set(models)
     for model in models:
         found |= needed(REFERENCE.findall(recipes.models[model]), recipes)

@@ -1,4 +1,4 @@
-"""One model by several methods of compression, each in a process of its own."""
+"""Measurements of one model under several compression methods, each in its own process."""
 
 import os
 import tempfile
@@ -44,33 +44,33 @@ from jaxtrain.weights.quantized import QuantizedWeight
 
 BATCHES = (1, 32)
 RATED = "tokens_per_s_1"
-PLAIN = "none"  # the row of the model as it is, in the dtype that the device computes in
-PATTERN = "2:4"  # the row of a pruned model; zeros are stored as the other weights are
+PLAIN = "none"  # row of the uncompressed model, in the compute dtype
+PATTERN = "2:4"  # row of a pruned model; zeros are stored like the other weights
 PRUNING = "sparsegpt"
 
 
 class Texts(NamedTuple):
     """UTF-8 files; None: the text that the model's configuration names."""
 
-    held: Path | None = None  # what bits per byte are measured on
+    held: Path | None = None  # for bits per byte
     calibration: Path | None = None
-    sequences: int = 128  # of the calibration text, each of `train.sequence_length` tokens
+    sequences: int = 128  # calibration sequences of `train.sequence_length` tokens
 
 
 class Job(NamedTuple):
-    """A row: a model by a method. folder: a run or model folder; a name of SHAPES if `shape`."""
+    """A row: a model and a method. folder: a run or model folder; a name of SHAPES if `shape`."""
 
     label: str
     folder: str
-    method: str | None = None  # a row of METHODS, or PATTERN; None: as it is
+    method: str | None = None  # a key of METHODS, or PATTERN; None: uncompressed
     shape: bool = False
-    core: int | None = None  # examples of each task of CORE; None: CORE is not asked
+    core: int | None = None  # examples per CORE task; None: no CORE
     texts: Texts = Texts()
     rated: bool = True  # decode rates are measured as well
 
 
 class Outcome(NamedTuple):
-    """Figures of a row and the environment that they were taken in; `error` where it failed."""
+    """Figures of a row and the environment that they were measured in; `error` if it failed."""
 
     figures: dict[str, Any]
     env: dict[str, Any]
@@ -78,7 +78,7 @@ class Outcome(NamedTuple):
 
 
 def run_job(job: Job, on_gpu: bool = False) -> Outcome:
-    """A row's figures, in this process. UserError if it was to be on a GPU, and is not."""
+    """Measure a row in this process. Raises UserError if `on_gpu` and there is no GPU."""
     begin = time.perf_counter()
     start(quiet=True)
     if on_gpu and jax.default_backend() != "gpu":
@@ -88,7 +88,7 @@ def run_job(job: Job, on_gpu: bool = False) -> Outcome:
 
 
 def model_figures(job: Job) -> dict[str, Any]:
-    """Bits per byte, CORE, sizes and rates of a saved model, made small first."""
+    """Bits per byte, CORE, sizes and rates of a saved model, after compression."""
     with tempfile.TemporaryDirectory() as folder:
         source = saved = load_saved(Path(job.folder))
         if job.method:
@@ -106,7 +106,7 @@ def model_figures(job: Job) -> dict[str, Any]:
 
 
 def made_small(saved: Saved, job: Job, out: Path) -> Saved:
-    """The model that the job's method makes of `saved`, read from the folder `out`."""
+    """Compress `saved` by the job's method into the folder `out`, and load the result."""
     calibration = Calibration(job.texts.calibration, job.texts.sequences)
     if job.method == PATTERN:
         rows = calibration_rows(saved, saved.config, *calibration)
@@ -119,12 +119,12 @@ def made_small(saved: Saved, job: Job, out: Path) -> Saved:
 
 
 def rates(graphdef: nnx.GraphDef, params: Params) -> dict[str, float]:
-    """tokens_per_s_1 and _32."""
+    """Decode rates tokens_per_s_1 and tokens_per_s_32, by batch size."""
     return {f"tokens_per_s_{n}": round(decode_rate(graphdef, params, n), 2) for n in BATCHES}
 
 
 def shape_figures(job: Job) -> dict[str, Any]:
-    """Bytes and rates of random weights of a shape; no loss, as nothing was trained."""
+    """Bytes and rates of a shape with random weights; no loss, since nothing was trained."""
     fields = SHAPES[job.folder]
     c = resolve_model(ModelConfig.model_validate(model_fields(fields)), 2048)
     graphdef, specs = split(Transformer(c, fields["vocab_size"]))
@@ -135,7 +135,7 @@ def shape_figures(job: Job) -> dict[str, Any]:
 
 
 def random_params(specs: Specs, method: str | None) -> Params:
-    """Small random values; a matrix of the blocks is quantized before the next one is drawn."""
+    """Small random weights; each block matrix is quantized before the next one is drawn."""
     key = jax.random.key(0)
 
     def draw(i: int, shape: tuple[int, ...]) -> jax.Array:
@@ -156,8 +156,8 @@ def random_params(specs: Specs, method: str | None) -> Params:
 
 
 def run_all(jobs: Sequence[Job], gpus: int | None = None) -> Iterator[tuple[Job, Outcome]]:
-    """Jobs and their outcomes, in order. gpus: one job at a time on each of so many; default one
-    after the other on what the process sees."""
+    """Yield jobs and their outcomes, in order. gpus: number of GPUs, each running one job at a
+    time; default one job after another on the visible devices."""
     if gpus is None:
         yield from ((job, in_own_process(job)) for job in jobs)
         return
@@ -186,7 +186,7 @@ def see_only(gpu: int | None) -> None:
 
 
 def in_own_process(job: Job, gpu: int | None = None) -> Outcome:
-    """`run_job` in a new process, so that its memory is free again, whatever happens to it."""
+    """`run_job` in a new process, so that its memory is freed even if it crashes."""
     with ProcessPoolExecutor(
         1, mp_context=get_context("spawn"), initializer=see_only, initargs=(gpu,)
     ) as pool:
@@ -194,13 +194,13 @@ def in_own_process(job: Job, gpu: int | None = None) -> Outcome:
             return pool.submit(run_job, job, gpu is not None).result()
         except BrokenProcessPool:
             return Outcome({}, {}, "the process died; it may have run out of memory")
-        except Exception as error:  # one method's fault must not end the others
+        except Exception as error:  # a failing method must not stop the others
             first_line = (str(error).splitlines() or [""])[0][:200]
             return Outcome({}, {}, f"{type(error).__name__}: {first_line}")
 
 
 def line_of(outcome: Outcome) -> str:
-    """What to say of a row on the terminal."""
+    """The terminal line of a row."""
     if outcome.error:
         return f"failed: {outcome.error}"
     figures = outcome.figures

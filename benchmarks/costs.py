@@ -1,7 +1,7 @@
-"""Bytes and FLOPs of each instruction of a compiled program, read from its text.
+"""Bytes and FLOPs of each instruction of a compiled program, parsed from its HLO text.
 
-No device is needed. A pass over activations takes about bytes / copy rate, a matmul FLOPs / matmul
-rate: the cost of a change can be estimated before it is run.
+No device is needed. A pass over activations takes about bytes / copy rate, a matmul about FLOPs /
+matmul rate, so the cost of a change can be estimated before it is run.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jaxtrain.estimate.hlo import SHAPE, Instruction, computations_of, size_of
 
 LIBRARY_MATMUL = re.compile(r'custom_call_target="__cublas')
-# They move no bytes, or an instruction that does waits for them.
+# Instructions that move no bytes, or whose bytes another instruction counts.
 FREE = {
     "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota", "partition-id",
     "copy-done", "async-done", "opt-barrier", "after-all",
@@ -22,24 +22,24 @@ SLICES = {"slice", "dynamic-slice", "gather"}
 
 
 class Cost(NamedTuple):
-    """The cost of one execution of an instruction. `matmul`: a library's matrix product, whose
-    kernel has another name than the instruction."""
+    """The cost of one execution of an instruction. `matmul`: a library matmul, whose kernel name
+    differs from the instruction's."""
 
     name: str
-    times: int  # in a step, counting loops
+    times: int  # executions per step, counting loop iterations
     bytes: int  # read and written
-    flops: float  # of its matrix products
+    flops: float  # of its matmuls
     matmul: bool
 
 
 def read_costs(hlo: str) -> list[Cost]:
-    """The device's instructions in scheduled order; the body of a loop stands where the loop is."""
+    """The device's instructions in scheduled order; a loop is replaced by its body."""
     computations, entry = computations_of(hlo)
     return list(_walk(computations, entry, 1)) if entry else []
 
 
 def in_order(costs: Sequence[Cost]) -> list[Cost]:
-    """Each execution of a step's library matmuls, loops unrolled.
+    """Every execution of a step's library matmuls in order, with loops unrolled.
 
     A loop's body is a run of costs of equal `times` above 1.
     """
@@ -77,8 +77,8 @@ def _walk(computations: dict[str, list[Instruction]], name: str, times: int) -> 
 
 
 def _fusion_bytes(fusion: Instruction, inner: list[Instruction], types: dict[str, str]) -> int:
-    """Bytes that a fusion reads and writes. Of a sliced operand the slices count, and of an array
-    that is updated in place the updated slice."""
+    """Bytes that a fusion reads and writes. A sliced operand counts by its slices, and an array
+    updated in place by the updated slice."""
     sizes = {i.name: size_of(i.type) for i in inner}
     users: dict[str, list[Instruction]] = defaultdict(list)
     for i in inner:

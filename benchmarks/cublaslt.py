@@ -1,7 +1,7 @@
-"""The kernels that cuBLASLt's heuristic offers for a product, called by ctypes on JAX's arrays.
+"""The kernels that cuBLASLt's heuristic offers for a matmul, called through ctypes on JAX arrays.
 
-XLA takes the one that is fastest in a short burst. At its power limit a GPU lowers its clock, and
-another one, which needs fewer joules, may be faster. Numbers are those of cublasLt.h.
+XLA's autotuner picks the kernel that is fastest in a short burst. At its power limit a GPU lowers
+its clock, and another kernel that needs less energy may be faster. Constants are from cublasLt.h.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ MOST_KERNELS = 64
 
 class Problem(NamedTuple):
     """y [M, N] = a b, or y + a b (`adds`), with a [M, K], or [K, M] (`a_turned`), and b [K, N], or
-    [N, K] (`b_turned`), all in row-major order. dtypes: of a and b, and of y."""
+    [N, K] (`b_turned`), all row-major. dtype: of a and b; out_dtype: of y."""
 
     M: int
     N: int
@@ -61,7 +61,7 @@ class _Heuristic(ctypes.Structure):
 
 
 def library_paths() -> Iterator[str]:
-    """Where the library may be: loaded already, or in NVIDIA's wheels."""
+    """Yield candidate paths of the library: loaded already, or in NVIDIA's wheels."""
     yield from (f"{LIBRARY}.{version}" for version in VERSIONS)
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec else ():
@@ -70,7 +70,7 @@ def library_paths() -> Iterator[str]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Raises UserError where there is none."""
+    """Load cuBLASLt. Raises UserError if it is not installed."""
     for path in library_paths():
         try:
             return ctypes.CDLL(path)
@@ -85,9 +85,9 @@ def _check(code: int, what: str) -> None:
 
 
 class Products:
-    """The kernels for one problem: `count` of them, and `run(i, a, b, y)`, which overwrites y.
+    """The `count` kernels for one problem. `run(i, a, b, y)` overwrites y.
 
-    A call joins the device's default stream; `block_until_ready` waits for it.
+    A call is queued on the device's default stream; `block_until_ready` waits for it.
     """
 
     def __init__(self, problem: Problem):
@@ -100,7 +100,7 @@ class Products:
         self.handle = self._made("cublasLtCreate")
         self.workspace = jnp.zeros(WORKSPACE_BYTES, jnp.uint8)
         M, N, K, a_turned, b_turned, *_ = problem
-        # The library's matrices are in column-major order: it computes the transposed y from b a.
+        # The library is column-major, so it computes the transposed y from b and a swapped.
         self.matmul = self._made("cublasLtMatmulDescCreate", COMPUTE_FLOAT32, DATA_TYPES["float32"])
         for attribute, turned in ((TRANSPOSE_A, b_turned), (TRANSPOSE_B, a_turned)):
             value = c_int(turned)
@@ -119,7 +119,7 @@ class Products:
         self._lt("cublasLtMatmulPreferenceDestroy", preference)
 
     def close(self) -> None:
-        """Gives back what the library holds."""
+        """Free the library's handles."""
         for layout in (self.a, self.b, self.y):
             self._lt("cublasLtMatrixLayoutDestroy", layout)
         self._lt("cublasLtMatmulDescDestroy", self.matmul)
@@ -141,7 +141,7 @@ class Products:
         return self._made("cublasLtMatrixLayoutCreate", DATA_TYPES[dtype], *sizes)
 
     def run(self, i: int, a: jax.Array, b: jax.Array, y: jax.Array) -> None:
-        """y, or what is added to it, by kernel i. The arrays are those of the problem."""
+        """Compute y (or add to it) with kernel i. The arrays have the problem's shapes."""
         at = lambda x: c_void_p(x.unsafe_buffer_pointer())
         one, kept = c_float(1), c_float(self.problem.adds)
         self._lt("cublasLtMatmul", self.handle, self.matmul, byref(one), at(b), self.b, at(a),
@@ -149,11 +149,11 @@ class Products:
                  at(self.workspace), c_size_t(WORKSPACE_BYTES), None)  # fmt: skip
 
     def block_until_ready(self) -> None:
-        """Waits for the calls, as an array's method does for its value."""
+        """Wait for the queued calls, like an array's method of this name."""
         self._cuda("cuCtxSynchronize")
 
     def describe(self, i: int) -> dict[str, int]:
-        """What the library tells of kernel i, in its own numbers."""
+        """The library's attributes of kernel i, as its raw integers."""
         return {name: self._attribute(i, *kind) for name, kind in ATTRIBUTES.items()}
 
     def _attribute(self, i: int, number: int, kind: type[ctypes.c_uint32]) -> int:

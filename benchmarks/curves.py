@@ -1,11 +1,10 @@
-"""One picture of the runs of several records of `race`: held-out loss by seconds, and memory.
+"""One plot of the runs of several `race` records: held-out loss over seconds, and memory.
 
     python -m benchmarks curves curves-gpt_d12-peers-nvidia_h200 --baseline nanochat
 
-The runs must have trained on one device and been validated on the same text. The legend says what
-each needed to the baseline's lowest bits per byte: seconds of training, without compiling and
-validating, and the peak memory of the GPU where the record has it. Peers are
-dashed.
+All runs must have the same device and the same validation text. The legend shows the seconds of
+training (without compiling and validating) that each run needed to reach the baseline's lowest bits
+per byte, and the GPU's peak memory if the record has it. Peers are dashed.
 """
 
 import json
@@ -22,13 +21,13 @@ from jaxtrain.runs.compare import Curve
 from jaxtrain.settings import UserError
 
 ALIKE = ("config", "device", "device_count")
-Entry = dict[str, Any]  # a run of a record
+Entry = dict[str, Any]  # one run of a record
 
 
 def draw_curves(names: Sequence[str], baseline: str | None, folder: Path) -> Path:
-    """Write peers-CONFIG.png. names: records, by path or by their name in results/.
+    """Write peers-CONFIG.png. names: records, by path or by name in results/.
 
-    Raises UserError for what is no record of curves, and for records of several devices.
+    Raises UserError for a file that is no record of `race`, and for records of different devices.
     """
     if not names:
         raise UserError("curves: name the records, as in `curves curves-gpt_d12-peers-nvidia_h200`")
@@ -66,14 +65,14 @@ def read(name: str) -> dict[str, Any]:
 
 
 def seconds_to(e: Entry, target: float) -> float | None:
-    """Seconds of training until a run comes to a loss; None if it never does."""
+    """Seconds of training until a run reaches a loss; None if it never does."""
     steps, _, seconds, bpb = map(list, zip(*e["curve"]))
     found = Curve(steps, seconds, bpb).reaches(target)
     return found and found[1]
 
 
 def described(e: Entry, seconds: float | None) -> str:
-    """The line of a run in the legend."""
+    """The legend entry of a run."""
     name = e["label"].replace("_", " ")
     came = f"{seconds:.0f} s" if seconds is not None else f"ends at {e['lowest']:.3f}"
     memory = f", {e['peak_bytes'] / 2**30:.1f} GiB" if "peak_bytes" in e else ""
@@ -81,7 +80,7 @@ def described(e: Entry, seconds: float | None) -> str:
 
 
 def figure_of(runs: Sequence[Entry], base: Entry, title: str) -> Figure:
-    """Bits per byte by seconds, the first at the target on top of the legend."""
+    """Plot of bits per byte over seconds; the legend lists the fastest run to the target first."""
     target = base["lowest"]
     reached = {e["label"]: seconds_to(e, target) for e in runs}
     never = float("inf")

@@ -1,6 +1,6 @@
-"""From text to batches: tokenizers, preparing, reading the store, packing.
+"""Benchmark of the data pipeline: tokenizers, preparation, reading the store, packing.
 
-By the clock, and by processor time, which tells more on a machine that others share.
+Measured in wall-clock and in CPU time; the latter is more reliable on a shared machine.
 """
 
 import os
@@ -28,10 +28,10 @@ from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
 from jaxtrain.settings import UserError
 
 VOCABULARY = 32768
-BYTES_A_PIECE = 400  # of text at least: a vocabulary of a short text would know it by heart
+BYTES_A_PIECE = 400  # fewest text bytes per vocabulary entry; it would memorize a short text
 TRAIN_BYTES = 200_000_000
-RAW_BYTES = 64_000_000  # of text that the libraries are measured on
-READS = 100_000  # documents read from the store, at random
+RAW_BYTES = 64_000_000  # bytes of text that the libraries are measured on
+READS = 100_000  # documents read from the store in random order
 TOKENIZERS: tuple[dict[str, Any], ...] = (
     {"name": "sentencepiece", "across_words": False},
     {"name": "huggingface"},
@@ -39,13 +39,13 @@ TOKENIZERS: tuple[dict[str, Any], ...] = (
 
 
 def bench_data(overrides: Sequence[str], variant: str | None = None) -> dict[str, Any]:
-    """Rows for the text of `data.train`: each tokenizer trained, its library's own batch encoding,
-    ours, a whole preparation, the store read at random; then the loader on random documents.
+    """Rows for the text of `data.train`: training each tokenizer, its library's batch encoding, our
+    encoding, a full preparation, random reads of the store; then the loader on random documents.
 
-    MB are of UTF-8 text. `of_raw` is the speed beside that of the library, before or after,
-    whichever was faster. Raises UserError for a mixture and for conversations.
+    MB are of UTF-8 text. `of_raw` is our speed over the library's, which is measured before and
+    after ours; the faster counts. Raises UserError for a mixture and for conversations.
     """
-    workload = {"cores": cores(), "load": os.getloadavg()[0]}  # before there is any of ours
+    workload = {"cores": cores(), "load": os.getloadavg()[0]}  # before our own load
     config = load_config(None, [*overrides, "data.validation.name=none"]).data
     if config.train.name == "mixture" or config.train.name in CHAT_TEMPLATE_SOURCES:
         raise UserError(f"data.train is a {config.train.name}: name one source of text to measure")
@@ -102,7 +102,7 @@ def tokenizer_rows(
 
 
 def raw_encode(tokenizer: Tokenizer, texts: list[str]) -> int:
-    """Tokens of `texts` as the library itself encodes a batch, with a thread a core."""
+    """Number of tokens of `texts`, by the library's own batch encoding with one thread per core."""
     if tokenizer.name == "sentencepiece":
         processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
         return sum(map(len, processor.encode(texts, num_threads=cores())))
@@ -111,14 +111,14 @@ def raw_encode(tokenizer: Tokenizer, texts: list[str]) -> int:
 
 
 def read_at_random(store: TokenStore) -> int:
-    """Tokens of so many documents, each read whole, 1,000 at a time as for a batch."""
+    """Read READS random whole documents, 1,000 at a time as for a batch; returns their tokens."""
     order = np.random.default_rng(0).integers(store.documents, size=READS).tolist()
     parts = ((i, 0, int(store.lengths[i])) for i in order)
     return sum(len(ids) for some in batched(parts, 1000) for ids in store.read_many(some))
 
 
 def _size(texts: list[str]) -> int:
-    """UTF-8 bytes."""
+    """Size in UTF-8 bytes."""
     return sum(len(text.encode()) for text in texts)
 
 
@@ -132,7 +132,7 @@ def _first(texts: Iterator[str], size: int) -> list[str]:
 
 @contextmanager
 def timed_row(rows: list[dict[str, Any]], name: str, shape: str = "") -> Iterator[dict[str, Any]]:
-    """A row of what is done inside: seconds by the clock, and of all processors."""
+    """Add a row that times the body: wall-clock seconds, and CPU seconds of all processes."""
     row: dict[str, Any] = {"name": name, "shape": shape}
     clock, processor = time.perf_counter(), _processor()
     yield row

@@ -1,4 +1,4 @@
-"""Decoding beside the rate of a copy: reading the cache once is all that it has to do."""
+"""Benchmark of decode attention against the rate of a copy: the floor is reading the cache once."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,9 @@ SPLITS = (None, 1, 4, 16)  # None: the default
 
 
 def bench_decode(variant: str | None = None, names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """GB/s of the bytes that have to be read, with the cache in the compute dtype and in int8.
+    """GB/s of the bytes that must be read, with the KV cache in the compute dtype and in int8.
 
-    All slots of the cache are full. names: of the shapes and implementations; default all.
+    The cache is full. names: shapes and implementations to measure; default all.
     """
     dtype = compute_dtype("auto")
     yield from growing("decode", dtype, variant, decode_rows(names, dtype))
@@ -41,7 +41,7 @@ def decode_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
                     row |= {"shape": shape.name, "backend": label(backend, splits)}
                     row |= bandwidth(decode(backend, splits), inputs, size, copy_gbps)
                     if row["ms"] is None and "failed" not in row:
-                        continue  # it cannot serve
+                        continue  # the backend does not support it
                     if "failed" not in row:
                         row |= decode_error(shape, backend, splits, dtype, int8)
                     yield row
@@ -59,7 +59,7 @@ def decode(backend: str, splits: int | None) -> Kernel:
 
 
 def bandwidth(fn: Kernel, inputs: Any, size: int, copy_gbps: float) -> dict[str, Any]:
-    """ms, GB/s of `size` bytes, and their share of a copy's rate."""
+    """ms, GB/s for `size` bytes, and its ratio to a copy's rate."""
     figures = measured(fn, inputs, 0.0) or {"ms": None}
     figures.pop("tflops", None)
     if figures["ms"]:
@@ -69,7 +69,7 @@ def bandwidth(fn: Kernel, inputs: Any, size: int, copy_gbps: float) -> dict[str,
 
 
 def decode_inputs(s: DecodeShape, dtype: Any, int8: bool, key: jax.Array) -> tuple[Any, ...]:
-    """q, the caches of keys and values, lengths."""
+    """q, the K cache, the V cache, lengths."""
     q_key, k_key, v_key = jax.random.split(key, 3)
     normal = lambda k, *shape: jax.random.normal(k, shape, dtype)
     caches = [normal(k, s.B, s.S, s.K, s.H) for k in (k_key, v_key)]
@@ -85,7 +85,8 @@ def small_decode(s: DecodeShape) -> DecodeShape:
 def decode_error(
     shape: DecodeShape, backend: str, splits: int | None, dtype: Any, int8: bool
 ) -> dict[str, float]:
-    """Against the float32 specification of the unquantized cache; and its own error in `dtype`."""
+    """Error against the float32 specification on the unquantized cache, and the specification's
+    own error in `dtype`."""
     s = small_decode(shape)
     wide, naive = specified(s, dtype)
     inputs = decode_inputs(s, dtype, int8, jax.random.key(1))
@@ -102,7 +103,7 @@ def specified(s: DecodeShape, dtype: Any) -> tuple[Any, float]:
 
 
 def last_of_attention(q_BNH: Any, k_BSKH: Any, v_BSKH: Any, lengths_B: Any) -> Any:
-    """What a full cache gives: the last row of attention."""
+    """The result for a full cache: the last query row of attention."""
     B, S = k_BSKH.shape[:2]
     q_BTNH = jnp.broadcast_to(q_BNH[:, None], (B, S, *q_BNH.shape[1:]))
     return kernels.attention(q_BTNH, k_BSKH, v_BSKH, implementation="reference")[:, -1]

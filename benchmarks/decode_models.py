@@ -1,4 +1,4 @@
-"""Decode rates of a configuration's variants: what a smaller KV cache is worth in tokens/s."""
+"""Decode rates of a configuration's variants, which have smaller KV caches."""
 
 import concurrent.futures
 import functools
@@ -27,10 +27,10 @@ from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.params import Params, Specs
 
 BENCH = "decode_rate"
-REPEATS = 3  # of a measurement
-COMPILERS = 8  # programs at once: with cuBLAS alone there is no search among kernels on the GPU
-COMPUTE = "compute"  # the cache dtype that is the model's own
-# The switches of docs/howto/sharing.md, by the word that asks for them.
+REPEATS = 3  # repeats of a measurement
+COMPILERS = 8  # programs compiled at once: with cuBLAS only, nothing is autotuned on the GPU
+COMPUTE = "compute"  # cache dtype = compute dtype
+# The switches of docs/howto/sharing.md, by variant name.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "none": (),
     "adjacent": ("model.share_kv=adjacent",),
@@ -47,7 +47,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 
 class Load(NamedTuple):
-    """What a program decodes: rows, tokens that the cache holds of each, the cache's dtype."""
+    """A decode workload: sequences, cached tokens of each, cache dtype."""
 
     batch: int
     prompt: int
@@ -55,7 +55,7 @@ class Load(NamedTuple):
 
     @property
     def kept(self) -> str | None:
-        """As `Prefill` takes the dtype."""
+        """The cache dtype as `Prefill` takes it."""
         return None if self.cache_dtype == COMPUTE else self.cache_dtype
 
 
@@ -64,7 +64,7 @@ class Decoder(NamedTuple):
 
     graphdef: nnx.GraphDef
     params: Params
-    weight_bytes: int  # that a step reads
+    weight_bytes: int  # read per step
 
 
 def bench_decode_models(
@@ -75,10 +75,10 @@ def bench_decode_models(
     batches: Sequence[int],
     cache_dtypes: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
-    """The record of a configuration, with the rows of one more variant each time.
+    """Yield the record of a configuration, each time with one more variant's rows.
 
-    words: of VARIANTS (default all), and key=value overrides of every variant. floor_ms: what a
-    step's weights and cache take at the rate of a copy that is measured in this call.
+    words: names in VARIANTS (default all), and key=value overrides for all variants. floor_ms: time
+    to read a step's weights and cache at the copy rate measured in this call.
     """
     overrides = [word for word in words if "=" in word]
     asked = [word for word in words if "=" not in word] or list(VARIANTS)
@@ -99,7 +99,7 @@ def bench_decode_models(
 
 
 def make_decoder(name: str, overrides: Sequence[str], prompt: int, dtype: jnp.dtype) -> Decoder:
-    """The model with a context that holds the longest prompt; windows stay what they are."""
+    """The model with a context that fits the longest prompt; windows stay unchanged."""
     config = load_config(find_config(name), overrides)
     vocab_size = vocab_size_of(config.data)
     model = resolve(config, vocab_size).model
@@ -111,7 +111,7 @@ def make_decoder(name: str, overrides: Sequence[str], prompt: int, dtype: jnp.dt
 
 
 def random_weights(specs: Specs, dtype: jnp.dtype) -> Params:
-    """Normal numbers in the compute dtype; made by the host, as nothing has to be compiled."""
+    """Normal random weights in the compute dtype; made on the host, which needs no compilation."""
     noise = np.random.default_rng(0).normal(0.0, 0.02, 1_000_003).astype(np.float32)
     like = jax.eval_shape(lambda p: cast(p, specs, dtype), shapes(specs))
     return jax.tree.map(lambda x: jnp.asarray(np.resize(noise, x.shape).astype(x.dtype)), like)
@@ -122,8 +122,8 @@ def shapes(specs: Specs) -> Params:
 
 
 def weight_bytes(model: ResolvedModel, specs: Specs, params: Params) -> int:
-    """Bytes that each step has to read: of embeddings it reads a few rows, unless the head is tied
-    to them."""
+    """Bytes of weights that each step reads. Embedding tables do not count, except one tied to the
+    head."""
     role = {name: spec.role for name, spec in flatten(specs).items()}
     return sum(
         x.nbytes
@@ -135,7 +135,7 @@ def weight_bytes(model: ResolvedModel, specs: Specs, params: Params) -> int:
 def decoder_rows(
     one: Decoder, loads: Sequence[Load], dtype: jnp.dtype, copy_gbps: float
 ) -> Iterator[dict[str, Any]]:
-    """A row a load. All are compiled, some at a time, before the first is measured."""
+    """Yield a row per load. All are compiled, several at a time, before the first measurement."""
     with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
         futures = [pool.submit(compile_decode, one, load) for load in loads]
         concurrent.futures.wait(futures)
@@ -146,10 +146,10 @@ def decoder_rows(
             program = future.result()
             size = program.bytes_per_token
             seconds = step_seconds(run_of(one, load, program), REPEATS)
-        except jax.errors.JaxRuntimeError as error:  # as of a cache that does not fit
+        except jax.errors.JaxRuntimeError as error:  # such as a cache that does not fit
             yield row | {"failed": failure(error)}
             continue
-        held = load.prompt + MANY / 2  # on the average of the steps
+        held = load.prompt + MANY / 2  # mean over the steps
         ms = 1e3 * seconds
         floor_ms = (one.weight_bytes + load.batch * held * size) / copy_gbps / 1e6
         row |= {"cache_bytes_per_token": size, "ms": ms, "tokens_per_s": load.batch / seconds}
@@ -158,7 +158,7 @@ def decoder_rows(
 
 
 class Program(NamedTuple):
-    """What decodes a load, the cache that it takes, and how long it was compiled."""
+    """A compiled decode program, the cache that it takes, and its compile time."""
 
     compiled: jax.stages.Compiled
     cache: Cache  # shapes
@@ -166,13 +166,13 @@ class Program(NamedTuple):
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the cache of all layers."""
+        """Cache bytes per token, over all layers."""
         arrays = jax.tree.leaves(self.cache.kv)
         return sum(x.size * x.dtype.itemsize // (x.shape[0] * x.shape[1]) for x in arrays)
 
 
 def compile_decode(one: Decoder, load: Load) -> Program:
-    """The program of a load. JaxRuntimeError for one that does not fit."""
+    """Compile the program of a load. Raises JaxRuntimeError if it does not fit."""
     begin = time.perf_counter()
     cache = cache_shapes(one.graphdef, one.params, load.batch, load.prompt, load.kept)
     tokens, count = jax.ShapeDtypeStruct((load.batch,), jnp.int32), jnp.int32(0)
@@ -181,7 +181,7 @@ def compile_decode(one: Decoder, load: Load) -> Program:
 
 
 def run_of(one: Decoder, load: Load, program: Program) -> functools.partial[jax.Array]:
-    """The program with all arguments but the number of steps."""
+    """The program with all arguments bound but the number of steps."""
     cache = empty_cache(program.cache, load.prompt)
     tokens = jnp.ones(load.batch, jnp.int32)
     return functools.partial(program.compiled, one.params, tokens, cache)

@@ -1,4 +1,4 @@
-"""Tokens per second of a whole model's decode, without the prompt."""
+"""Decode tokens per second of a whole model, without prefill."""
 
 import functools
 import statistics
@@ -15,7 +15,7 @@ from jaxtrain.model.config import round_up
 from jaxtrain.model.prompts import CACHE_MULTIPLE
 from jaxtrain.weights.params import Params
 
-HELD = 32  # tokens of each row that the cache holds at the start, where no one asks for more
+HELD = 32  # default number of cached tokens per sequence at the start
 FEW, MANY = 16, 80  # steps of the two measurements; HELD + MANY fit the smallest cache
 REPEATS = 7
 
@@ -23,7 +23,7 @@ REPEATS = 7
 def next_token(
     graphdef: nnx.GraphDef, params: Params, token_B: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
-    """The best token after `token_B`, and the cache one token longer."""
+    """The greedy token after `token_B`, and the cache one token longer."""
     model = nnx.merge(graphdef, params)
     x_BD, _, longer = model(token_B[:, None], mode=Decode(cache))
     return jnp.argmax(model.logits(x_BD), axis=-1).astype(jnp.int32), longer
@@ -33,7 +33,8 @@ def next_token(
 def decode_steps(
     graphdef: nnx.GraphDef, params: Params, token_B: jax.Array, cache: Cache, count: jax.Array
 ) -> jax.Array:
-    """The best token after `count` more, of rows that all have as many: no host, no pages."""
+    """Greedy tokens after `count` decode steps on the device, for sequences of equal length and a
+    cache without pages."""
 
     def one(_: jax.Array, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
         return next_token(graphdef, params, *carry)
@@ -48,7 +49,7 @@ def cache_shapes(
     held: int = HELD,
     cache_dtype: str | None = None,
 ) -> Cache:
-    """The arrays of a cache with room for `held` tokens of each row and MANY more."""
+    """Shapes of a cache with room for `held` + MANY tokens per sequence."""
     capacity = round_up(held + MANY, CACHE_MULTIPLE)
 
     def prefill(params: Params, tokens_BT: jax.Array) -> Cache | None:
@@ -59,13 +60,13 @@ def cache_shapes(
 
 
 def empty_cache(like: Cache, held: int = HELD) -> Cache:
-    """A cache of zeros that holds `held` tokens of each row."""
+    """A cache of zeros with `held` tokens per sequence."""
     cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     return cache._replace(lengths_B=jnp.full_like(cache.lengths_B, held))
 
 
 def decode_rate(graphdef: nnx.GraphDef, params: Params, batch: int) -> float:
-    """Tokens per second of all rows together. params: on the device, in the compute dtype."""
+    """Tokens per second of all sequences together. params: on the device, in the compute dtype."""
     cache = empty_cache(cache_shapes(graphdef, params, batch))
     tokens = jnp.ones(batch, jnp.int32)
     run = functools.partial(decode_steps, graphdef, params, tokens, cache)
@@ -73,10 +74,10 @@ def decode_rate(graphdef: nnx.GraphDef, params: Params, batch: int) -> float:
 
 
 def step_seconds(run: Callable[[jax.Array], jax.Array], repeats: int) -> float:
-    """Seconds of a step; run: does so many of them.
+    """Seconds per step; run(n) does n steps.
 
-    The difference of MANY and FEW steps, so that neither the call nor the cache's copy counts;
-    medians, warm.
+    Computed from the difference of MANY and FEW steps, which removes the call and the cache's copy;
+    medians after a warm-up.
     """
 
     def seconds(count: int) -> float:

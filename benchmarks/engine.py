@@ -1,4 +1,4 @@
-"""The inference engine on random weights and prompts: tokens per second, time to first token."""
+"""Benchmark of the engine on random weights and prompts: tokens/s, time to first token."""
 
 import argparse
 import functools
@@ -38,13 +38,13 @@ from jaxtrain.settings import whole
 from jaxtrain.weights.params import Params
 
 BENCH = "engine"
-CONCURRENT = 32  # requests of the time to first token
+CONCURRENT = 32  # concurrent requests for the time to first token
 PAGE = 32  # tokens
 REPEATS = 3
-MEGAKERNEL = "megakernel"  # of --few-rows
-LONE = 8  # requests alone, and that join others, each time
-SETTLE = 16  # calls of decoding before others join
-FEW, LONG = 8, 512  # new tokens of a request whose first one is waited for; of those it joins
+MEGAKERNEL = "megakernel"  # value of --few-rows
+LONE = 8  # repeats of a lone request, and of one that joins others
+SETTLE = 16  # decode calls before another request joins
+FEW, LONG = 8, 512  # new tokens of a timed request, and of the running ones that it joins
 
 
 class Served(NamedTuple):
@@ -53,7 +53,7 @@ class Served(NamedTuple):
     config: ResolvedModel
     graphdef: Any
     params: Params
-    weight_bytes: int  # that a step reads
+    weight_bytes: int  # read per step
     vocab_size: int
     drafts: int
     decode_steps: int
@@ -61,11 +61,11 @@ class Served(NamedTuple):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the computation."""
+        """The compute dtype."""
         return self.params["embed"].dtype
 
     def engine(self, slots: int, cache_dtype: str | None, adapt_steps: bool = False) -> Engine:
-        """With room for a whole context in every slot, as far as the memory goes."""
+        """An engine with room for a full context in every slot, as far as memory allows."""
         options = EngineOptions(
             slots=slots,
             page_size=PAGE,
@@ -80,16 +80,16 @@ class Served(NamedTuple):
 
 
 def blank_tokenizer(vocab_size: int) -> Tokenizer:
-    """One whose tokens all are an "a", for models that were never trained."""
+    """A tokenizer whose tokens are all "a", for untrained models."""
     pieces = (b"a",) * vocab_size
     decode = lambda ids: text_of(pieces, ids)
     return Tokenizer("bytes", b"", pieces, 0, lambda texts: [], decode)
 
 
 class Asked(NamedTuple):
-    """What the engine is to serve: requests at once, tokens of a prompt and new ones, dtypes of the
-    cache, guessed tokens of a step, steps of a call, whether one row has one kernel for all layers,
-    who else is measured."""
+    """A workload of the engine: concurrent requests, prompt and new tokens, KV cache dtypes, draft
+    tokens per step, decode steps per call, whether a single sequence uses the megakernel, and the
+    peers to measure."""
 
     batches: Sequence[int]
     prompt: int
@@ -102,7 +102,7 @@ class Asked(NamedTuple):
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """The options that no other benchmark has."""
+    """Add the options that only `engine` has."""
     parser.add_argument(
         "--new", type=whole(1), help="engine: new tokens of a request (256; RUN: 128)"
     )
@@ -128,7 +128,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def loads_of(a: argparse.Namespace) -> Asked:
-    """What a command line asks for."""
+    """The workload that a command line asks for."""
     prompt, dtypes = (a.prompts or (512,))[0], a.cache_dtypes or (COMPUTE,)
     return Asked(
         a.batches or (1, 32, 256), prompt, a.new or 256, dtypes, a.drafts or 0, a.decode_steps or 8,
@@ -143,12 +143,12 @@ def bench_engine(
     asked: Asked,
     profile_dir: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The record of a configuration, with one more row each time.
+    """Yield the record of a configuration, each time with one more row.
 
-    Of each batch: tokens/s of all requests from the first prompt to the last token, and of the time
-    in which all of them decode, beside what reading weights and cache once a step would take at the
-    rate of a copy that is measured in this call. profile_dir: where a trace of each batch goes. The
-    peers' rows stand behind ours.
+    Rows per batch: tokens/s of all requests from the first prompt to the last token, and tokens/s
+    while all of them decode. The floor is reading weights and cache once per step, at the copy rate
+    measured in this call. profile_dir: folder for a trace of each batch. The peers' rows follow
+    ours.
     """
     batches, prompt, new, cache_dtypes, drafts, steps, mega, who = asked
     sizes = {"batches": batches, "prompt": prompt, "new": new, "many": CONCURRENT}
@@ -174,7 +174,7 @@ def bench_engine(
             target = profile_dir and profile_dir / f"{stem(record)}-{label['backend']}-{batch}"
             try:
                 found = rate(one, batch, kept, prompt, new, limits, target)
-            except jax.errors.JaxRuntimeError as error:  # as of a cache that does not fit
+            except jax.errors.JaxRuntimeError as error:  # such as a cache that does not fit
                 found = {"failed": failure(error)}
             rows.append(label | shape | found)
             yield record | {"rows": beside(rows, peers), "floor": limits._asdict()}
@@ -182,7 +182,7 @@ def bench_engine(
             if batch == 1 and kept is None and one.megakernel:
                 try:
                     row = layers_row(one.config, graphdef, params, prompt + new // 2, limits)
-                except jax.errors.JaxRuntimeError as error:  # of an experiment: the others go on
+                except jax.errors.JaxRuntimeError as error:  # experimental: other rows continue
                     row = {"name": "decode_layers", "failed": failure(error)}
                 rows.append(row)
         first = first_tokens(one, kept, prompt)
@@ -191,24 +191,24 @@ def bench_engine(
 
 
 def requests_of(one: Served, batch: int, prompt: int, new: int, seed: int) -> list[Request]:
-    """Random prompts without a common beginning."""
+    """Requests with random prompts that share no prefix."""
     ids = np.random.default_rng(seed).integers(0, one.vocab_size, (batch, prompt)).tolist()
     how = SamplingParams(max_tokens=new, ignore_stop=True)
     return [Request(f"{seed}-{i}", tuple(x), how._replace(seed=i)) for i, x in enumerate(ids)]
 
 
 class Timing(NamedTuple):
-    """Seconds of serving some requests: until the first token of each, and at each step."""
+    """Seconds of serving some requests: to each one's first token, and at each step."""
 
     first: dict[str, float]
-    steps: list[tuple[float, int]]  # the time, new tokens so far
+    steps: list[tuple[float, int]]  # (seconds, new tokens so far)
 
     @property
     def total(self) -> float:
         return self.steps[-1][0]
 
     def seconds_per_token(self, batch: int) -> float:
-        """Of the time in which all of the batch decode: for one new token of each."""
+        """Seconds per new token of each request, while the whole batch decodes."""
         begin = max(self.first.values())
         inside = [(at, tokens) for at, tokens in self.steps if at >= begin]
         (start, before), (end, after) = inside[0], inside[-1]
@@ -216,7 +216,7 @@ class Timing(NamedTuple):
 
 
 def serve(engine: Engine, requests: Sequence[Request]) -> Timing:
-    """All requests at once, to their end."""
+    """Add all requests at once, and run them to their end."""
     begin, first, steps, tokens = time.perf_counter(), dict[str, float](), [], 0
     for request in requests:
         engine.add(request)
@@ -241,7 +241,7 @@ def rate(
     limits: Ceilings,
     target: Path | None = None,
 ) -> dict[str, Any]:
-    """A row: tokens/s of a batch of requests, medians, warm. target: of a trace."""
+    """A row: tokens/s of a batch of requests, medians after a warm-up. target: path of a trace."""
     engine = one.engine(batch, cache_dtype)
     timing = lambda seed: serve(engine, requests_of(one, batch, prompt, new, seed))
     begin = time.perf_counter()
@@ -268,7 +268,7 @@ def rate(
 
 
 def floor_bytes(one: Served, batch: int, cache_dtype: str | None, held: float) -> float:
-    """What a step reads once: weights, and of each row the keys and values that a window shows."""
+    """Bytes a step must read: weights, and each sequence's keys and values inside the windows."""
     layers = page_shapes(one.config, one.dtype, 1, cache_dtype)
     specs = [spec for spec in Transformer(one.config, one.vocab_size).plan if not spec.kv_from]
     seen = [held if spec.window is None else min(held, spec.window + 1) for spec in specs]
@@ -277,7 +277,7 @@ def floor_bytes(one: Served, batch: int, cache_dtype: str | None, held: float) -
 
 
 def serving(q_BTNH: jax.Array, k_PpKH: Any) -> list[str]:
-    """Backends that can attend with these queries to these pages."""
+    """Backends of paged attention that support these queries and pages."""
     reasons = paged.reasons(q_BTNH, k_PpKH)
     return [name for name in paged.BACKENDS if reasons[name] is None]
 
@@ -285,7 +285,7 @@ def serving(q_BTNH: jax.Array, k_PpKH: Any) -> list[str]:
 def attention_rows(
     one: Served, batch: int, cache_dtype: str | None, held: int, limits: Ceilings
 ) -> Iterator[dict[str, Any]]:
-    """Rows: attention of one token a request over pages that hold so many, by each backend."""
+    """Rows: attention of one token per request over pages with `held` tokens, by each backend."""
     c, W = one.config, -(-held // PAGE)
     layer = page_shapes(c, one.dtype, PAGE, cache_dtype)[0]
     K, H = jax.tree.leaves(layer)[0].shape[2:]
@@ -313,22 +313,22 @@ def attention_rows(
 
 
 class FirstTokens(NamedTuple):
-    """Of some requests: milliseconds from their arrival to the first token, and calls of
-    `Engine.step` until then."""
+    """Milliseconds from the arrival of requests to their first tokens, and `Engine.step` calls
+    until then."""
 
     ms: list[float]
     steps: list[int]
 
     def columns(self, prefix: str, *shares: int) -> dict[str, float]:
-        """Of a record: the median, and such percentiles."""
+        """Columns of a record: the medians, and the percentiles `shares` of the milliseconds."""
         found = {f"{prefix}_ms": statistics.median(self.ms)}
         found |= {f"{prefix}_p{p}_ms": float(np.percentile(self.ms, p)) for p in shares}
         return found | {f"{prefix}_steps": statistics.median(self.steps)}
 
 
 def wait_first(engine: Engine, requests: Sequence[Request]) -> FirstTokens:
-    """Requests that come at once; the engine may have others. It stops with the last one's first
-    token."""
+    """Add requests at once, and step until each has its first token. Other requests may be running
+    already."""
     begin, open_ids, found = time.perf_counter(), set[str](), FirstTokens([], [])
     for request in requests:
         engine.add(request)
@@ -346,15 +346,15 @@ def wait_first(engine: Engine, requests: Sequence[Request]) -> FirstTokens:
 
 
 def finish(engine: Engine) -> None:
-    """To the end of all requests."""
+    """Step until all requests have ended."""
     while engine.busy:
         engine.step()
 
 
 def first_tokens(one: Served, cache_dtype: str | None, prompt: int) -> dict[str, Any]:
-    """A row: milliseconds to the first token of a lone request, of many at once (the last one's
-    too), and of one that joins as many less one that decode."""
-    engine = one.engine(CONCURRENT, cache_dtype, adapt_steps=True)  # as a server's
+    """A row: milliseconds to the first token of a lone request, of CONCURRENT requests at once (and
+    of the last of them), and of one that joins CONCURRENT - 1 decoding ones."""
+    engine = one.engine(CONCURRENT, cache_dtype, adapt_steps=True)  # as in a server
     seeds = itertools.count()
     ask = lambda count, new: requests_of(one, count, prompt, new, next(seeds))
     alone, many, last, joining = (FirstTokens([], []) for _ in range(4))
@@ -365,7 +365,7 @@ def first_tokens(one: Served, cache_dtype: str | None, prompt: int) -> dict[str,
         into.steps.extend(found.steps)
         return found
 
-    for into in (FirstTokens([], []), alone):  # the first time to compile
+    for into in (FirstTokens([], []), alone):  # the first pass compiles
         for _ in range(LONE * REPEATS):
             measure(into, ask(1, FEW))
             finish(engine)
@@ -373,7 +373,7 @@ def first_tokens(one: Served, cache_dtype: str | None, prompt: int) -> dict[str,
         ends.append(max(measure(into, ask(CONCURRENT, FEW)).ms))
         finish(engine)
     for into in (FirstTokens([], []), *[joining] * REPEATS):
-        wait_first(engine, ask(CONCURRENT - 1, LONG))  # they go on longer than what joins them
+        wait_first(engine, ask(CONCURRENT - 1, LONG))  # they outlast the request that joins them
         for _ in range(SETTLE):
             engine.step()
         for _ in range(LONE):

@@ -1,11 +1,11 @@
-"""Speculative decoding of one request: tokens per second with and without guesses, and the share
-of guesses that are right.
+"""Benchmark of speculative decoding of one request: tokens per second with and without draft
+tokens, and the share of accepted ones.
 
     python -m benchmarks engine RUN                                    its held-out text
     python -m benchmarks engine RUN --text FILE
     python -m benchmarks engine --config gpt_d12 objective.name=mtp --draft-mtp    random weights
 
-Random weights guess as badly as chance: of them the times count, not the share of right guesses.
+With random weights, drafts are accepted only by chance, so only the times are meaningful.
 """
 
 import argparse
@@ -42,15 +42,15 @@ from jaxtrain.weights.params import Params
 
 BENCH = "engine_drafts"
 REPEATS = 5
-TEXTS = 8  # prompts, one after the other
+TEXTS = 8  # prompts, one after another
 TEMPERATURES = (0.0, 0.8)
-GUESSES = 2  # tokens guessed for a step, at most
+GUESSES = 2  # default of the most draft tokens per step
 OTHERS = ("batches", "cache_dtypes", "few_rows", "profile", "peer", "transformers")
 
 
 class SpeculativeLoad(NamedTuple):
-    """What is to be continued: tokens of a prompt and new ones, guessed tokens of a step at most,
-    steps of a call, the text that prompts are taken from (None: the run's held-out text)."""
+    """A workload: prompt and new tokens, most draft tokens per step, decode steps per call, and the
+    text that prompts are taken from (None: the run's held-out text)."""
 
     prompt: int
     new: int
@@ -71,20 +71,20 @@ class DraftedModel(NamedTuple):
     trained_steps: int
 
     def requests(self, load: SpeculativeLoad, temperature: float) -> list[Request]:
-        """One a prompt; all new tokens are asked for."""
+        """One request per prompt, without stop tokens."""
         how = SamplingParams(load.new, temperature, ignore_stop=True)
         asked = enumerate(self.prompts)
         return [Request(str(i), prompt, how._replace(seed=i)) for i, prompt in asked]
 
 
 def runs_of(a: argparse.Namespace) -> list[str]:
-    """The run directories of a command line of `engine`."""
+    """The run directories of an `engine` command line."""
     return [one for one in a.overrides if "=" not in one]
 
 
 def is_drafted(a: argparse.Namespace) -> bool:
-    """Whether a command line of `engine` asks for speculative decoding. UserError for options that
-    it does not read."""
+    """Whether an `engine` command line asks for speculative decoding. Raises UserError for options
+    that do not apply."""
     if not (runs_of(a) or a.draft_mtp):
         if a.text:
             raise UserError("--text is for bench engine with a RUN, whose prompts it gives")
@@ -99,7 +99,7 @@ def is_drafted(a: argparse.Namespace) -> bool:
 
 
 def bench_drafts(a: argparse.Namespace) -> Iterator[Record]:
-    """The records of a command line, each with one more row every time."""
+    """Yield the records of a command line, each again with its further rows."""
     prompt, new = (a.prompts or (64,))[0], a.new or 128
     load = SpeculativeLoad(prompt, new, a.drafts or GUESSES, a.decode_steps or 8, a.text)
     runs = runs_of(a)
@@ -113,7 +113,7 @@ def bench_drafts(a: argparse.Namespace) -> Iterator[Record]:
 
 
 def trained(run: str, load: SpeculativeLoad) -> DraftedModel:
-    """The model of a run directory, and prompts of text that it was not trained on."""
+    """The model of a run directory, with prompts from text that it was not trained on."""
     saved = load_saved(Path(run))
     c, need = saved.config.model, load.prompt + load.new
     if need > c.context_length:
@@ -125,10 +125,10 @@ def trained(run: str, load: SpeculativeLoad) -> DraftedModel:
     take_apart(params, saved.specs)
     store = prepare_validation(saved, text_config(saved.config, load.text))
     rows = validation_batches(store, batch_size=TEXTS, sequence_length=load.prompt)
-    batches = [batch for batch in rows if batch.weights_BT.all()]  # the last may have padding
+    batches = [batch for batch in rows if batch.weights_BT.all()]  # the last one may have padding
     if not batches:
         raise UserError(f"{load.text or run}: the text is too short for {TEXTS} prompts")
-    # Of places all over the text: a row of each of as many batches, as far as there are some.
+    # Prompts spread over the text: one row from each of several batches, as far as there are some.
     places = np.linspace(0, len(batches) - 1, TEXTS).round().astype(int).tolist()
     prompts = [tuple(batches[at].tokens_BT[i].tolist()) for i, at in enumerate(places)]
     name, steps = saved.config.run.name, saved.config.train.steps
@@ -136,7 +136,7 @@ def trained(run: str, load: SpeculativeLoad) -> DraftedModel:
 
 
 def untrained(name: str, overrides: Sequence[str], load: SpeculativeLoad) -> DraftedModel:
-    """A configuration with random weights, and prompts of random tokens."""
+    """A configuration with random weights, with prompts of random tokens."""
     config = load_config(find_config(name), overrides)
     dtype, vocab_size = compute_dtype(config.train.precision), vocab_size_of(config.data)
     c = resolve(config, vocab_size).model
@@ -150,7 +150,7 @@ def untrained(name: str, overrides: Sequence[str], load: SpeculativeLoad) -> Dra
 
 
 def records_of(model: DraftedModel, load: SpeculativeLoad, variant: str | None) -> Iterator[Record]:
-    """A row a temperature and way to guess, those without guesses first."""
+    """Yield the record with a row per temperature and draft method; the first drafts nothing."""
     dtype = SHORT[model.params["embed"].dtype.name]
     record = describe(BENCH, model.name, variant or dtype, devices=1)
     record |= {"workload": load._asdict() | {"text": load.text and load.text.name}}
@@ -165,15 +165,15 @@ def records_of(model: DraftedModel, load: SpeculativeLoad, variant: str | None) 
 
 
 def label_of(way: DraftOptions) -> str:
-    """Who guesses, and how many tokens a step."""
+    """The draft method, and its draft tokens per step."""
     if not way.drafts:
         return "no guesses"
     return f"{'module' if way.draft_mtp else 'text'}, {way.drafts} a step"
 
 
 class Warm(NamedTuple):
-    """An engine that has answered all prompts once: its guesses and texts then, seconds to compile;
-    of each later pass the seconds of all, and of what is behind the first tokens."""
+    """An engine after one pass over all prompts, with that pass's draft statistics and outputs, and
+    its compile seconds. Later passes add their seconds in total, and after the first tokens."""
 
     way: DraftOptions
     engine: Engine
@@ -187,7 +187,7 @@ class Warm(NamedTuple):
 def warm_engine(
     model: DraftedModel, load: SpeculativeLoad, requests: Sequence[Request], way: DraftOptions
 ) -> Warm:
-    """One slot. Prompts are computed anew in each pass."""
+    """Make and warm up an engine with one slot and no prefix cache."""
     options = EngineOptions(
         slots=1, page_size=PAGE, context=load.prompt + load.new, decode_steps=load.decode_steps,
         prefix_cache=False, megakernel=False, **way._asdict(),
@@ -204,15 +204,15 @@ def warm_engine(
 def measure_ways(
     model: DraftedModel, load: SpeculativeLoad, temperature: float, ways: Sequence[DraftOptions]
 ) -> Iterator[dict[str, Any]]:
-    """Rows. Prompts come one after the other; the ways take turns at a pass of all of them, so that
-    what else the machine does slows each. Rates are of the median pass."""
+    """Yield a row per draft method. A pass runs all prompts one after another. The methods
+    alternate passes, so that other load affects all. Rates are of the median pass."""
     requests = model.requests(load, temperature)
     warm = [warm_engine(model, load, requests, way) for way in ways]
     for _, one in itertools.product(range(REPEATS), warm):
         timings = [serve(one.engine, [request]) for request in requests]
         one.total.append(sum(t.total for t in timings))
         one.decoding.append(sum(t.total - max(t.first.values()) for t in timings))
-    behind = TEXTS * (load.new - 1)  # tokens behind each first one
+    behind = TEXTS * (load.new - 1)  # tokens after the first ones
     plain = warm[0]
     for one in warm:
         decoding = statistics.median(one.decoding)
@@ -233,7 +233,7 @@ def measure_ways(
 
 
 def tokens_of(engine: Engine, request: Request) -> tuple[int, ...]:
-    """The new tokens of a request, alone."""
+    """Run a request alone; returns its new tokens."""
     engine.add(request)
     found = list[tuple[int, ...]]()
     while engine.busy:

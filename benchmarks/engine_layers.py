@@ -1,4 +1,4 @@
-"""All layers of a decode step of one row in one kernel, alone: microseconds of a layer, GB/s."""
+"""Benchmark of the decode megakernel (all layers for one sequence): time per layer, GB/s."""
 
 import functools
 from typing import Any
@@ -18,15 +18,15 @@ from jaxtrain.model.packed import layers_shape, pack_layers, why_not_packed
 from jaxtrain.weights.params import Params
 
 REPEATS = 5
-TOLERANCE = 0.05  # of the stream behind all layers, in 16 bits
+TOLERANCE = 0.05  # relative error of the residual stream after all layers, in 16 bits
 PAGE = 32  # tokens
 
 
 def layers_row(
     c: ResolvedModel, graphdef: nnx.GraphDef, params: Params, held: int, limits: Ceilings
 ) -> dict[str, Any]:
-    """A row of the kernel with a text of `held` tokens. GB/s: of weights, keys and values. error:
-    of the stream against the reference; a kernel that is further off is not timed."""
+    """A row of the kernel with a sequence of `held` tokens. GB/s: of weights, keys and values.
+    error: of the residual stream against the reference; beyond TOLERANCE nothing is timed."""
     label = {"name": "decode_layers", "shape": f"1 x {held}", "backend": "triton"}
     pages = held // PAGE + 1
     sizes = (c.depth, pages, PAGE, c.kv_heads, c.head_dim)

@@ -1,4 +1,4 @@
-"""Other stacks beside the inference engine: transformers' compiled decoding, nanochat's Engine."""
+"""Peers of the inference engine: transformers' compiled decoding and nanochat's Engine."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ RATIOS = {"tokens_per_s": "our_ratio", "decode_tokens_per_s": "our_decode_ratio"
 
 
 class Peers(NamedTuple):
-    """Who is measured. checkout: of nanochat."""
+    """The peers to measure. checkout: of nanochat."""
 
     transformers: bool = False
     checkout: Path | None = None
@@ -28,9 +28,9 @@ class Peers(NamedTuple):
 def peer_rows(
     peers: Peers, name: str, overrides: Sequence[str], sizes: dict[str, Any]
 ) -> list[Record]:
-    """The rows of the peers at a configuration's size, each in a process of its own.
+    """The peers' rows at a configuration's size, each in its own process.
 
-    sizes: batches, prompt, new, many, repeats. Runs before JAX takes the GPU's memory. Raises
+    sizes: batches, prompt, new, many, repeats. Runs before JAX allocates the GPU's memory. Raises
     UserError for a configuration that a peer has no model for.
     """
     c = load_config(find_config(name), overrides)
@@ -64,9 +64,9 @@ def peer_rows(
 
 
 def llama_of(name: str, c: ResolvedModel, vocab_size: int) -> tuple[dict[str, Any], str]:
-    """Arguments of transformers' LlamaConfig with as many parameters in matmuls, and a note.
+    """Arguments of transformers' LlamaConfig with equally many matmul parameters, and a note.
 
-    A feed-forward network without a gate has two matrices, Llama's has three: it is 2/3 as wide.
+    An FFN without a gate has two matrices and Llama's has three, so Llama's is 2/3 as wide.
     """
     if c.moe or c.mla or not c.causal:
         raise UserError(f"--transformers: {name} has experts, latent attention or no causal mask")
@@ -103,9 +103,9 @@ def nanochat_of(c: ResolvedModel, sequence_length: int, vocab_size: int) -> dict
 
 
 def beside(rows: Sequence[Record], peers: Sequence[Record]) -> list[Record]:
-    """Our rows, then the peers' with how many times their rates ours are, where ours are there.
+    """Our rows, then the peers' rows with the ratios of our rates to theirs, if we have both.
 
-    Of several dtypes of the cache the first is compared.
+    With several cache dtypes, our first one is compared.
     """
     ours = {(row["name"], row["shape"]): row for row in reversed(rows)}
     rated = []

@@ -1,4 +1,4 @@
-"""Where the time of the engine's decoding goes: kernels of a step, gaps between them, the host."""
+"""Profile of the engine's decoding: kernels of a step, gaps between them, host functions."""
 
 import cProfile
 import itertools
@@ -17,19 +17,19 @@ from benchmarks.tables import screen, to_rich
 from benchmarks.timing import Ceilings
 from jaxtrain.inference.engine import Engine, Request
 
-TOKENS = 24  # of each row, that are traced; as many again are timed on the host
-SETTLED = 4  # tokens of each row before
-GAPS_US = (3.0, 10.0, 100.0)  # a gap between kernels is counted by the least of these it is below
-CALLS = 20  # functions of the host
+TOKENS = 24  # traced tokens per sequence; as many again are timed on the host
+SETTLED = 4  # tokens per sequence before the trace
+GAPS_US = (3.0, 10.0, 100.0)  # upper bounds of the classes of gaps between kernels
+CALLS = 20  # host functions shown
 
 
 def profile_decoding(
     engine: Engine, requests: Sequence[Request], target: Path, limits: Ceilings
 ) -> None:
-    """Trace steps in which all requests decode; each must ask for more than 60 tokens.
+    """Trace steps in which all requests decode; each must request more than 60 tokens.
 
-    Prints tables, and writes TARGET-profile.json and .zip as `profile` does. A step is that of one
-    token a row, also where the device computes several tokens of each before the host hears of one.
+    Prints tables, and writes TARGET-profile.json and .zip as `profile` does. A step means one token
+    per sequence, even if the device computes several before it returns to the host.
     """
     for request in requests:
         engine.add(request)
@@ -59,8 +59,8 @@ def profile_decoding(
 
 
 def decode(engine: Engine, tokens: int) -> int:
-    """Step until there are so many more tokens; how many. The device is idle before and after, so
-    that the steps in between are as many as the tokens that are read."""
+    """Step until at least `tokens` new tokens are read; returns their number. The device is idle
+    before and after, so that the steps in between match the tokens that were read."""
     jax.block_until_ready(engine.state)
     found = 0
     while found < tokens and engine.busy:
@@ -70,8 +70,8 @@ def decode(engine: Engine, tokens: int) -> int:
 
 
 def host_table(engine: Engine, rows: int) -> dict[str, Any]:
-    """What the host does, without a trace: milliseconds of a step, and, in one more run that the
-    profiler slows down, of its functions. One that reads an array waits for the device."""
+    """Host time without a device trace: milliseconds per step, and per function in a further run
+    that cProfile slows down. A function that reads an array waits for the device."""
     begin, before = time.perf_counter(), engine.stats().steps
     steps = max(1.0, decode(engine, rows * TOKENS) / rows)
     wall, calls = time.perf_counter() - begin, engine.stats().steps - before
@@ -93,7 +93,7 @@ def host_table(engine: Engine, rows: int) -> dict[str, Any]:
 
 
 def idle_of(events: Sequence[Event], steps: int) -> dict[str, Any]:
-    """Of a step: kernels, milliseconds in which the device computes something, and gaps between."""
+    """Kernels, busy milliseconds and gaps between kernels, per step."""
     ends = sorted((e.start_ns, e.start_ns + e.duration_ns) for e in events)
     busy, gaps, until = 0.0, list[float](), ends[0][0]
     for start, end in ends:
@@ -117,7 +117,7 @@ def idle_of(events: Sequence[Event], steps: int) -> dict[str, Any]:
 
 
 def show_gaps(table: dict[str, Any]) -> None:
-    """The tables of gaps and of the host."""
+    """Print the tables of gaps and of host functions."""
     idle, host, console = table["idle"], table["host"], screen()
     title = (
         f"{table['rows']} rows: {idle['kernels']:.0f} kernels a step, {idle['ms_busy']:.3f} ms, "

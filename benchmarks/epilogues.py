@@ -1,4 +1,4 @@
-"""Products in float8 whose result is cast to float8: in their epilogue, or by a pass after them."""
+"""Benchmark of float8 matmuls with their output cast to float8, in the epilogue or a later pass."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ from benchmarks.kernels import Row, error_of, measured
 from benchmarks.timing import rotating
 from jaxtrain.cluster.xla_flags import known_options
 
-# Beside the default; the tile, and how much of it is in flight.
+# Tilings tried besides the default, by `gradient`: tile shape, and the data in flight.
 TILINGS = {
     False: (
         GemmTiling(128, 192, stages=3, parts=3), GemmTiling(128, 192, stages=4, parts=2, cluster=1),
@@ -36,10 +36,10 @@ TILINGS = {
 def epilogue_rows(
     name: str, sizes: tuple[int, int, int], backends: set[str], dtype: Any
 ) -> Iterator[Row]:
-    """The product into the hidden layer, kept, and that of its gradient; sizes: M, K, N.
+    """Rows for the matmul into the hidden layer (output kept) and its gradient; sizes: M, K, N.
 
-    TF/s count the product alone; ms include the casts. A tiling other than the default has its
-    numbers in the row's name.
+    TF/s count the matmul alone; ms include the casts. A non-default tiling is part of the row's
+    name.
     """
     if jnp.dtype(dtype) != jnp.bfloat16:
         return
@@ -48,7 +48,7 @@ def epilogue_rows(
         op = "fp8_product_relu2_grad" if gradient else "fp8_product_relu2"
         make = functools.partial(operands, options, sizes)
         inputs, tested = rotating(make), operands(options, (64, 128, 64), jax.random.key(1))
-        known = known_options(("cublas",))  # as a step in float8 is compiled
+        known = known_options(("cublas",))  # as a float8 training step is compiled
         for backend in [b for b in ("xla", "mosaic") if b in backends]:
             module = fp8_epilogue.BACKENDS[backend]
             if module.supports(target(), options, *inputs[0]):
@@ -73,7 +73,7 @@ def numbers_of(t: GemmTiling) -> str:
 
 
 def options_of(gradient: bool) -> ProductOptions:
-    """As a feed-forward network asks."""
+    """The options that a feed-forward network uses."""
     function, dtype = (relu2_grad, fp8.E5M2) if gradient else (relu2, fp8.E4M3)
     return ProductOptions(function, dtype, jnp.bfloat16, keep=not gradient, exact=gradient)
 
@@ -81,7 +81,7 @@ def options_of(gradient: bool) -> ProductOptions:
 def operands(
     options: ProductOptions, sizes: tuple[int, int, int], key: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Normal values in float8, and of the gradient the hidden layer."""
+    """Normal random values in float8; for the gradient also the hidden layer."""
     (M, K, N), keys = sizes, jax.random.split(key, 3)
     kinds = options.dtype, fp8.E4M3
     pairs = zip(keys, ((M, K), (N, K)), kinds)

@@ -1,7 +1,7 @@
-"""Which record each figure of README and docs comes from, and what was never measured.
+"""Index of the record behind each figure of README and docs, and of what was never measured.
 
 A section with a figure names its records: in its text (`race-gpt_d12-nvidia_h200.json`), by a
-generated table, or by a comment, which holds for the sections below its own as well:
+generated table, or by a comment, which also applies to its subsections:
 
     <!-- figures: step-gpt_d12-bf16-nvidia_h200.json verdicts/*.json -->
     <!-- figures: command: jaxtrain train --config gpt_d12 --dry-run -->   computed, not measured
@@ -23,7 +23,7 @@ from jaxtrain.settings import UserError
 ROOT = BENCHMARKS.parent
 INDEX = ROOT / "docs" / "benchmarks" / "figures.md"
 NOT_MEASURED = ROOT / "docs" / "benchmarks" / "not-measured.md"
-# Pages that are generated: from records (with links of their own), or from the configuration.
+# Generated pages: from records (with their own links), or from the configuration.
 GENERATED = (
     "docs/verdicts.md",
     "docs/reference/compression.md",
@@ -31,10 +31,10 @@ GENERATED = (
     "docs/benchmarks/figures.md",
     "docs/benchmarks/not-measured.md",
 )
-KEPT_SINCE = "2026-11-25T13"  # records from then on hold their command
+KEPT_SINCE = "2026-11-25T13"  # records since then store their command
 UNITS = r"tokens/s|ms|s|GiB|MiB|TF/s|GB/s|MB/s|bits per byte|minutes|seconds|times"
 FIGURE = re.compile(rf"(?<![\w.])\d[\d,.]*\s?[kMG]?\s?(?:{UNITS})\b|(?<![\w.])\d\.\d\d+\b")
-# Numbers in these are no figures: code, comments, tables that are generated, papers, versions.
+# Numbers in these are no figures: code, comments, generated tables, papers, versions.
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 NO_FIGURES = re.compile(
     r"<!-- table .*?<!-- end -->|<!--.*?-->|`[^`\n]*`|arXiv:[\d.]+|Python\s+3\.\d+"
@@ -49,7 +49,7 @@ COMPUTED = (
     "projection",
     "at_scale",
 )  # benches whose figures are computed, not measured
-# Families of devices that are not in the dry run's table.
+# Device families that the dry run's table lacks.
 OTHERS = ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "AMD MI300X")
 
 
@@ -81,18 +81,18 @@ The dry run estimates the memory of GPUs in this list; nothing ran there:
 
 
 class Section(NamedTuple):
-    """A heading's text with what the figures in it come from. words: kind and text of a marker."""
+    """A page section and the sources of its figures. words: kind and text of each marker."""
 
     page: str
     title: str
     figures: tuple[str, ...]
     records: tuple[str, ...]  # paths under benchmarks/results
     words: tuple[tuple[str, str], ...]
-    missing: tuple[str, ...]  # names in a marker that no record has
+    missing: tuple[str, ...]  # names in markers that match no record
 
 
 def pages() -> list[Path]:
-    """README, BENCHMARKS and the manual, without what is generated."""
+    """README, BENCHMARKS and the manual, without generated pages."""
     found = [ROOT / "README.md", ROOT / "BENCHMARKS.md", *sorted((ROOT / "docs").rglob("*.md"))]
     names = {path: path.relative_to(ROOT).as_posix() for path in found}
     return [
@@ -103,7 +103,7 @@ def pages() -> list[Path]:
 
 def sections_of(page: str, text: str) -> Iterator[Section]:
     """The sections of a page that have figures."""
-    above: list[tuple[int, list[str]]] = []  # markers of the headings above, with their depth
+    above: list[tuple[int, list[str]]] = []  # (depth, markers) of the enclosing headings
     for part in re.split(r"^(?=#{1,6} )", FENCED.sub("", text), flags=re.MULTILINE):
         heading = re.match(r"(#+) (.*)", part)
         depth, title = (len(heading[1]), heading[2]) if heading else (0, "")
@@ -127,7 +127,7 @@ def sections_of(page: str, text: str) -> Iterator[Section]:
 
 
 def expand(name: str) -> list[str]:
-    """The records that a name with {a,b} and * stands for, as paths under benchmarks/results."""
+    """The records that match a name with {a,b} and *, as paths under benchmarks/results."""
     options = [part.split(",") for part in re.findall(r"{(.*?)}", name)]
     pattern = re.sub(r"{.*?}", "{}", name).rpartition("results/")[2].lstrip("/")
     found = []
@@ -148,7 +148,7 @@ def all_sections() -> list[Section]:
 
 
 def read_record(name: str) -> Record:
-    """A record by its path under benchmarks/results. UserError where there is none."""
+    """A record by its path under benchmarks/results. Raises UserError if it does not exist."""
     try:
         return json.loads((RESULTS / name).read_text()) | {"file": name}
     except FileNotFoundError:
@@ -156,12 +156,12 @@ def read_record(name: str) -> Record:
 
 
 def command_of(record: Record) -> str | None:
-    """The command that measures a record again; None where it was not kept."""
+    """The command that measures a record again; None if it was not stored."""
     return record.get("command")
 
 
 def problems(section: Section) -> list[str]:
-    """What a section's figures lack: a source, a record that is there, a record's command."""
+    """Problems of a section: figures without a source, missing records, records without command."""
     where = f"{section.page}, {section.title!r}"
     found = [f"{where}: there is no record {name}" for name in section.missing]
     if not section.records and not section.words:
@@ -198,8 +198,8 @@ def index_page(sections: Sequence[Section]) -> str:
 
 
 def measured_devices(records: Sequence[Record]) -> dict[str, int]:
-    """Devices that records were measured on, with the most of them at once. A dry run's device is
-    none: its figures are computed."""
+    """Devices that records were measured on -> the most of them in one record. Dry runs do not
+    count, since their figures are computed."""
     found: dict[str, int] = {}
     for record in records:
         if record.get("bench") not in COMPUTED and "compiled" not in record["device"]:
@@ -209,7 +209,7 @@ def measured_devices(records: Sequence[Record]) -> dict[str, int]:
 
 
 def every_record() -> list[Record]:
-    """All records, those of earlier versions included."""
+    """All records, including those of earlier versions."""
     return [
         read_record(path.relative_to(RESULTS).as_posix())
         for path in sorted(RESULTS.rglob("*.json"))
@@ -218,7 +218,7 @@ def every_record() -> list[Record]:
 
 
 def not_measured_page(records: Sequence[Record], sections: Sequence[Section]) -> str:
-    """What no record is of."""
+    """The page of devices and features that no record covers."""
     devices = measured_devices(records)
     plain = lambda name: re.sub(r"[^a-z0-9]", "", name.lower())
     has = lambda kind: any(plain(kind) in plain(name) for name in devices)
@@ -228,7 +228,7 @@ def not_measured_page(records: Sequence[Record], sections: Sequence[Section]) ->
         f"- {name}, at most {count} at once{virtual.get(name, '')}"
         for name, count in sorted(devices.items())
     ]
-    lost: dict[str, str] = {}  # by the text of a marker: a section below has it as well
+    lost: dict[str, str] = {}  # by marker text, since subsections repeat a marker
     for section in sections:
         for kind, text in section.words:
             if kind == "no record":

@@ -1,4 +1,4 @@
-"""Filters: what each removes of a text, and how much text it looks at in a second."""
+"""Benchmark of the data filters: the share that each removes from a text, and its speed."""
 
 import os
 import tempfile
@@ -22,14 +22,14 @@ ALL = (
     "exact_duplicates", "script", "language", "gopher_quality", "gopher_repetition", "c4",
     "fineweb", "near_duplicates", "decontaminate",
 )  # fmt: skip
-GROUPS = 8  # of 4 MB: the text that each filter alone is timed on
+GROUPS = 8  # groups of 4 MB: the text that each filter alone is timed on
 
 
 def bench_filters(overrides: Sequence[str], variant: str | None = None) -> dict[str, Any]:
-    """A row for each of `data.train.filters` (default: all that need no score), one for the whole.
+    """A row for each of `data.train.filters` (default: all that need no score), and one for all.
 
-    The filters follow each other: each gets what those before it left. A filter's speed is that of
-    it alone on one core, with reading; MB are of UTF-8 text.
+    The filters form a chain: each reads the output of those before it. A filter's speed is measured
+    alone on one core, including reading; MB are of UTF-8 text.
     """
     config = load_config(None, [*overrides, "data.validation.name=none"]).data
     source = config.train
@@ -64,7 +64,7 @@ def bench_filters(overrides: Sequence[str], variant: str | None = None) -> dict[
 
 
 def shares(lost: dict[str, int], read: dict[str, int]) -> dict[str, Any]:
-    """What was lost of documents and bytes, and the share of them."""
+    """Removed documents and bytes, and their shares of those read."""
     return {
         "documents": lost["documents"],
         "of_documents": lost["documents"] / read["documents"],

@@ -1,4 +1,4 @@
-"""LoRA and QLoRA on a model of random weights: memory and rate, beside Hugging Face's peft."""
+"""Benchmark of LoRA and QLoRA on random weights: memory and rate, compared with HF peft."""
 
 import gc
 import itertools
@@ -22,8 +22,8 @@ from jaxtrain.optim import make_optimizer
 from jaxtrain.settings import UserError
 
 LORA: dict[str, Any] = {"name": "lora", "rank": 16, "alpha": 32.0}
-# What is tuned, and with which of the memory techniques; all recompute the blocks. The first lot is
-# measured, then the peer, then the second.
+# Finetuning methods with their memory techniques; all use activation checkpointing of the blocks.
+# The first group is measured, then the peer, then the second group.
 METHODS: tuple[dict[str, tuple[dict[str, Any], list[str]]], ...] = (
     {"LoRA r16": (LORA, [])},
     {
@@ -33,16 +33,16 @@ METHODS: tuple[dict[str, tuple[dict[str, Any], list[str]]], ...] = (
         "LoRA r16, int8 base": (LORA | {"base_quantization": "int8"}, []),
     },
 )
-SHAPES = ((2048, 4), (8192, 1))  # tokens of a row, rows of a step
+SHAPES = ((2048, 4), (8192, 1))  # (sequence length, sequences per step)
 
 
 def bench_finetune(
     name: str, overrides: Sequence[str], variant: str | None
 ) -> Iterator[dict[str, Any]]:
-    """The record, with one row more each time it is yielded: for each method and shape the bytes of
-    a step and, on a GPU, its time; peft's behind those of LoRA.
+    """Yield the record, each time with one more row: for each method and shape the bytes of a step
+    and, on a GPU, its time; peft's rows follow those of LoRA.
 
-    The peer runs in a process of its own, where torch and peft are installed.
+    The peer runs in its own process, if torch and peft are installed.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # room for the peer's memory
     overrides = ["mesh={data: 1, fsdp: 1}", *overrides]
@@ -61,7 +61,8 @@ def bench_finetune(
 def measured(
     name: str, overrides: Sequence[str], methods: dict[str, Any], running: bool
 ) -> Iterator[dict[str, Any]]:
-    """Our rows of some methods: compiled together, on random weights that are made once a base."""
+    """Our rows of some methods. They are compiled together, and random weights are made once per
+    base."""
     kind, frozen = "none yet", None
     with ThreadPoolExecutor(COMPILERS) as pool:
         jobs = {
@@ -89,7 +90,7 @@ def measured(
 def compiled(
     name: str, overrides: Sequence[str], shape: tuple[int, int], tuning: Any, changes: list[str]
 ) -> tuple[Workload, Any]:
-    """A method's step on rows of such a length."""
+    """The workload and compiled step of a method at a (sequence length, batch) shape."""
     T, batch = shape
     size = [f"train.sequence_length={T}", f"train.batch_size={batch}"]
     size += [f"train.device_batch_size={batch}", "optim={name: adamw}", "model.remat=block"]
@@ -98,7 +99,7 @@ def compiled(
 
 
 def tuned(w: Workload, tuning: dict[str, Any]) -> Workload:
-    """The workload with a part of its model trained."""
+    """The workload with the finetuning method's partition and optimizer."""
     finetune: Any = TypeAdapter(FinetuneConfig).validate_python(tuning)
     partition = make_partition(finetune, w.partition.base, w.spec.dtype)
     optimizer = make_optimizer(
@@ -109,7 +110,7 @@ def tuned(w: Workload, tuning: dict[str, Any]) -> Workload:
 
 
 def peer_rows(name: str) -> Iterator[dict[str, Any]]:
-    """peft's rows, in a process of its own."""
+    """peft's rows, measured in its own process."""
     if name != "llama_8b":
         print("  no peer: it is for llama_8b", file=sys.stderr)
         return

@@ -1,4 +1,4 @@
-"""XLA options for a step: the default, then each of some sets alone."""
+"""Benchmark of XLA options for a step: the default, then each set of options alone."""
 
 import gc
 import json
@@ -13,7 +13,7 @@ from jaxtrain.settings import UserError
 GIB = 2**30
 PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
 COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
-# Comments give the effect that MaxText, AXLearn and NVIDIA claim; BENCHMARKS.md has ours.
+# Comments state the effect that MaxText, AXLearn and NVIDIA claim; BENCHMARKS.md has our results.
 SETS: dict[str, dict[str, Option]] = {
     # No overlap of collectives with compute: measures the gain of the latency-hiding scheduler.
     "in_order": {"xla_gpu_enable_latency_hiding_scheduler": False},
@@ -29,10 +29,10 @@ SETS: dict[str, dict[str, Option]] = {
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
         "xla_gpu_experimental_parallel_scale_up_collective_overlap_limit": 4,
     },
-    # Buffers registered with NCCL, which then need not copy.
+    # Buffers registered with NCCL, which avoids copies.
     "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
     # NCCL symmetric memory. With NCCL_CTA_POLICY=2 the copy engines do all-gathers, and concurrent
-    # matmuls keep all multiprocessors. These buffers are not in JAX's memory pool.
+    # matmuls keep all SMs. These buffers are outside JAX's memory pool.
     "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
     # No CUDA graphs: every kernel is launched separately.
     "launched": {"xla_gpu_enable_command_buffer": ""},
@@ -44,9 +44,9 @@ SETS: dict[str, dict[str, Option]] = {
 def bench_flags(
     name: str, overrides: Sequence[str], only: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A record of `bench step` for each set (or the one named), all of one process.
+    """Yield a record of `bench step` for each set (or the named one), all in one process.
 
-    A set is left out if this XLA knows none of its options. Raises UserError for an unknown one.
+    A set is skipped if this XLA has none of its options. Raises UserError for an unknown set.
     """
     every = {"default": dict[str, Option](), **SETS}
     if only is not None and only not in every:
@@ -57,8 +57,8 @@ def bench_flags(
         for set_, options in sets.items()
         if options or not every[set_]
     }
-    # One after another: programs compiled at once search among kernels on the same GPU, and ten of
-    # them took longer than any call may.
+    # One after another: programs compiled at once compete for the GPU in autotuning, and ten of
+    # them exceeded the time limit of a call.
     for set_, line in lines.items():
         yield from bench_step(name, line, f"flags {set_}", parts=False)
         gc.collect()

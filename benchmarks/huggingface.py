@@ -1,12 +1,12 @@
-"""Trains transformers' GPT-2 by Hugging Face Trainer on our rows, as a run.
+"""Train transformers' GPT-2 with Hugging Face Trainer on our rows, as a run directory.
 
     python -m benchmarks huggingface --config gpt_d12 run.name=huggingface data.train.path=... \\
         model.head_dim=64 'optim={name: adamw, learning_rate: 1.5e-3, ...}'
     python -m benchmarks race runs/ours runs/huggingface --differ model
 
-Our loader writes the rows of every step and of the validation; `peer_huggingface_train.py` trains
-on them with torch.compile, scaled-dot-product attention, bfloat16 and fused AdamW. Sizes, rate,
-decay and warm-up are those of the configuration, whose optimizer must be AdamW with a cosine.
+Our loader writes the training and validation rows; `peer_huggingface_train.py` trains on them with
+torch.compile, scaled-dot-product attention, bfloat16 and fused AdamW. Sizes, learning rate, decay
+and warm-up come from the configuration, whose optimizer must be AdamW with a cosine schedule.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,8 @@ NEEDS = ("torch", "transformers", "accelerate")
 def train_huggingface(name: str, overrides: Sequence[str]) -> Path:
     """Train GPT-2 of a configuration's sizes on its data; returns the run directory.
 
-    Raises UserError for an optimizer that is not AdamW with a cosine, and as `train_peer`.
+    Raises UserError for an optimizer that is not AdamW with a cosine schedule, and as `train_peer`
+    does.
     """
     c = load_config(find_config(name), overrides)
     check_optimizer(c.optim)
@@ -35,7 +36,7 @@ def train_huggingface(name: str, overrides: Sequence[str]) -> Path:
 
 
 def check_optimizer(optim: object) -> AdamWConfig:
-    """The settings of AdamW. Raises UserError for what the peer's script does not do."""
+    """The settings of AdamW. Raises UserError for settings that the peer's script lacks."""
     if not isinstance(optim, AdamWConfig) or not isinstance(optim.schedule, Cosine):
         raise UserError(
             "optim: the peer trains with AdamW and a cosine alone: set optim='{name: adamw, "
@@ -53,6 +54,6 @@ def settings_of(c: Resolved, vocab_size: int) -> dict[str, Any]:
         include={"learning_rate", "weight_decay", "b1", "b2", "eps", "clip_norm"}
     )
     model = c.model.model_dump(include={"depth", "width", "heads", "hidden"})
-    multiple = c.model.vocab_multiple  # rows of the embedding are padded as ours
+    multiple = c.model.vocab_multiple  # the embedding is padded like ours
     padded = {"vocab_size": -(-vocab_size // multiple) * multiple}
     return rates | model | padded | {"warmup_steps": optim.schedule.warmup_steps}

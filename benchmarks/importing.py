@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint read: seconds and host memory, on a synthetic one of a real shape."""
+"""Benchmark of reading an HF checkpoint of a real model's shapes: seconds and host memory."""
 
 import json
 import tempfile
@@ -36,9 +36,9 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def bench_import(variant: str | None = None, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Seconds, GB/s and peak host memory of: checkpoint -> run's file; checkpoint -> devices.
+    """Seconds, GB/s and peak host memory of two paths: checkpoint -> run's file, and -> devices.
 
-    The memory is what the process holds above what it held before, files mapped in among it.
+    Memory is the process's peak above its size before, including memory-mapped files.
     """
     name = names[0] if names else "llama_8b"
     if name not in SHAPES:
@@ -60,7 +60,7 @@ def bench_import(variant: str | None = None, names: Sequence[str] = ()) -> dict[
 
 
 def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
-    """config.json and shards of random bfloat16 numbers, quickly."""
+    """Write config.json and shards of repeated random bfloat16 values, which is fast."""
     (folder / "config.json").write_text(json.dumps(config))
     c = resolve_model(ModelConfig.model_validate(model_fields(config)), 2048)
     _, specs = split(Transformer(c, config["vocab_size"]))
@@ -79,8 +79,8 @@ def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
 
 @contextmanager
 def measured(rows: list[dict[str, Any]], name: str, shape: str, size: int) -> Iterator[None]:
-    """Adds a row: seconds, and the highest resident memory above that at the start."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    """Add a row: seconds, and the peak resident memory above that at the start."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, start = resident("VmRSS"), time.perf_counter()
     yield
     seconds = time.perf_counter() - start
@@ -90,6 +90,6 @@ def measured(rows: list[dict[str, Any]], name: str, shape: str, size: int) -> It
 
 
 def resident(line: str) -> int:
-    """Bytes that Linux reports of this process: VmRSS now, VmHWM at most."""
+    """Resident bytes of this process as Linux reports them: VmRSS (current) or VmHWM (peak)."""
     text = Path("/proc/self/status").read_text()
     return 1024 * int(text.split(f"{line}:")[1].split()[0])

@@ -1,6 +1,6 @@
-"""Products with int8 and int4 codes one after another, as the layers of a decode step ask for them.
+"""Benchmark of chained matmuls with int8 and int4 weights, as in the layers of a decode step.
 
-In a chain launches and CUDA graphs count, which one product alone does not show.
+A chain includes launch overhead and CUDA graphs, which a single matmul does not show.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from jaxtrain.estimate.workload import SHORT
 
 
 class Chain(NamedTuple):
-    """M rows through layers of four matrices: D x D twice, D x F, F x D."""
+    """M rows through layers of four matrices each: D x D twice, D x F, F x D."""
 
     name: str
     M: int
@@ -34,9 +34,9 @@ CHAINS = tuple(
 
 
 def chain_rows(s: Chain, backends: set[str], dtype: Any) -> Iterator[Row]:
-    """ms of all products in one program, with launches.
+    """Rows with ms of all matmuls in one program, including launches.
 
-    floor_ms: what the bytes of all matrices take at the rate of a copy.
+    floor_ms: time to read all matrices at the rate of a copy.
     """
     copy_gbps = ceilings(dtype).copy_gbps
     for form in (SHORT[dtype.name], *OPS):
@@ -46,14 +46,14 @@ def chain_rows(s: Chain, backends: set[str], dtype: Any) -> Iterator[Row]:
             run = chained(s, product(form, backend), len(arrays) // 4)
             figures = bandwidth(run, [(x_MD, *arrays)], size, copy_gbps)
             if figures["ms"] is None and "failed" not in figures:
-                continue  # it cannot serve
+                continue  # the backend does not support it
             row = {"name": form, "shape": s.name, "backend": backend}
             yield row | figures | {"floor_ms": size / copy_gbps / 1e6}
         del arrays
 
 
 def chained(s: Chain, matmul: Kernel, each: int) -> Kernel:
-    """x and the arrays of the four stacks, `each` of one -> what comes out of the last layer."""
+    """A function of x and the arrays of the four stacks (`each` per stack) -> final output."""
 
     def run(x_MD: jax.Array, *arrays: jax.Array) -> jax.Array:
         for layer in range(s.layers):

@@ -1,4 +1,5 @@
-"""Products of a few rows with int8 and int4 codes, and with bf16: reading a matrix is the floor."""
+"""Benchmark of matmuls of a few rows with int8, int4 and bf16 weights; reading the weights is the
+floor."""
 
 import math
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ class Product(NamedTuple):
     N: int
 
 
-# llama_8b's, gpt_d12's and gpt_d24's matrices.
+# Matrices of llama_8b, gpt_d12 and gpt_d24.
 PRODUCTS = tuple(
     Product(f"m{M}_k{K}_n{N}", M, K, N)
     for K, N in ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 1024),
@@ -34,14 +35,14 @@ PRODUCTS = tuple(
     for M in (1, 8, 32)
 )  # fmt: skip
 OPS = {"int8": integers.w8a16_matmul, "int4": integers.w4a16_matmul}
-# plain: bf16. XLA's are reduce (one row) and dot.
+# plain: bf16 matmul. reduce (one row) and dot are XLA's.
 BACKENDS = ("plain", "triton", "reduce", "dot")
 
 
 def product_rows(s: Product, backends: set[str], dtype: Any) -> Iterator[Row]:
-    """ms of one product, with launches: each layer of a stack in turn, in one program.
+    """Rows with ms of one matmul, including launches: one program runs each layer of a stack.
 
-    floor_ms: what the bytes of a matrix take at the rate of a copy.
+    floor_ms: time to read a matrix at the rate of a copy.
     """
     copy_gbps = ceilings(dtype).copy_gbps
     for form in (SHORT[dtype.name], "int8", "int4"):
@@ -53,7 +54,7 @@ def product_rows(s: Product, backends: set[str], dtype: Any) -> Iterator[Row]:
             fn = product(form, backend)
             figures = bandwidth(in_turn(fn, layers), inputs, size * layers, copy_gbps)
             if figures["ms"] is None and "failed" not in figures:
-                continue  # it cannot serve
+                continue  # the backend does not support it
             if figures["ms"]:
                 figures["ms"] /= layers
                 figures["floor_ms"] = size / copy_gbps / 1e6
@@ -66,7 +67,7 @@ def product_rows(s: Product, backends: set[str], dtype: Any) -> Iterator[Row]:
 
 
 def product(form: str, backend: str) -> Kernel:
-    """layer, x, arrays of a stack -> the product with that layer's matrix."""
+    """A function (layer, x, arrays of a stack) -> x times that layer's matrix."""
     if form not in OPS:
         return lambda layer, x, w: x @ w[layer]
     return lambda layer, x, codes, scales: OPS[form](
@@ -75,7 +76,7 @@ def product(form: str, backend: str) -> Kernel:
 
 
 def in_turn(fn: Kernel, layers: int) -> Kernel:
-    """`fn` of each layer; each waits for the one before, so that XLA cannot join two."""
+    """Run `fn` for each layer; each depends on the previous one, so that XLA cannot merge two."""
 
     def run(x: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         results: list[jax.Array] = []
@@ -89,7 +90,7 @@ def in_turn(fn: Kernel, layers: int) -> Kernel:
 
 
 def stack(s: Product, form: str, layers: int, dtype: Any, key: jax.Array) -> tuple[Any, ...]:
-    """x, then `layers` matrices; of integers their codes and scales."""
+    """x, then `layers` stacked matrices; for int8 and int4 their codes and scales."""
     x_key, w_key, scale_key = jax.random.split(key, 3)
     x_MK = jax.random.normal(x_key, (s.M, s.K), dtype)
     if form not in OPS:

@@ -1,4 +1,4 @@
-"""What the benches of kernels share; and the last matmul with its cross-entropy."""
+"""Helpers of the kernel benchmarks, and the benchmark of the head's matmul with cross-entropy."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -22,9 +22,9 @@ Row = dict[str, Any]
 
 
 def bench_loss(variant: str | None = None, names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """Value and both gradients of every backend; `reference` has all logits in memory.
+    """Loss and both gradients for every backend; `reference` keeps all logits in memory.
 
-    names: of the shapes and backends to measure; default all.
+    names: shapes and backends to measure; default all.
     """
     dtype = compute_dtype("auto")
     yield from growing("loss", dtype, variant, loss_rows(names, dtype))
@@ -36,7 +36,7 @@ def loss_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
         inputs = rotating(lambda key, s=shape: loss_inputs(s, dtype, key))
         flops = 6.0 * shape.N * shape.D * shape.V
         for backend in [name for name in cross_entropy.BACKENDS if name in backends]:
-            # As a step in float8 is compiled (jaxtrain/train/program.py).
+            # As a float8 training step is compiled (jaxtrain/train/program.py).
             options = known_options(("cublas",)) if backend.startswith("fp8") else {}
             fn = loss_with_gradients(shape, backend)
             figures = measured(fn, inputs, flops, compiler_options=options)
@@ -46,15 +46,15 @@ def loss_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
 
 
 def sized(small: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Shapes that suit the device: a CPU gets small ones of the same kind."""
+    """A function that makes shapes suit the device: a CPU gets small ones of the same kind."""
     return small if jax.default_backend() == "cpu" else lambda shape: shape
 
 
 def growing(
     bench: str, dtype: jnp.dtype, variant: str | None, rows: Iterable[Row]
 ) -> Iterator[dict[str, Any]]:
-    """The record, with one row more each time: one that is cut short has what was measured."""
-    ceilings(dtype)  # before the first row: a peer's process goes on measuring while its rows come
+    """Yield the record, each time with one more row; an interrupted one keeps its rows so far."""
+    ceilings(dtype)  # before the first row, since a peer's process measures while it yields rows
     kept: list[Row] = []
     for row in rows:
         kept.append(row)
@@ -63,7 +63,7 @@ def growing(
 
 
 def finished(bench: str, dtype: jnp.dtype, variant: str | None, rows: list[Row]) -> dict[str, Any]:
-    """The record. floor_ms: what a row's FLOPs take at the rate of a large matmul."""
+    """The record. floor_ms: time of a row's FLOPs at the rate of a large matmul."""
     record = describe(bench, "shapes", variant or SHORT[dtype.name], devices=1)
     limits = ceilings(dtype)
     for row in rows:
@@ -73,7 +73,7 @@ def finished(bench: str, dtype: jnp.dtype, variant: str | None, rows: list[Row])
 
 
 def report(row: Row) -> None:
-    """One line at once, as a bench of kernels takes minutes."""
+    """Print a row as one line immediately, since a kernel benchmark takes minutes."""
     rates = (("ms", "ms"), ("tflops", "TF/s"), ("gbps", "GB/s"), ("watts", "W"), ("sm_mhz", "MHz"))
     figures = [f"{row[key]:.4g} {unit}" for key, unit in rates if row.get(key)]
     wrong = [] if row.get("exact", True) else [f"WRONG: error {row['error']}"]
@@ -82,7 +82,7 @@ def report(row: Row) -> None:
 
 
 def chosen(what: str, names: Sequence[str], *groups: Iterable[str]) -> list[set[str]]:
-    """Of each group (shapes, backends, ops) those that are among `names`; all of it where none is.
+    """The members of each group (shapes, backends, ops) that are in `names`; if none, all of them.
 
     Raises UserError for a name that is in no group.
     """
@@ -101,9 +101,10 @@ def failure(error: Exception) -> str:
 def measured(
     fn: Kernel, inputs: Sequence[tuple[Any, ...]], flops: float, **options: Any
 ) -> dict[str, Any] | None:
-    """ms, TF/s, watts and clock; None where the backend cannot serve. options: `kernel_ms`'s.
+    """ms, TF/s, watts and clock; None if the backend does not support the inputs.
 
-    Any other failure stands in the row: that of one backend must not lose the others.
+    Any other failure is put into the row, so that the other backends are still measured. options:
+    of `kernel_ms`.
     """
     meter = Meter()
     try:
@@ -121,7 +122,7 @@ def error_of(
     inputs: tuple[Any, ...],
     compiler_options: dict[str, Any] | None = None,
 ) -> float | None:
-    """Of `fn` against the float32 reference; None where it fails on these inputs."""
+    """Relative error of `fn` against the float32 reference; None if it fails on these inputs."""
     try:
         out = jax.jit(fn, compiler_options=compiler_options)(*inputs)
     except Exception:
@@ -130,14 +131,14 @@ def error_of(
 
 
 def exact(reference: Kernel, inputs: tuple[Any, ...]) -> Any:
-    """The reference's results in float32 from the same, already rounded inputs."""
+    """The reference's results in float32, from the same rounded inputs."""
     widen = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
     with jax.default_matmul_precision("highest"):
         return jax.jit(reference)(*jax.tree.map(widen, inputs))
 
 
 def loss_with_gradients(s: LossShape, backend: str) -> Kernel:
-    """x, w, labels, weights -> the mean loss and its gradients in x and w."""
+    """A function (x, w, labels, weights) -> mean loss and its gradients in x and w."""
 
     def loss(x, w, labels, weights):
         return kernels.linear_cross_entropy(
@@ -165,7 +166,7 @@ def small_loss(s: LossShape) -> LossShape:
 def loss_error(
     shape: LossShape, backend: str, dtype: Any, compiler_options: dict[str, Any] | None = None
 ) -> float | None:
-    """Of the gradients, against the float32 specification."""
+    """Relative error of the gradients against the float32 specification."""
     s = small_loss(shape)
     gradients = lambda name: lambda *inputs: loss_with_gradients(s, name)(*inputs)[1]
     inputs = loss_inputs(s, dtype, jax.random.key(1))

@@ -1,4 +1,4 @@
-"""The ladder: from GPT-2's architecture and recipe to the full stack, docs/benchmarks/ladder.md.
+"""The ladder from GPT-2's architecture and recipe to the full stack: docs/benchmarks/ladder.md.
 
     python -m benchmarks ladder --scale quick data.train.path=... --record     trains every rung
     python -m benchmarks ladder --scale quick --tune ...      tunes the rates of both ends first
@@ -6,11 +6,11 @@
     python -m benchmarks ladder --scale quick --time-only ... renews the seconds of the records
     python -m benchmarks ladder                               makes the page from the records
 
-The target is the held-out loss of the baseline after its run. Each other rung is trained over
-lengths around the one that reaches it, each with its whole decay, until one run is below the target
-and one above; the tokens to the target are read between them (`scales.tokens_to`). Seconds are
-those tokens times the seconds of a token, from runs of a few steps that the device has to itself,
-all rungs in turn, several rounds.
+The target is the baseline's held-out loss after its run. Every other rung is trained for several
+lengths around the one that reaches the target, each with its full decay, until one run is below the
+target and one above; the tokens to the target are interpolated (`scales.tokens_to`). Seconds are
+those tokens times the seconds per token. The latter come from short runs alone on the device, in
+several rounds over all rungs.
 """
 
 import itertools
@@ -33,14 +33,15 @@ Record = dict[str, Any]
 TABLE = BENCHMARKS / "ladder.yaml"
 FOLDER = RESULTS / "ladder"
 BASELINE = "baseline"
-WITHOUT = "without "  # the name of a removal: that of its rung behind this
+WITHOUT = "without "  # prefix of a removal's name; the rung's name follows
 TUNED_SEEDS = 2
-# A run that is timed validates on next to nothing, and has rows of its last steps.
+# A timed run validates on almost nothing, and logs metrics of its last steps.
 TIMED = ("eval.tokens=1", "metrics.every=4")
 
 
 class LadderScale(NamedTuple):
-    """A size at which the ladder is climbed; `size.horizons` are lengths over the whole run's."""
+    """A model and data size of the ladder; `size.horizons` are run lengths relative to the full
+    run's."""
 
     size: Scale
     shipped: str  # the rung at which the configuration is the shipped one
@@ -57,9 +58,9 @@ class Rung(NamedTuple):
     set: tuple[str, ...]
     seam: str = ""
     at: Mapping[str, tuple[str, ...]] = {}  # more overrides at a scale
-    scales: tuple[str, ...] = ()  # where it stands; default all
-    needs: tuple[str, ...] = ()  # rungs without which it cannot be
-    # Values that `--tune` tries at a scale, of keys of its overrides.
+    scales: tuple[str, ...] = ()  # scales that have it; default all
+    needs: tuple[str, ...] = ()  # rungs that it depends on
+    # scale -> key of an override -> values that `--tune` tries.
     tune: Mapping[str, Mapping[str, tuple[float, ...]]] = {}
 
     def lines(self, which: str) -> tuple[str, ...]:
@@ -78,8 +79,8 @@ class Ladder(NamedTuple):
         return [rung.name for rung in self.rungs]
 
     def switch(self, name: str) -> tuple[str, ...]:
-        """The overrides of a rung and of all below it, or of the top without a rung and without
-        those that need it."""
+        """The overrides of a rung and all below it; for a removal, those of all rungs but that one
+        and the rungs that depend on it."""
         if name.startswith(WITHOUT):
             dropped = self.dropped(name.removeprefix(WITHOUT))
             kept = [rung for rung in self.rungs if rung.name not in dropped]
@@ -88,7 +89,7 @@ class Ladder(NamedTuple):
         return tuple(line for rung in kept for line in rung.lines(self.which))
 
     def dropped(self, name: str) -> set[str]:
-        """A rung and those that need it."""
+        """A rung and all rungs that depend on it."""
         found = {name}
         for rung in self.rungs:
             if found.intersection(rung.needs):
@@ -101,7 +102,7 @@ class Ladder(NamedTuple):
 
 
 def read_ladders(path: Path = TABLE) -> dict[str, Ladder]:
-    """The ladder of each scale. Raises UserError for a name that the table does not have."""
+    """The ladder of each scale. Raises UserError for an unknown name in the table."""
     tree = read_yaml(path)
     scales = TypeAdapter(dict[str, LadderScale]).validate_python(tree["scales"])
     rows = [{"name": BASELINE} | tree["baseline"]]
@@ -120,12 +121,12 @@ def read_ladders(path: Path = TABLE) -> dict[str, Ladder]:
 
 
 class Asked(NamedTuple):
-    """What a command line asks for."""
+    """The scale, rungs and options that a command line asks for."""
 
     scale: str
     overrides: tuple[str, ...] = ()
     only: tuple[str, ...] = ()  # rungs; default all
-    steps: int | None = None  # of the baseline, in the place of the scale's
+    steps: int | None = None  # steps of the baseline, instead of the scale's
     workers: int = 1
     tune: bool = False
     remove: bool = False
@@ -138,7 +139,7 @@ class Asked(NamedTuple):
 
 
 def climb(asked: Asked) -> None:
-    """Train the rungs of a scale, or those asked for, and record them.
+    """Train the rungs of a scale, or the requested ones, and record them.
 
     Raises UserError for an unknown scale or rung, and for rungs without the baseline's record.
     """
@@ -173,7 +174,7 @@ def climb(asked: Asked) -> None:
 
 
 def find_ladder(asked: Asked) -> Ladder:
-    """The ladder of the scale asked for, with its number of steps."""
+    """The ladder of the requested scale, with the requested number of steps."""
     ladders = read_ladders()
     if asked.scale not in ladders:
         raise UserError(f"ladder: there is no scale {asked.scale}; there are {', '.join(ladders)}")
@@ -189,7 +190,7 @@ def find_ladder(asked: Asked) -> Ladder:
 
 
 def chosen_names(ladder: Ladder, asked: Asked) -> list[str]:
-    """What is trained: rungs, or removals."""
+    """Names of the rungs or removals to train."""
     if asked.remove:
         return [
             name for name in ladder.removals if not asked.only or name[len(WITHOUT) :] in asked.only
@@ -198,7 +199,7 @@ def chosen_names(ladder: Ladder, asked: Asked) -> list[str]:
 
 
 def baseline_of(which: str, steps: int, out: Path) -> Record:
-    """The baseline's record. UserError where there is none of as many steps."""
+    """The baseline's record. Raises UserError if there is none with as many steps."""
     record = read_records(out).get((which, BASELINE))
     if record is None or record["workload"]["steps"] != steps:
         raise UserError(
@@ -217,17 +218,17 @@ class Found(NamedTuple):
 
 
 class Trainer(NamedTuple):
-    """What the runs of a ladder share."""
+    """Trains the runs of a ladder, with their shared settings."""
 
     ladder: Ladder
     overrides: tuple[str, ...]
     workers: int
-    done: Path  # outcomes so far, a line each: the same command goes on there
-    tuned_lines: Mapping[str, tuple[str, ...]] = {}  # of a rung: what tuning adds to it
-    tried: Mapping[str, list[Record]] = {}  # of a rung: the losses of tuning
+    done: Path  # JSON lines of the outcomes so far, from which the same command resumes
+    tuned_lines: Mapping[str, tuple[str, ...]] = {}  # rung -> overrides found by tuning
+    tried: Mapping[str, list[Record]] = {}  # rung -> losses of tuning
 
     def job(self, name: str, seed: int, length: float, *more: str) -> Job:
-        """A run of a rung: `length` times the steps of the scale."""
+        """A run of a rung with `length` times the scale's steps."""
         size = self.ladder.scale.size
         steps = max(1, round(size.steps * length))
         return self._job(name, seed, steps, *more)
@@ -239,7 +240,7 @@ class Trainer(NamedTuple):
         return Job(name, size.config, settings, seed, steps)
 
     def switch(self, name: str) -> tuple[str, ...]:
-        """The rung's overrides, with the values that tuning has chosen behind their rungs'."""
+        """The rung's overrides, with tuned values after the overrides of their own rungs."""
         ladder = self.ladder
         rungs = tuple(
             r._replace(
@@ -257,11 +258,11 @@ class Trainer(NamedTuple):
         yield from train_all(jobs, [], self.workers, self.done)
 
     def tuned(self) -> "Trainer":
-        """With the best of the values that the baseline, and the rungs of the top, are tuned by.
+        """A trainer with the best value of each tuned key.
 
-        Two runs, of two seeds, for each value: a single seed picks rates at which others diverge.
-        The baseline's are at the bottom, the others' at the top of the ladder, so that both ends
-        have the same budget.
+        Each value has two runs with different seeds, since a single seed picks learning rates at
+        which others diverge. The baseline's keys are tuned at the bottom of the ladder and all
+        others at its top, so that both ends get the same budget.
         """
         which, top = self.ladder.which, self.ladder.names[-1]
         lines: dict[str, tuple[str, ...]] = {}
@@ -277,7 +278,7 @@ class Trainer(NamedTuple):
         return self._replace(tuned_lines=lines, tried=tried)
 
     def _tune(self, end: str, key: str, values: Sequence[float]) -> list[Record]:
-        """The mean loss of a rung with each value of a key; None where a seed has none."""
+        """The mean loss of a rung for each value of a key; None if a seed has no finite loss."""
         seeds = self.ladder.scale.size.seeds[:TUNED_SEEDS]
         jobs = {
             switch: [self.job(end, seed, 1.0, switch) for seed in seeds]
@@ -320,8 +321,8 @@ class Trainer(NamedTuple):
                 found[job.name] = Found((*found[job.name].runs, (job, outcome)))
 
     def timed(self, names: Sequence[str]) -> dict[str, list[Outcome]]:
-        """Short runs of each rung that have the device to themselves: all rungs in turn, again and
-        again, so that what changes on a shared machine touches all of them alike."""
+        """Short runs of each rung, each alone on the device. All rungs alternate in several rounds,
+        so that changes of a shared machine affect them equally."""
         scale = self.ladder.scale
         jobs = [
             self._job(name, turn, scale.timed_steps, *TIMED)
@@ -340,7 +341,7 @@ def finite_loss(bpb: float | None) -> bool:
 
 
 def mean_loss(runs: Sequence[tuple[Job, Outcome]]) -> float:
-    """The target. UserError where a run of the baseline failed."""
+    """The target: the baseline's mean loss. Raises UserError if one of its runs failed."""
     for job, outcome in runs:
         if outcome.error or not finite_loss(outcome.bpb):
             raise UserError(
@@ -350,7 +351,7 @@ def mean_loss(runs: Sequence[tuple[Job, Outcome]]) -> float:
 
 
 def start_length(ladder: Ladder, name: str, lengths: Sequence[float]) -> float:
-    """Where the search begins: the longest for the lowest rung, the middle for the top."""
+    """The length at which the search starts: longest for the lowest rung, medium for the top."""
     place = len(ladder.names) - 1 if name.startswith(WITHOUT) else ladder.names.index(name)
     share = place / (len(ladder.names) - 1)
     return lengths[round((len(lengths) - 1) * (1 - 0.6 * share))]
@@ -359,9 +360,9 @@ def start_length(ladder: Ladder, name: str, lengths: Sequence[float]) -> float:
 def next_length(
     losses: Mapping[float, float], target: float, lengths: Sequence[float], start: float
 ) -> float | None:
-    """The length to train next; None where runs lie on both sides of the target, or none is left.
+    """The length to train next; None if runs are on both sides of the target, or none is left.
 
-    losses: by length, so far. lengths: all there are, ascending.
+    losses: length -> loss so far. lengths: all lengths, ascending.
     """
     if not losses:
         return start
@@ -377,7 +378,7 @@ def next_length(
 
 
 def record_of(train: Trainer, name: str, found: Found) -> Record | None:
-    """The JSON of a rung's runs, without its seconds; None where none has finished."""
+    """The record of a rung's runs, without its seconds; None if no run has finished."""
     if not found.runs:
         return None
     ladder, (_, outcome) = train.ladder, found.runs[-1]
@@ -412,7 +413,7 @@ def data_name(overrides: Sequence[str]) -> str | None:
 
 
 def command_of(train: Trainer, name: str) -> str:
-    """What trains this ladder again, where the training text lies in this folder."""
+    """The command that trains this ladder again, given the training text in the working folder."""
     ladder, data = train.ladder, data_name(train.overrides)
     parts = ["python -m benchmarks ladder --scale", ladder.which]
     parts += ["--steps", str(ladder.scale.size.steps)]
@@ -421,7 +422,8 @@ def command_of(train: Trainer, name: str) -> str:
 
 
 def add_seconds(record: Record, timed: Sequence[Outcome]) -> bool:
-    """Seconds of a token, a value a round, and the bytes of a step; False where none was timed."""
+    """Add seconds per token (one value per round) and the bytes of a step to a record. Returns
+    False if no run was timed."""
     rates = [o.seconds / o.tokens for o in timed if o.seconds is not None and o.tokens]
     if not rates:
         return False

@@ -1,4 +1,4 @@
-"""The page of the ladder, docs/benchmarks/ladder.md, and its picture, from the records."""
+"""The ladder's page, docs/benchmarks/ladder.md, and its plot, generated from the records."""
 
 import math
 import statistics
@@ -16,26 +16,26 @@ from benchmarks.verdicts import STUDENT
 
 PAGE = BENCHMARKS.parent / "docs" / "benchmarks" / "ladder.md"
 PICTURE = BENCHMARKS / "ladder.png"
-CLAIM = 5.0  # times fewer seconds in all
-NOISY = 0.1  # more than that between two rounds is the work of others
+CLAIM = 5.0  # claimed overall speed-up in seconds
+NOISY = 0.1  # a larger spread between rounds is attributed to other load on the machine
 PADDING = "packed rows"  # the rung whose gain depends on the lengths of the documents
 Records = Mapping[tuple[str, str], Record]
 
 
 class Tokens(NamedTuple):
-    """Training tokens to the target, padding among them; the geometric mean over seeds."""
+    """Training tokens to the target, padding included; geometric mean over seeds."""
 
     mean: float
-    interval: tuple[float, float] | None  # of 95%; None of one seed
-    bound: bool  # the shortest run is below the target already: so many tokens, or fewer
+    interval: tuple[float, float] | None  # 95%; None for one seed
+    bound: bool  # upper bound only: the shortest run is below the target already
     seeds: int
 
 
 class Cost(NamedTuple):
-    """What a rung needs to the target."""
+    """Cost of a rung up to the target loss."""
 
     name: str
-    tokens: Tokens | None  # None where no run reaches the target
+    tokens: Tokens | None  # None if no run reaches the target
     seconds_per_token: float
     step_bytes: int
 
@@ -45,13 +45,13 @@ class Cost(NamedTuple):
 
 
 def tokens_to_target(record: Record, target: float) -> Tokens | None:
-    """Of the runs of a record. None where the runs of a seed do not reach the target."""
+    """Tokens to the target from a record's runs. None if the runs of a seed do not reach it."""
     rows, found, bound = record["rows"], [], False
     for seed in sorted({row["seed"] for row in rows}):
         ends = sorted((row["tokens"], row["bpb"]) for row in rows if row["seed"] == seed)
         if min(bpb for _, bpb in ends) > target:
             return None
-        if ends[0][1] <= target:  # nothing is read beyond the runs
+        if ends[0][1] <= target:  # no extrapolation beyond the runs
             bound |= ends[0][1] < target
             found.append(float(ends[0][0]))
         else:
@@ -63,7 +63,7 @@ def tokens_to_target(record: Record, target: float) -> Tokens | None:
 
 
 def interval_of(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95% interval of the geometric mean (Student's t); None of one value."""
+    """The 95% interval of the geometric mean (Student's t); None for one value."""
     if len(values) < 2:
         return None
     logs = list(map(math.log, values))
@@ -73,12 +73,12 @@ def interval_of(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def paired_interval(base: Record, top: Record) -> tuple[float, float] | None:
-    """Of the baseline's seconds over the top's; None where a seed of the top does not come to the
-    loss of the baseline.
+    """Interval of the baseline's seconds over the top's. None if a seed of the top does not reach
+    the baseline's loss.
 
-    Seed by seed, each has the baseline's loss of that seed as its target; a shortest run that is
-    below it already counts as it is. Round by round: from the least ratio of the seconds of a token
-    to the largest; where one end has more rounds, of the medians as well.
+    Tokens are paired by seed: the target is the baseline's loss with that seed, and a shortest run
+    below it counts as it is. Seconds per token are paired by round: the interval spans the smallest
+    to the largest ratio, including the ratio of the medians.
     """
     ratios = []
     for row in base["rows"]:
@@ -95,7 +95,8 @@ def paired_interval(base: Record, top: Record) -> tuple[float, float] | None:
 
 
 def cost_of(record: Record, target: float) -> Cost:
-    """The baseline's tokens are those of its runs: its loss after them is the target."""
+    """The cost of a rung. The baseline needs all tokens of its runs, since its final loss is the
+    target."""
     m = record["metrics"]
     if record["variant"] == BASELINE:
         tokens = [row["tokens"] for row in record["rows"]]
@@ -106,13 +107,13 @@ def cost_of(record: Record, target: float) -> Cost:
 
 
 class Total(NamedTuple):
-    """The top beside the baseline."""
+    """The top of the ladder compared with the baseline."""
 
     factor: float  # the baseline's seconds over the top's
     interval: tuple[float, float] | None  # see paired_interval
     tokens: float  # the baseline's tokens over the top's
     seconds_per_token: float  # the baseline's over the top's
-    padding: float | None  # the share of the factor that packing has
+    padding: float | None  # the factor of the packing rung alone
 
     @property
     def verdict(self) -> str:
@@ -125,7 +126,7 @@ class Total(NamedTuple):
 
 
 def total_of(costs: Sequence[Cost], interval: tuple[float, float] | None = None) -> Total | None:
-    """None where the top does not reach the target, or where it is not there yet."""
+    """The total of a ladder. None if the top does not reach the target, or is not recorded yet."""
     base, top = costs[0], costs[-1]
     if len(costs) < 2 or base.tokens is None or top.tokens is None:
         return None
@@ -137,7 +138,8 @@ def total_of(costs: Sequence[Cost], interval: tuple[float, float] | None = None)
 
 
 def factors(costs: Sequence[Cost]) -> list[float | None]:
-    """Of each rung: the seconds of the last rung below that reaches the target over its own."""
+    """Speed-up of each rung: seconds of the nearest rung below that reaches the target, over its
+    own."""
     found, below = [], None
     for cost in costs:
         seconds = cost.seconds
@@ -188,7 +190,7 @@ claim to prove or refute is at least {claim:g} times fewer seconds in all.
 
 
 def make_page(path: Path = PAGE, folder: Path = FOLDER, picture: Path = PICTURE) -> Path:
-    """Write the page and its picture from the table and the records."""
+    """Write the page and its plot from the table and the records."""
     ladders, records = read_ladders(), read_records(folder)
     climbed = [one for one in ladders.values() if (one.which, BASELINE) in records]
     parts = [HEAD.format(claim=CLAIM, padding=PADDING, picture=picture.name)]
@@ -204,7 +206,7 @@ def make_page(path: Path = PAGE, folder: Path = FOLDER, picture: Path = PICTURE)
 
 
 def costs_of(ladder: Ladder, records: Records) -> list[Cost]:
-    """Of the rungs that are recorded, the baseline first."""
+    """Costs of the recorded rungs, the baseline first."""
     target = records[ladder.which, BASELINE]["metrics"]["target"]
     found = [records.get((ladder.which, name)) for name in ladder.names]
     return [cost_of(record, target) for record in found if record]
@@ -245,7 +247,7 @@ per byte, the mean of the baseline's seeds ({losses}).{padded}
 
 
 def spread_text(ladder: Ladder, records: Records) -> str:
-    """How far the rounds of one rung are apart: what other work on the machine does to seconds."""
+    """A sentence on the spread between rounds of one rung, caused by other load on the machine."""
     found = [records[ladder.which, n]["metrics"]["rounds"] for n in ladder.names
              if (ladder.which, n) in records]  # fmt: skip
     spread = max(max(rounds) / min(rounds) for rounds in found) - 1
@@ -264,7 +266,7 @@ def spread_text(ladder: Ladder, records: Records) -> str:
 
 
 def summary(ladder: Ladder, costs: Sequence[Cost], records: Records) -> str:
-    """The factor in all, by parts."""
+    """A sentence on the overall factor and its parts."""
     top = ladder.names[-1]
     if costs[-1].name != top:
         return "The top is not measured yet."
@@ -320,7 +322,7 @@ def size_text(step_bytes: int) -> str:
 
 
 def removals(ladder: Ladder, costs: Sequence[Cost], records: Records) -> str:
-    """The top without each rung; the dearest first."""
+    """The table of the top without each rung; the most costly removal first."""
     which, top = ladder.which, costs[-1]
     target = records[which, BASELINE]["metrics"]["target"]
     found = [
@@ -367,7 +369,7 @@ def not_measured(ladders: Sequence[Ladder]) -> str:
 
 
 def legend(ladders: Sequence[Ladder]) -> str:
-    """What each rung is; the longest ladder has them all."""
+    """The table that describes each rung; the longest ladder has all of them."""
     longest = max(ladders, key=lambda one: len(one.rungs))
     text = "## The rungs\n\n| rung | seam | switches | why | source |\n"
     text += "| --- | --- | --- | --- | --- |\n"
@@ -379,7 +381,7 @@ def legend(ladders: Sequence[Ladder]) -> str:
 
 
 def draw(scales: Mapping[str, Sequence[Cost]], path: Path) -> Path:
-    """Write a PNG: seconds to the target and bytes of a step by rung, a column a scale."""
+    """Write a PNG: seconds to the target and bytes of a step by rung, one column per scale."""
     figure = Figure(figsize=(2 + 6 * len(scales), 7), layout="constrained", dpi=130)
     grid = figure.subplots(2, len(scales), squeeze=False, sharex="col")
     for column, (which, costs) in enumerate(scales.items()):

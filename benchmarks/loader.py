@@ -1,6 +1,6 @@
-"""From the token store to packed batches: tokens a second of one process on one core.
+"""Benchmark of the loader, from token store to packed batches: tokens/s of one process on one core.
 
-The corpus is random: documents of log-normal lengths, as those of web text, in a store on the disk.
+The corpus is random: documents with log-normal lengths, as in web text, in a store on disk.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ from jaxtrain.data.batches.loader import make_batch_plan
 from jaxtrain.data.store.store import write_store
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
 
-DOCUMENTS, MEDIAN, SPREAD = 20_000, 400, 1.1  # lengths: median tokens, sigma of their logarithm
+DOCUMENTS, MEDIAN, SPREAD = 20_000, 400, 1.1  # count, median tokens, sigma of log tokens
 SEQUENCE, ROWS = 2048, 256
 REPEATS, STEPS = 5, 4
 PACKINGS: dict[str, dict[str, Any]] = {
@@ -30,8 +30,8 @@ PACKINGS: dict[str, dict[str, Any]] = {
 
 
 def loader_rows(packings: list[str] | None = None) -> list[dict[str, Any]]:
-    """A row a packing: medians of tokens a second, by the clock and by processor time, of planning
-    alone and of whole batches read in the asking thread; and what the packing crops and fills."""
+    """A row per packing: median tokens per second, in wall-clock and CPU time, of planning alone
+    and of whole batches read in the calling thread; and the cropped and padded shares."""
     with tempfile.TemporaryDirectory() as folder:
         store = random_store(Path(folder) / "train", DOCUMENTS)
         shape = f"T={SEQUENCE}, {ROWS} rows, {store.tokens / store.documents:.0f} tokens/document"
@@ -43,7 +43,7 @@ def loader_rows(packings: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def random_store(directory: Path, documents: int) -> TokenStore:
-    """A store of random text, a byte a token."""
+    """A store of random text with one byte per token."""
     random = np.random.default_rng(0)
     lengths = np.maximum(random.lognormal(np.log(MEDIAN), SPREAD, documents), 1).astype(int)
     letters = random.integers(97, 123, lengths.max(), np.uint8).tobytes().decode()
@@ -72,7 +72,7 @@ def measure(store: TokenStore, packing: dict[str, Any], *, segments: bool) -> di
 
 
 def _rates(take: Any) -> tuple[float, float]:
-    """Tokens a second of the clock and of the processor, over STEPS batches."""
+    """Tokens per second of wall-clock and of CPU time, over STEPS batches."""
     clock, processor = time.perf_counter(), time.process_time()
     for _ in range(STEPS):
         take()

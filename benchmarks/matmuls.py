@@ -1,6 +1,6 @@
-"""Matmuls that are more than one call of cuBLAS: float8, ReLU^2 in the epilogue, symmetric ones,
-groups of rows with a matrix each, a few rows with integer codes (`integers.py`), and many such
-products in a row (`integer_chain.py`)."""
+"""Benchmark of matmuls beyond one cuBLAS call: float8, ReLU^2 in the epilogue, symmetric outputs,
+grouped, a few rows with integer weights (`integers.py`), and chains of those
+(`integer_chain.py`)."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ Arrays = tuple[Any, ...]
 
 
 class Dense(NamedTuple):
-    """x [M, K] times w [K, N]; of a feed-forward network, the way up."""
+    """x [M, K] times w [K, N]; for a feed-forward network, its up projection."""
 
     name: str
     M: int
@@ -36,7 +36,7 @@ class Dense(NamedTuple):
 
 
 class Grouped(NamedTuple):
-    """x [M, K] in E groups of rows, each times its w [K, N]: experts, on the way up."""
+    """x [M, K] in E groups of rows, each times its own w [K, N]: the experts' up projection."""
 
     name: str
     M: int
@@ -46,7 +46,7 @@ class Grouped(NamedTuple):
 
 
 class Stacks(NamedTuple):
-    """The matrices of a model that Muon makes orthogonal: [L, rows, columns] each."""
+    """The matrices of a model that Muon orthogonalizes: stacks [L, rows, columns]."""
 
     name: str
     shapes: tuple[tuple[int, int, int], ...]
@@ -65,10 +65,10 @@ STACKS = (
     Stacks("gpt_d12", ((48, 768, 768), (12, 768, 3072), (12, 3072, 768))),
     Stacks("gpt_d24", ((96, 1536, 1536), (24, 1536, 6144), (24, 6144, 1536))),
 )
-# plain: matmuls in sixteen bits and nothing else; fp8_delayed: scaled by earlier maxima;
-# fp8_xla, fp8_delayed_xla: cast by XLA. xla and mosaic are of the other ops.
-# triton, reduce and dot are of products with integer codes.
-# fp8_epilogue: fp8_delayed with the casts of the hidden layer in the products before them.
+# plain: 16-bit matmuls only; fp8_delayed: delayed scaling by earlier amaxes;
+# fp8_xla, fp8_delayed_xla: casts by XLA. xla and mosaic belong to the other ops.
+# triton, reduce and dot belong to matmuls with integer weights.
+# fp8_epilogue: fp8_delayed with the hidden layer's casts in the epilogues of the matmuls.
 BACKENDS = ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla", "fp8_epilogue", "xla",
             "mosaic", "tokamax", *integers.BACKENDS[1:])  # fmt: skip
 
@@ -76,9 +76,9 @@ BACKENDS = ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla", "fp8_ep
 def bench_matmuls(
     variant: str | None = None, names: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """TF/s of the products that the plain matmuls would do, casts and activations counted in ms.
+    """TF/s count the FLOPs of the plain matmuls; ms include casts and activations.
 
-    names: of the shapes and backends to measure; default all.
+    names: shapes and backends to measure; default all.
     """
     dtype = compute_dtype("auto")
     yield from growing("matmul", dtype, variant, matmul_rows(names, dtype))
@@ -119,7 +119,7 @@ def dense(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
         reference = with_gradients(jnp.matmul if op == "linear" else network("reference"))
         for backend in [b for b in BACKENDS if b in functions and b in backends]:
             fn = functions[backend]
-            # As a step in float8 is compiled (jaxtrain/train/run.py).
+            # As a float8 training step is compiled (jaxtrain/train/program.py).
             options = known_options(("cublas",)) if backend.startswith("fp8") else {}
             figures = measured(fn, inputs, flops, compiler_options=options)
             if figures is not None:
@@ -134,7 +134,7 @@ def network(backend: str) -> Callable[..., Any]:
 
 
 def with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
-    """(cotangent, *arguments) -> the result and all gradients, in a later pass."""
+    """A function (cotangent, *arguments) -> the result, and all gradients from a later pass."""
 
     def run(dy: Any, *arguments: Any) -> Any:
         y, pull = jax.vjp(f, *arguments)
@@ -145,11 +145,11 @@ def with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def delayed(cast: str | None) -> Callable[..., Any]:
-    """`with_gradients` of a float8 product with delayed scaling; third, the maxima that it saw."""
+    """`with_gradients` of a float8 matmul with delayed scaling; also returns the new amaxes."""
     matmul = lambda x, w, amax_2: kernels.fp8_matmul(x, w, amax_2=amax_2, implementation=cast)
 
     def run(dy: Any, x: Any, w: Any) -> Any:
-        most_2 = jnp.full(2, 6.0)  # of normal values
+        most_2 = jnp.full(2, 6.0)  # amax of normal values
         y, (dx, dw, seen_2) = with_gradients(matmul)(dy, x, w, most_2)
         return y, (dx, dw), seen_2
 
@@ -157,7 +157,7 @@ def delayed(cast: str | None) -> Callable[..., Any]:
 
 
 def delayed_network(epilogue: str | None = None) -> Callable[..., Any]:
-    """The same of a feed-forward network whose casts hold the squared ReLU."""
+    """As `delayed`, for a feed-forward network whose casts are fused with the squared ReLU."""
     f = lambda x, up, down, amax_22: kernels.fp8_feed_forward_relu2(
         x, up, down, amax_22=amax_22, epilogue=epilogue
     )
@@ -176,12 +176,12 @@ def hidden_casts(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
 
 
 def hidden_products(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
-    """The products into a hidden layer and into its gradient, with their casts."""
+    """The matmuls into a hidden layer and into its gradient, with their casts."""
     return epilogue_rows(s.name, (s.M, s.K, s.N), backends, dtype)
 
 
 def dense_inputs(op: str, s: Dense, dtype: Any, key: jax.Array) -> Arrays:
-    """A cotangent, x, and the weights at the scale that keeps variances."""
+    """A cotangent, x, and weights scaled to keep the variance."""
     keys = jax.random.split(key, 4)
     shapes = [(s.K, s.N), (s.N, s.K)][: 1 if op == "linear" else 2]
     x = jax.random.normal(keys[0], (s.M, s.K), dtype)
@@ -191,7 +191,7 @@ def dense_inputs(op: str, s: Dense, dtype: Any, key: jax.Array) -> Arrays:
 
 
 def grouped(s: Grouped, backends: set[str], dtype: Any) -> Iterator[Row]:
-    """Forward and backward, with groups as a balanced router makes them."""
+    """Grouped matmuls forward and backward, with group sizes of a balanced router."""
     inputs = rotating(lambda key: grouped_inputs(s, dtype, key))
     tested = grouped_inputs(small_grouped(s), dtype, jax.random.key(1))
     for backend in [b for b in BACKENDS if b in GROUPED_BACKENDS and b in backends]:
@@ -222,9 +222,9 @@ def grouped_inputs(s: Grouped, dtype: Any, key: jax.Array) -> Arrays:
 
 
 def muon(s: Stacks, backends: set[str], dtype: Any) -> Iterator[Row]:
-    """Polar Express on all matrices of a model; mosaic computes one triangle of what is symmetric.
+    """Polar Express on all matrices of a model; mosaic computes one triangle of symmetric products.
 
-    FLOPs are those of the whole products.
+    FLOPs count the whole products.
     """
 
     def flops_of(m: int, n: int) -> int:
@@ -249,7 +249,7 @@ def muon(s: Stacks, backends: set[str], dtype: Any) -> Iterator[Row]:
 
 
 def unserved(matrices: Arrays) -> bool:
-    """Whether there is no kernel for one triangle of these."""
+    """Whether the triangle kernel does not support these matrices."""
     return any(hopper.supports(target(), x.astype(jnp.bfloat16)) for x in matrices)
 
 
@@ -258,7 +258,7 @@ def iterated(symmetric: bool) -> Callable[..., Any]:
 
 
 def exactly(*matrices: Any) -> list[Any]:
-    """The iteration as it is written, in the dtype of the matrices."""
+    """The iteration as in the paper, in the dtype of the matrices."""
     results = []
     for x in matrices:
         tall = x.shape[-2] > x.shape[-1]

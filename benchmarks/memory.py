@@ -1,4 +1,4 @@
-"""The memory techniques beside each other, and the longest rows that a device can train on."""
+"""Benchmark of the memory techniques, and of the longest sequences that a device can train on."""
 
 import sys
 import time
@@ -41,9 +41,9 @@ TECHNIQUES: dict[str, list[str]] = {
     "bfloat16 states": ["optim.state_dtype=bfloat16"],
     "states on the host": ["optim.offload.name=host"],
 }
-# Lengths of rows are multiples of STEP; so many are looked at besides the first two.
+# Sequence lengths are multiples of STEP; the search tries the FIRST two and REFINED more.
 STEP, FIRST, REFINED = 2048, (4096, 8192), 4
-# Small enough to be exact in float32, deep enough for a scan that could go wrong.
+# Small enough to be exact in float32, deep enough to test a scan over layers.
 SMALL = [
     "train.sequence_length=256", "train.batch_size=1", "train.device_batch_size=1",
     "train.precision=float32", "model.attention=xla", "mesh.data=1", "mesh.fsdp=1",
@@ -53,7 +53,7 @@ SMALL = [
 def bench_techniques(
     name: str, overrides: Sequence[str], variant: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The record, with one technique more each time it is yielded.
+    """Yield the record, each time with one more technique.
 
     A row has the bytes of a step and, on a GPU, its rate and its gradients' error.
     """
@@ -65,8 +65,8 @@ def bench_techniques(
     for technique, changes in TECHNIQUES.items():
         row: dict[str, Any] = {"name": technique, "shape": f"T {w.config.train.sequence_length}"}
         given = [*overrides, *changes]
-        # One after the other: XLA tries kernels on the GPU while it compiles, and kernels of our
-        # own are compiled one at a time whatever the threads.
+        # One after another: XLA autotunes on the GPU while it compiles, and our own kernels are
+        # compiled one at a time in any case.
         try:
             with ThreadPoolExecutor(COMPILERS) as pool:
                 compiled = pool.submit(compiled_workload, name, given)
@@ -84,34 +84,34 @@ def bench_techniques(
 
 
 def compiled_workload(name: str, overrides: Sequence[str]) -> tuple[Workload, Any]:
-    """A configuration and its step."""
+    """The workload of a configuration, and its compiled step."""
     w = load_workload(name, overrides)
     return w, compiled_step(w)
 
 
 def figures(w: Workload, running: bool) -> dict[str, Any]:
-    """Bytes of a step by the compiler and, if it is to run, the time of a single one."""
+    """Bytes of a step according to the compiler and, if `running`, the time of a single step."""
     compiled = compiled_step(w)
     return needs(compiled) | (rate(w, compiled, random_frozen(w), once=True) if running else {})
 
 
 def needs(compiled: Any) -> dict[str, int]:
-    """The device's and the host's bytes."""
+    """Bytes on the device and on the host."""
     m = compiled.memory_analysis()
     host = m.host_temp_size_in_bytes + m.host_argument_size_in_bytes
     return {"total_bytes": memory_needed(compiled), "host_bytes": host}
 
 
 def random_frozen(w: Workload) -> Any:
-    """What the step only reads."""
+    """Random frozen parameters, which the step only reads."""
     with jax.set_mesh(w.mesh):
         return random_base(w)
 
 
 def rate(w: Workload, compiled: Any, frozen: Any, once: bool = False) -> dict[str, float]:
-    """Of a compiled step on random batches; frozen: of `random_frozen`.
+    """Time of a compiled step on random batches; frozen: from `random_frozen`.
 
-    once: of its first call, as a step on a very long row takes minutes.
+    once: time only its first call, since a step on a very long sequence takes minutes.
     """
     with jax.set_mesh(w.mesh):
         state, hyperparams = new_state(w), new_hyperparams(w)
@@ -127,7 +127,7 @@ def rate(w: Workload, compiled: Any, frozen: Any, once: bool = False) -> dict[st
 
 
 def first_ms(step: Callable[..., jax.Array], batch: tuple[Any]) -> float:
-    """Milliseconds of one call, nothing before it."""
+    """Milliseconds of a single call without a warm-up."""
     jax.block_until_ready(batch)
     begin = time.perf_counter()
     jax.block_until_ready(step(*batch))
@@ -135,12 +135,12 @@ def first_ms(step: Callable[..., jax.Array], batch: tuple[Any]) -> float:
 
 
 def small_gradients(name: str, overrides: Sequence[str]) -> Any:
-    """Gradients of the first layers on one row."""
+    """Gradients of the model with at most 12 layers on one sequence."""
     w = load_workload(name, [*overrides, *SMALL], jax.devices()[:1])
     w = at_depth(w, min(w.config.model.depth, 12))
     with jax.set_mesh(w.mesh):
         params = jax.jit(lambda: initialize(w.spec.specs, 0))()
-        # Of matrices that start at zero the others' gradients would be zero as well.
+        # Matrices initialized to zero would make the gradients of the others zero.
         params = jax.tree.map(
             lambda p: p + 0.02 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), params
         )
@@ -150,7 +150,7 @@ def small_gradients(name: str, overrides: Sequence[str]) -> Any:
 
 
 def difference(found: Any, expected: Any) -> float:
-    """|found - expected| / |expected| of the parameter that is farthest off."""
+    """Largest |found - expected| / |expected| over all parameters."""
     norm = lambda x: float(jnp.linalg.norm(x.astype(jnp.float32).ravel()))
     each = jax.tree.map(lambda f, e: norm(f - e) / max(norm(e), 1e-20), found, expected)
     return max(jax.tree.leaves(each))
@@ -159,11 +159,11 @@ def difference(found: Any, expected: Any) -> float:
 def bench_longest(
     name: str, overrides: Sequence[str], variant: str | None = None, memory: int | None = None
 ) -> dict[str, Any]:
-    """The longest row, one a step, that fits this device; on a GPU it is trained on as well.
+    """The longest sequence (batch size 1) that fits this device; on a GPU it is also trained on.
 
-    A step's memory is nearly a line in the length: two lengths give a third one, the two nearest
-    to the limit the next, until it is within a twentieth. memory: bytes to fit, where the device
-    does not say what it has.
+    A step's memory is nearly linear in the length: two lengths predict a third, the two nearest to
+    the limit the next, until within 5%. memory: the limit in bytes, for devices that do not report
+    theirs.
     """
     limit = memory or (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:
@@ -203,8 +203,8 @@ def bench_longest(
 
 
 def next_length(needed: dict[int, int], limit: float) -> int | None:
-    """The length to look at next, of the bytes that some need; None where the longest that fits is
-    within a twentieth of the limit, or of one that does not."""
+    """The next length to try, given the bytes of those tried. None if the longest that fits is
+    within 5% of the limit, or of a length that does not fit."""
     fit = [n for n, size in needed.items() if size < limit]
     over = sorted(n for n, size in needed.items() if size >= limit)
     if not fit or (over and over[0] <= 1.05 * max(fit)) or needed[max(fit)] > 0.95 * limit:

@@ -1,19 +1,19 @@
-"""Trains modded-nanogpt's recipe on the rows of one of our configurations, as a run.
+"""Train modded-nanogpt's recipe on the rows of one of our configurations, as a run directory.
 
     python -m benchmarks modded-nanogpt CHECKOUT --config gpt_d12 run.name=m data.train.path=...
     jaxtrain train --config gpt_d12 run.name=ours data.train.path=...
     python -m benchmarks race runs/ours runs/m --baseline ours
 
-Our loader writes the rows of every step and of the validation. The checkout's train_gpt.py is a
-script: the part up to its hyperparameters and the part that makes model and optimizers become a
-module, with our number of tokens and our BOS in the place of GPT-2's. A separate process trains by
-that module (`peer_modded_nanogpt_train.py`). The steps, the batch and the rows of a microbatch are
-those of the configuration; all else is the recipe's. Its rates are for 8 sequences of 49,152 tokens
-a step, and follow the root of the batch from there.
+Our loader writes the training and validation rows. The checkout's train_gpt.py is a script: its
+parts up to the hyperparameters, and from model to optimizers, are copied into a module, with our
+vocabulary size and BOS instead of GPT-2's. A separate process trains with that module
+(`peer_modded_nanogpt_train.py`). Steps, batch and microbatch size come from the configuration, all
+else from the recipe. Its learning rates are for 8 sequences of 49,152 tokens per step, and are
+scaled by the square root of the batch.
 
-The commit is 9d9dc96 (2025-08-23): the last whose attention is PyTorch's own (flex_attention).
-Later ones take FlashAttention 3 from a hub when they start. The recipe is one size, 12 layers of
-width 768, which is that of gpt_d12.
+The commit is 9d9dc96 (2025-08-23), the last that uses PyTorch's own attention (flex_attention).
+Later ones download FlashAttention 3 from a hub at start. The recipe has one size, 12 layers of
+width 768, the same as gpt_d12.
 """
 
 import ast
@@ -31,15 +31,15 @@ from jaxtrain.settings import UserError
 
 COMMIT = "9d9dc96"
 SIZE = (12, 768)  # layers and width of the recipe
-BLOCK = 128  # tokens of a block of its attention masks
-END_OF_TEXT, TOKENS = 50256, 50257  # GPT-2's, as train_gpt.py has them
+BLOCK = 128  # block size of its attention masks, in tokens
+END_OF_TEXT, TOKENS = 50256, 50257  # GPT-2's end-of-text id and vocabulary size in train_gpt.py
 
 
 def train_modded_nanogpt(checkout: Path, name: str, overrides: Sequence[str]) -> Path:
     """Train the recipe on the data of a configuration; returns the run directory.
 
-    Raises UserError if the folder is no checkout of that commit, if the configuration is of another
-    size, and as `train_peer`.
+    Raises UserError if the folder is no checkout of that commit, if the configuration has another
+    size, and as `train_peer` does.
     """
     c = load_config(find_config(name), overrides)
     path = checkout / "train_gpt.py"
@@ -61,7 +61,7 @@ def train_modded_nanogpt(checkout: Path, name: str, overrides: Sequence[str]) ->
 def parts(source: str) -> tuple[str, str]:
     """The lines of train_gpt.py up to its hyperparameters, and from its model to its compilation.
 
-    Raises UserError if the file is not laid out as in `COMMIT`, or has no flex_attention.
+    Raises UserError if the file's structure differs from `COMMIT`, or it has no flex_attention.
     """
     tree, lines = ast.parse(source).body, source.splitlines()
     named = lambda node, name: isinstance(node, ast.Name) and node.id == name
@@ -78,7 +78,7 @@ def parts(source: str) -> tuple[str, str]:
 
 
 def recipe(source: str, c: Resolved, vocab_size: int, bos: int) -> str:
-    """The text of the module: train_gpt.py without its data, its process group and its loop."""
+    """The module's source: train_gpt.py without data loading, process group and training loop."""
     first, last = parts(source)
     tokens = c.train.device_batch_size * c.train.sequence_length
     ours = [

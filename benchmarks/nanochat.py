@@ -1,12 +1,12 @@
-"""Trains nanochat on the rows and from the weights of one of our configurations, as a run.
+"""Train nanochat on the rows and initial weights of one of our configurations, as a run directory.
 
     python -m benchmarks nanochat CHECKOUT --config gpt_d12 run.name=nanochat data.train.path=...
     jaxtrain train --config gpt_d12 run.name=ours data.train.path=...
     python -m benchmarks race runs/ours runs/nanochat --baseline nanochat
 
-Our loader writes the rows of every step and of the validation, our model the initial weights of
-`run.seed`. A separate process trains the checkout on them (`peer_nanochat_train.py`). Rates, decay
-and warm-ups are those of the configuration, which follow nanochat's rules unless set by hand.
+Our loader writes the training and validation rows, our model the initial weights of `run.seed`. A
+separate process trains the checkout on them (`peer_nanochat_train.py`). Learning rates, decay and
+warm-ups come from the configuration, which follows nanochat's rules unless set by hand.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def settings_of(c: Resolved, vocab_size: int) -> dict[str, Any]:
         include={"warmup_steps", "decay_fraction", "final_fraction"}
     )
     momentum = {key: value for key, value in c.optim.model_dump().items() if "momentum" in key}
-    width = (c.model.width / 768) ** 0.5  # nanochat scales these rates by itself
+    width = (c.model.width / 768) ** 0.5  # undone here, since nanochat itself scales these rates
     rates = {
         "matrix_lr": c.optim.matrix_lr,
         "embedding_lr": c.optim.embedding_lr * width,
@@ -61,17 +61,17 @@ def settings_of(c: Resolved, vocab_size: int) -> dict[str, Any]:
 
 
 def write_weights(folder: Path, c: Resolved, vocab_size: int) -> None:
-    """The weights that our run of `run.seed` starts from, by nanochat's names, in weights.npz."""
+    """Write weights.npz: the initial weights of our run with `run.seed`, under nanochat's names."""
     _, specs = split(Transformer(c.model, vocab_size))
     weights: dict[str, Any] = nanochat_weights(initialize(specs, c.run.seed), c.model)
     np.savez(folder / "weights.npz", **weights)
 
 
 def nanochat_weights(params: Params, c: ResolvedModel) -> dict[str, np.ndarray]:
-    """Our parameters by the names of nanochat's, in float32; a linear layer is [out, in].
+    """Our parameters under nanochat's names, in float32; a linear layer is [out, in].
 
-    nanochat rotates by minus the angle, so the halves of each head's channels of q and k change
-    places: then both models are the same function.
+    nanochat rotates by minus the angle, so the halves of each head's q and k channels are swapped:
+    then both models are the same function.
     """
     ours = jax.tree.map(lambda x: np.asarray(x, np.float32), params)
     blocks, value = ours["blocks"], ours["value_embed"]

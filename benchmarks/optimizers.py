@@ -1,4 +1,4 @@
-"""Every optimizer on a configuration's parameters: time and bytes of one update."""
+"""Benchmark of every optimizer on a configuration's parameters: time and bytes of one update."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,16 +15,16 @@ from jaxtrain.estimate.workload import Workload, load_workload, new_hyperparams
 from jaxtrain.model import cast
 from jaxtrain.optim import OPTIMIZERS
 
-LONG = ("soap",)  # last: its QR decompositions take minutes
+LONG = ("soap",)  # measured last, since its QR decompositions take minutes
 
 
 def bench_optimizers(
     name: str, overrides: Sequence[str], variant: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The record, with one row more each time it is yielded: of ms, state_bytes and floor_ms, for
-    each optimizer with its default rates.
+    """Yield the record, each time with one more row: ms, state_bytes and floors of an optimizer
+    with its default rates.
 
-    overrides: may hold names of optimizers as well, to measure those alone.
+    overrides: may also contain names of optimizers, to measure only those.
     """
     rows: list[dict[str, Any]] = []
     fields = [text for text in overrides if "=" in text]
@@ -42,7 +42,7 @@ def bench_optimizers(
 
 
 def optimizer_row(w: Workload, matmul_tflops: float) -> dict[str, Any]:
-    """moved_bytes: on each device, gradients read, parameters and state read and written."""
+    """A row. moved_bytes: per device, gradients read, parameters and state read and written."""
     state, hyperparams = new_state(w), new_hyperparams(w)
     grads = random_gradients(w, state.params)
     size = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
@@ -58,7 +58,7 @@ def optimizer_row(w: Workload, matmul_tflops: float) -> dict[str, Any]:
 
 
 def random_gradients(w: Workload, params: Any) -> Any:
-    """Normal gradients in the dtype that the backward pass gives, placed as the parameters."""
+    """Normal random gradients in the backward pass's dtype, sharded like the parameters."""
 
     def make() -> Any:
         leaves, tree = jax.tree.flatten(params)

@@ -1,4 +1,4 @@
-"""Which option is for which benchmark: one that nothing would read is an error."""
+"""The benchmarks that each option applies to; an option that nothing reads is an error."""
 
 import argparse
 import itertools
@@ -6,7 +6,7 @@ import itertools
 from jaxtrain.estimate.dry_run import option_given
 from jaxtrain.settings import UserError
 
-# The benchmark that each option is for; --record, --out, --variant and --config are for several.
+# Benchmark -> its own options; --record, --out, --variant and --config are for several.
 ONLY = {
     "attention": ("tune",),
     "case-study": ("data", "folder", "shrink"),
@@ -34,7 +34,7 @@ ONLY = {
 
 
 def check_options(a: argparse.Namespace) -> None:
-    """Raises UserError for an option that nothing would read."""
+    """Raise UserError for an option that nothing reads."""
     for option in dict.fromkeys(itertools.chain.from_iterable(ONLY.values())):
         stray = option not in ONLY.get(a.what, ()) and option_given(a, option)
         if stray:

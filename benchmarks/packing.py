@@ -1,7 +1,7 @@
-"""What packing crops, cuts and pads, and which documents it never uses, beside nanochat's packer.
+"""Benchmark of packing: cropped, cut, padded and unused documents, compared with nanochat's packer.
 
-Only lengths are read. The texts of `data.train`, or random ones of log-normal lengths, are packed
-as short documents (of at most 512 tokens), all of them, and long ones (of more than 1024).
+Only lengths are used. The documents of `data.train`, or random ones with log-normal lengths, are
+packed in three groups: short ones (at most 512 tokens), all, and long ones (more than 1024).
 """
 
 import time
@@ -22,12 +22,12 @@ from jaxtrain.data.chat.conversations import fit_stores
 from jaxtrain.data.store.store import Records
 from jaxtrain.settings import UserError
 
-DOCUMENTS, MEDIAN, SPREAD = 20_000, 400, 1.1  # lengths: median tokens, sigma of their logarithm
-SHORT, LONG = 512, 1024  # tokens: documents up to the one, and above the other
-LENGTHS = (512, 1024, 2048)  # tokens in a row
-EPOCHS = 3.0  # of the documents are packed, as far as MOST_ROWS go
+DOCUMENTS, MEDIAN, SPREAD = 20_000, 400, 1.1  # count, median tokens, sigma of log tokens
+SHORT, LONG = 512, 1024  # most tokens of a short document; a long one has more than LONG
+LENGTHS = (512, 1024, 2048)  # row lengths in tokens
+EPOCHS = 3.0  # epochs of the documents to pack, at most MOST_ROWS rows
 MOST_ROWS = 40_000
-REPEATS, TIMED = 5, 1000  # of the planning that is timed, and its rows
+REPEATS, TIMED = 5, 1000  # repeats of the timed planning, and rows of each
 FEW = 300  # documents
 PACKINGS: dict[str, dict[str, Any]] = {
     "best_fit": {"name": "best_fit"},
@@ -35,17 +35,17 @@ PACKINGS: dict[str, dict[str, Any]] = {
     "padded": {"name": "padded"},
     "concat": {"name": "concat"},
 }
-BUFFER, CHUNK = 1000, 128  # documents that nanochat keeps at least, and reads at a time
+BUFFER, CHUNK = 1000, 128  # fewest documents in nanochat's buffer, and documents read at a time
 
 
 def bench_packing(overrides: Sequence[str], variant: str | None = None) -> dict[str, Any]:
-    """A row for each kind of documents, length of rows and packing; and of documents that are drawn
-    by weight. Raises UserError for a mixture.
+    """A row for each kind of documents, row length and packing; and one for documents drawn by
+    weight. Raises UserError for a mixture.
 
-    `crop`, `padding`: parts of the tokens, and of the rows. `cuts`: of documents, a row. `unused`:
-    the part of the documents of which nothing was in a row after one epoch of tokens, `unused_3`
-    after three, and `uses` after one, by fifths of the documents from short to long. `farthest`:
-    how many uses the worst document is from what is due to it after 20 epochs.
+    `crop`, `padding`: shares of the tokens, and of the rows. `cuts`: cut documents per row.
+    `unused`: share of the documents without any token in a row after one epoch of tokens,
+    `unused_3` after three; `uses` after one, by fifths of the documents from short to long.
+    `farthest`: largest difference between a document's uses and its due uses after 20 epochs.
     """
     given = any(override.startswith("data.train") for override in overrides)
     config = load_config(None, ["data.validation.name=none", *overrides]).data
@@ -78,7 +78,7 @@ def ours(lengths: np.ndarray, packing: dict[str, Any], length: int) -> dict[str,
     config, store = DataConfig.model_validate(fields), lengths_only(lengths)
     try:
         plan = make_batch_plan({"train": store}, config, 1, length)
-    except UserError:  # it would crop most of the text
+    except UserError:  # the packing refuses to crop most of the text
         return {"crop": float(np.maximum(lengths - length, 0).sum() / lengths.sum())}
     epoch = (int(lengths.sum()) + len(lengths)) // (length + 1)
     count = max(1, min(int(EPOCHS * epoch), MOST_ROWS))
@@ -106,7 +106,7 @@ def ours(lengths: np.ndarray, packing: dict[str, Any], length: int) -> dict[str,
 
 
 def weighted() -> dict[str, float]:
-    """How far the uses of documents that are drawn by weight are from what is due to them."""
+    """Largest difference between actual and due uses of documents drawn by weight."""
     random = np.random.default_rng(0)
     lengths, weights = random_lengths()[:FEW], random.lognormal(0, 1.5, FEW)
     config = DataConfig.model_validate({"packing": PACKINGS["padded"], "workers": 0})
@@ -122,8 +122,8 @@ def weighted() -> dict[str, float]:
 
 
 def peer(lengths: np.ndarray, length: int) -> dict[str, Any]:
-    """nanochat's packer: from a buffer of documents, which is filled up by so many at a time, the
-    largest that fits; when none does, the shortest, cropped to what is left."""
+    """nanochat's packer: take the largest document of a buffer that fits. If none fits, take the
+    shortest and crop it. The buffer is refilled CHUNK documents at a time."""
     rows = max(1, min(int(EPOCHS * lengths.sum() / length), MOST_ROWS))
     sizes, buffer, used, dropped = _again_and_again(lengths + 1), [], 0, 0
     for _ in range(rows):
@@ -151,7 +151,7 @@ def random_lengths() -> np.ndarray:
 
 
 def _store(config: DataConfig, length: int) -> TokenStore:
-    """What is trained on of the only source, in rows of this length."""
+    """The training store of the only source, for rows of this length."""
     if config.train.name == "mixture":
         raise UserError("data.train is a mixture: name one source of text to measure")
     stores, _ = fit_stores(stores_of(prepare(config).train), config, length)
@@ -159,14 +159,14 @@ def _store(config: DataConfig, length: int) -> TokenStore:
 
 
 class NoRecords(Records):
-    """Those of a store that is planned and never read."""
+    """Empty records, for a store that is planned but never read."""
 
     def __init__(self) -> None:
         self.paths, self.counts = [], []
 
 
 def lengths_only(lengths: np.ndarray, first_record: np.ndarray | None = None) -> TokenStore:
-    """A store that can be planned, not read."""
+    """A store with lengths only: it can be planned but not read."""
     total = int(lengths.sum(dtype=np.int64))
     return TokenStore(
         directory=None,

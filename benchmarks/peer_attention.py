@@ -1,11 +1,11 @@
-"""FlashAttention 4 by torch, for `bench attention`: two JSON lines a shape.
+"""FlashAttention 4 in PyTorch, for `bench attention`: two JSON lines per shape.
 
     python benchmarks/peer_attention.py '[{"name": "b16", "B": 16, "T": 2048, "N": 12, "K": 12,
         "H": 128, "causal": true, "window": null, "lengths": null}]'
 
-lengths: of the documents packed into each row, one list a row; it then runs FlashAttention's
-varlen function on rows laid end to end. Each line has the milliseconds of the forward, or of
-forward and backward: medians of five windows of 0.2 s on random bfloat16 inputs, replayed as a
+lengths: lengths of the documents packed into each row, one list per row; FlashAttention's varlen
+function then runs on the concatenated rows. Each line has the milliseconds of the forward pass, or
+of forward and backward: medians of five windows of 0.2 s on random bfloat16 inputs, replayed as a
 CUDA graph so that Python's time is not counted.
 """
 
@@ -19,11 +19,11 @@ import torch
 from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
 WINDOWS, SECONDS = 5, 0.2
-COLD_BYTES = 2**28  # inputs that add up to this do not stay in any device's cache
+COLD_BYTES = 2**28  # inputs of this total size exceed any device's cache
 
 
 def inputs(s):
-    """q, k, v and the output's cotangent; rows laid end to end where documents are packed."""
+    """q, k, v and the output's cotangent; rows are concatenated if documents are packed."""
     lead = (s["B"] * s["T"],) if s["lengths"] else (s["B"], s["T"])
     size = lambda heads: (*lead, heads, s["H"])
     make = lambda heads: torch.randn(size(heads), device="cuda", dtype=torch.bfloat16)
@@ -48,7 +48,7 @@ def first(found):
 
 
 def graph_of(run, sets):
-    """One replay calls `run` once for each input set."""
+    """A CUDA graph that calls `run` once for each input set."""
     for args in sets:
         run(*args)
     torch.cuda.synchronize()
@@ -60,7 +60,7 @@ def graph_of(run, sets):
 
 
 def median_ms(graph, calls):
-    """Milliseconds of one of a replay's calls."""
+    """Milliseconds per call, where one replay of the graph makes `calls` calls."""
 
     def window(replays):
         torch.cuda.synchronize()

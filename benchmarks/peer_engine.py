@@ -1,16 +1,16 @@
-"""Text generation by other stacks, for `bench engine`: one JSON line a batch.
+"""Text generation by other stacks, for `bench engine`: one JSON line per batch size.
 
     python benchmarks/peer_engine.py transformers '{"batches": [1, 32], "prompt": 512, "new": 256,
         "many": 32, "repeats": 3, "model": {"hidden_size": 768, ...}}'
     python benchmarks/peer_engine.py nanochat '{..., "model": {"n_layer": 12, ...},
         "checkout": "PATH"}'
 
-model: of transformers' LlamaConfig, or of nanochat's GPTConfig. transformers: LlamaForCausalLM in
-bfloat16 with a static cache. The prompts are computed eagerly; a step of decoding, with the choice
-of the best token, is compiled by torch.compile(mode="reduce-overhead"), which replays CUDA graphs.
-nanochat: the model and the Engine of the checkout, as they are. Weights and prompts are random,
-tokens are the best ones, and no token ends a text. Compiling is timed apart; medians of the
-repeats. Without a GPU everything is float32, and decoding is eager where nothing compiles.
+model: arguments of transformers' LlamaConfig, or of nanochat's GPTConfig. transformers:
+LlamaForCausalLM in bfloat16 with a static cache. Prefill is eager; a decode step, including argmax,
+is compiled by torch.compile(mode="reduce-overhead"), which replays CUDA graphs. nanochat: model and
+Engine of the checkout, unchanged. Weights and prompts are random, decoding is greedy, and there is
+no stop token. Compile time is measured separately; figures are medians of the repeats. Without a
+GPU everything is float32, and decoding is eager if nothing compiles.
 """
 
 import gc
@@ -28,11 +28,11 @@ import torch
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
-WARM_UP = 5  # tokens: a step is compiled, recorded and replayed
+WARM_UP = 5  # tokens, in which a step is compiled, recorded and replayed
 
 
 def tidy():
-    """Give back what the batch before took, and forget its peak."""
+    """Free the memory of the previous batch, and reset the peak."""
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
@@ -40,7 +40,7 @@ def tidy():
 
 
 class Transformers:
-    """LlamaForCausalLM of random weights."""
+    """LlamaForCausalLM with random weights."""
 
     shares_a_prompt = False
 
@@ -66,7 +66,7 @@ class Transformers:
         return f"transformers, {self.ways}"
 
     def prepare(self, batch):
-        """A cache for so many rows, and the function that decodes with it."""
+        """Make a cache for `batch` sequences, and the function that decodes with it."""
         self.cache = self.best = self.step = None
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -114,13 +114,13 @@ class Transformers:
 
 
 class Nanochat:
-    """nanochat's Engine with its model of random weights."""
+    """nanochat's Engine with its model and random weights."""
 
     shares_a_prompt = True
 
     def __init__(self, settings):
         sys.path.insert(0, settings["checkout"])
-        for package in ("rustbpe", "tiktoken"):  # of its tokenizer, which nothing here calls
+        for package in ("rustbpe", "tiktoken"):  # imported by its tokenizer, which is not used here
             if importlib.util.find_spec(package) is None:
                 sys.modules[package] = types.ModuleType(package)
         from nanochat import flash_attention
@@ -143,22 +143,22 @@ class Nanochat:
         self.versions = {"torch": torch.__version__, "nanochat": commit or "unknown"}
 
     def prepare(self, batch):
-        """Nothing is compiled, and the cache is made with the prompts."""
+        """Free memory. Nothing is compiled, and the cache is made with the prompts."""
         tidy()
 
     def tokens(self, prompts_BT, new):
-        """Yields each row's first token, then each row's tokens. The first prompt is all rows'."""
+        """Yields each row's first token, then each row's tokens. All rows use the first prompt."""
         prompt, batch = prompts_BT[0].tolist(), len(prompts_BT)
         columns = self.engine.generate(prompt, batch, max_tokens=new, temperature=0.0)
         found = [next(columns)[0]]
         yield [[token] for token in found[0]]
-        # Not to its end: it would compute logits that nobody asks for.
+        # The generator is not exhausted: it would compute logits of one more step.
         found += [column for column, _ in itertools.islice(columns, new - 1)]
         yield [list(row) for row in zip(*found)]
 
 
 def seconds(peer, prompts_BT, new):
-    """Until the first token, and until the last one."""
+    """Seconds to the first token, and to the last one."""
     if CUDA:
         torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -191,7 +191,7 @@ def rate(peer, batch, s):
 
 
 def first_tokens(peer, s):
-    """A row: milliseconds to the first token of a lone request, and of many at once."""
+    """A row: milliseconds to the first token of a lone request, and of many concurrent ones."""
 
     def ms(batch):
         peer.prepare(batch)
@@ -209,7 +209,7 @@ def first_tokens(peer, s):
 
 
 def measured(measure, *arguments):
-    """What a measurement gives, or why there is none."""
+    """The figures of a measurement with peak memory; `failed` if it runs out of memory."""
     try:
         found = measure(*arguments)
     except torch.OutOfMemoryError:
@@ -218,7 +218,7 @@ def measured(measure, *arguments):
 
 
 def graph_skips():
-    """How often torch.compile has left CUDA graphs out."""
+    """How often torch.compile has skipped CUDA graphs."""
     return torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
 
 

@@ -1,4 +1,4 @@
-"""LoRA with Hugging Face's peft and transformers, for `bench finetune`: one JSON line a shape.
+"""LoRA with Hugging Face's peft and transformers, for `bench finetune`: one JSON line per shape.
 
     python benchmarks/peer_finetune.py 2048x4 8192x1
 
@@ -25,7 +25,7 @@ SHAPE = dict(
 
 
 def build(**changes):
-    """The model with its LoRA, on the GPU."""
+    """The model with LoRA adapters, on the GPU."""
     config = LlamaConfig(**(SHAPE | changes), attn_implementation="sdpa")
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):

@@ -2,10 +2,10 @@
 
     python benchmarks/peer_huggingface_train.py FOLDER
 
-FOLDER is that of peer_nanochat_train.py, without weights.npz. The model is transformers' GPT-2 of
-the configuration's sizes with its own initial values and scaled-dot-product attention, the loop is
-Trainer's with bfloat16 autocast, fused AdamW and torch.compile. On a CPU it is float32 and not
-compiled, for tests. Seconds leave out validations and the first steps, which compile.
+FOLDER is as in peer_nanochat_train.py, without weights.npz. The model is transformers' GPT-2 with
+the configuration's sizes, its own initialization and scaled-dot-product attention; the loop is
+Trainer's with bfloat16 autocast, fused AdamW and torch.compile. On a CPU (in tests) it is float32
+and not compiled. Seconds exclude validations and the first steps, which compile.
 """
 
 import json
@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 CUDA = torch.cuda.is_available()
-UNMARKED = -100  # a target without a label, as transformers has it
+UNMARKED = -100  # label of targets that the loss ignores, as in transformers
 
 
 def say(**row):
@@ -34,7 +34,7 @@ def wait():
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows [T+1] of token ids: T inputs and the T targets behind them."""
+    """Rows [T+1] of token ids: T inputs, and the T targets shifted by one."""
 
     def __init__(self, path):
         self.rows = np.load(path, mmap_mode="r")
@@ -44,7 +44,7 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, i):
         ids = torch.from_numpy(self.rows[i].astype(np.int64))
-        # The loss takes `shift_labels` as they are; `labels` alone would be shifted once more.
+        # The loss uses `shift_labels` as given; `labels` alone would be shifted again.
         return {"input_ids": ids[:-1], "labels": ids[1:], "shift_labels": ids[1:]}
 
 
@@ -57,7 +57,7 @@ class InOrder(Trainer):
 
 @torch.no_grad()
 def bits_per_byte(model, folder, rows_each):
-    """Over the validation rows: nats of tokens that stand for text, over its bytes."""
+    """Bits per byte on the validation rows: loss of the tokens that stand for text, per byte."""
     device = next(model.parameters()).device
     ids = torch.from_numpy(np.load(folder / "validation.npy").astype(np.int64))
     labels = torch.from_numpy(np.load(folder / "labels.npy").astype(np.int64))
@@ -79,7 +79,7 @@ def bits_per_byte(model, folder, rows_each):
 
 
 class Watch(TrainerCallback):
-    """Says the loss and the rate every `log_every` steps, and validates every `eval_every`."""
+    """Prints the loss and the rate every `log_every` steps, and validates every `eval_every`."""
 
     def __init__(self, s, folder):
         self.s, self.folder, self.logged = s, folder, 0
@@ -143,7 +143,7 @@ def main():
     watch = Watch(s, folder)
     rows = Rows(folder / "train.npy")
     trainer = InOrder(model, arguments, train_dataset=rows, callbacks=[watch])
-    trainer.remove_callback(transformers.PrinterCallback)  # its lines are no JSON
+    trainer.remove_callback(transformers.PrinterCallback)  # it prints lines that are no JSON
     trainer.train()
     if CUDA:
         say(kind="peer", peak_bytes=torch.cuda.max_memory_allocated())

@@ -2,12 +2,12 @@
 
     python benchmarks/peer_modded_nanogpt_train.py FOLDER
 
-FOLDER is that of peer_nanochat_train.py, with modded_nanogpt.py in the place of weights.npz: the
-parts of the checkout's train_gpt.py that make model, optimizers, rates and attention windows. The
-loop follows that script with three differences: a microbatch is whole rows of ours, one behind the
-other (each begins with BOS, where the recipe parts documents); rates follow the root of the batch;
-the momentum's warm-up keeps its share of the steps. As in the script, steps that compile come first
-and are taken back. Seconds leave out these, validations and the first steps.
+FOLDER is as in peer_nanochat_train.py, with modded_nanogpt.py instead of weights.npz: the parts of
+the checkout's train_gpt.py that make model, optimizers, rates and attention windows. The loop
+follows that script with three differences. A microbatch is whole rows of ours, concatenated (each
+begins with BOS, at which the recipe separates documents). Learning rates scale with the square root
+of the batch. The momentum's warm-up keeps its share of the steps. As in the script, warm-up steps
+that compile come first and are undone. Seconds exclude these, validations and the first steps.
 """
 
 import copy
@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 CUDA = torch.cuda.is_available()
-UNMARKED = -100  # a target that cross_entropy leaves out
-ACCUMULATED = 8  # sequences of train_seq_len tokens a step of the script
-MOMENTUM = (0.85, 0.95, 300)  # of Muon: from, to, in how many of the script's steps
-WARM_UP = 10  # steps before the first
+UNMARKED = -100  # label that cross_entropy ignores
+ACCUMULATED = 8  # sequences of train_seq_len tokens per step of the script
+MOMENTUM = (0.85, 0.95, 300)  # Muon's momentum: start, end, warm-up steps in the script
+WARM_UP = 10  # warm-up steps that compile, before training
 
 
 def say(**row):
@@ -39,7 +39,7 @@ def wait():
 
 
 def load_recipe(folder):
-    """The module of the recipe, in a process group of one."""
+    """Import the recipe's module, in a process group of size one."""
     device = {"device_id": torch.device("cuda", 0)} if CUDA else {}
     backend = "nccl" if CUDA else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **device)
@@ -53,7 +53,7 @@ def on_device(numbers):
 
 
 class HeldOut:
-    """The validation rows in microbatches, and what their bytes are."""
+    """The validation rows in microbatches, and their number of bytes."""
 
     def __init__(self, folder, rows_each):
         rows = np.load(folder / "validation.npy").astype(np.int64)
@@ -74,7 +74,7 @@ class HeldOut:
 
     @torch.no_grad()
     def bits_per_byte(self, model, window):
-        """In evaluation the model's loss is the mean over the targets that count."""
+        """Bits per byte of the model, whose loss in eval mode is the mean over counted targets."""
         model.eval()
         nats = 0.0
         for inputs, targets, count in self.parts:
@@ -98,7 +98,8 @@ class Training:
         return [group for one in self.recipe.optimizers for group in one.param_groups]
 
     def step(self, i, rate=None):
-        """Step i; returns the loss of its last microbatch, nats per token. rate: instead of i's."""
+        """Do step i; returns the loss of its last microbatch in nats per token. rate: overrides the
+        rate of step i."""
         recipe, s = self.recipe, self.s
         window = recipe.get_window_size_blocks(i)
         batch, each = s["batch_size"], s["device_batch_size"]
@@ -120,7 +121,7 @@ class Training:
         return loss.detach() / len(inputs)
 
     def warm_up(self, held_out):
-        """Compile, then take the steps back. Rates differ, as they do later."""
+        """Run steps that compile, then undo them. Their rates vary as in training."""
         model, optimizers = self.recipe.model, self.recipe.optimizers
         weights = copy.deepcopy(model.state_dict())
         states = [copy.deepcopy(one.state_dict()) for one in optimizers]
@@ -149,7 +150,7 @@ def main():
     training.warm_up(held_out)
     wait()
     if CUDA:
-        torch.cuda.reset_peak_memory_stats()  # without the copy that the warm-up took back
+        torch.cuda.reset_peak_memory_stats()  # excludes the warm-up's copy of the state
     tokens = s["batch_size"] * s["sequence_length"]
     begin = last = time.perf_counter()
     logged = 0

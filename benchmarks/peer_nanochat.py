@@ -2,11 +2,11 @@
 
     python benchmarks/peer_nanochat.py CHECKOUT DEPTH ROWS TOKENS [fp8]
 
-The model, its initial weights, optimizer and float8 layers are those of the checkout, set up as its
-base_train.py does: bfloat16, torch.compile of the model, vocabulary 32768. Attention is
-FlashAttention 4 where flash_attn.cute is installed (as an operator that torch.compile leaves
-alone), else what the checkout finds. Tokens are random and already on the device; one microbatch a
-step; medians of three windows of ten steps, each waited for at its end.
+Model, initial weights, optimizer and float8 layers are the checkout's, set up as in its
+base_train.py: bfloat16, torch.compile of the model, vocabulary 32768. Attention is FlashAttention 4
+if flash_attn.cute is installed (as a custom op that torch.compile does not trace), else what the
+checkout finds. Tokens are random and already on the device; one microbatch per step; medians of
+three windows of ten steps, with a synchronization after each window.
 """
 
 import gc
@@ -78,7 +78,7 @@ def flash_attention_4():
 
 
 def build(depth, tokens, fp8, weight_decay=0.28, **rates):
-    """nanochat's model and optimizer on the GPU, what its attention is, and FLOPs of a token."""
+    """nanochat's model and optimizer on the GPU, the name of its attention, and FLOPs per token."""
     from nanochat import flash_attention as checkout
     from nanochat.gpt import GPT, GPTConfig
 
@@ -96,7 +96,7 @@ def build(depth, tokens, fp8, weight_decay=0.28, **rates):
         model = GPT(config)
     model.to_empty(device="cuda")
     model.init_weights()
-    flops = model.estimate_flops()  # which leaves float8 layers out
+    flops = model.estimate_flops()  # before conversion, since it does not count float8 layers
     if fp8:
         from nanochat.fp8 import Float8LinearConfig, convert_to_float8_training
 
@@ -135,7 +135,7 @@ def main():
     for i in range(WARM_UP):
         step(i)
     gc.collect()
-    gc.disable()  # as base_train.py, whose steps it would stop for half a second
+    gc.disable()  # as in base_train.py, since a collection stops steps for half a second
     times = []
     for _ in range(WINDOWS):
         torch.cuda.synchronize()

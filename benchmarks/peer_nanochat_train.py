@@ -3,12 +3,12 @@
     python benchmarks/peer_nanochat_train.py CHECKOUT FOLDER
 
 FOLDER has settings.json, the rows train.npy and validation.npy [N, T+1] (uint16 ids; validation's
-last row is filled up), labels.npy [N] (labels of each validation row), bytes.npy [V] (UTF-8 bytes
-of each token) and weights.npz (initial weights in float32, by the checkout's names). Model,
+last row is padded), labels.npy [N] (number of labels of each validation row), bytes.npy [V] (UTF-8
+bytes of each token) and weights.npz (initial weights in float32, by the checkout's names). Model,
 optimizer and evaluation are the checkout's. The loop and its schedules follow its base_train.py
-with two differences: all rows are on the device beforehand, and the loop waits for the GPU every
-`log_every` steps, not every step. Seconds leave out validations and, as in base_train.py, the first
-steps, which compile.
+with two differences: all rows are on the device beforehand, and the loop synchronizes with the GPU
+every `log_every` steps, not every step. Seconds exclude validations and, as in base_train.py, the
+first steps, which compile.
 """
 
 import gc
@@ -31,7 +31,7 @@ UNMARKED = -1  # a target without a label
 
 
 def schedules(s):
-    """(step) -> multiplier of the rates, momentum and weight decay of the matrices."""
+    """Functions of the step: learning rate multiplier, momentum, weight decay of the matrices."""
     steps, decay = s["steps"], round(s["decay_fraction"] * s["steps"])
 
     def left(step):
@@ -115,7 +115,7 @@ def main():
         row = {"kind": "validation", "step": i, "time": time.perf_counter() - begin, "bpb": bpb}
         print(json.dumps(row), flush=True)
 
-    held = (inputs, targets, *held_out)  # rows, which a usual loader keeps on the host
+    held = (inputs, targets, *held_out)  # rows that a usual loader keeps on the host
     rows_bytes = sum(ids.numel() * ids.element_size() for ids in held)
     begin = last = time.perf_counter()
     logged = 0

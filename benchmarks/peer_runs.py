@@ -1,6 +1,6 @@
-"""Runs of peers on our rows: our loader writes the rows, a script of the peer trains on them.
+"""Training runs of peers on our rows: our loader writes the rows, the peer's script trains on them.
 
-The run directory that is left is one of ours to `race`: config.yaml, env.json, metrics.jsonl.
+The resulting run directory works with `race` like ours: config.yaml, env.json, metrics.jsonl.
 """
 
 import json
@@ -27,18 +27,18 @@ from jaxtrain.runs.environment import environment
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_json
 
-SKIPPED = 5  # steps that are not timed: the first ones compile
+SKIPPED = 5  # first steps that are not timed, since they compile
 Write = Callable[[Path, Resolved, int], None]  # (folder, configuration, vocabulary)
 
 
 class Peer(NamedTuple):
-    """Who trains. settings: of its script, from the configuration and the vocabulary."""
+    """A peer. settings: (configuration, vocabulary size) -> settings of its script."""
 
     name: str
     script: str
     needs: tuple[str, ...]  # packages
     settings: Callable[[Resolved, int], dict[str, Any]]
-    arguments: tuple[str, ...] = ()  # of the script, before the folder
+    arguments: tuple[str, ...] = ()  # arguments of the script, before the folder
 
 
 def train_peer(peer: Peer, c: Config, write_more: Write | None = None) -> Path:
@@ -73,7 +73,7 @@ def train_peer(peer: Peer, c: Config, write_more: Write | None = None) -> Path:
 
 
 def common_settings(c: Resolved) -> dict[str, Any]:
-    """What every peer is told."""
+    """Settings that every peer's script gets."""
     sizes = c.train.model_dump(
         include={"steps", "batch_size", "device_batch_size", "sequence_length"}
     )
@@ -86,7 +86,7 @@ def common_settings(c: Resolved) -> dict[str, Any]:
 
 
 def write_rows(folder: Path, c: Resolved, prepared: Prepared, validation: TokenStore) -> None:
-    """The rows of every step in the loader's order, and the validation split once."""
+    """Write the rows of every step in the loader's order, and the validation split once."""
     batch, T = c.train.batch_size, c.train.sequence_length
     loader = train_batches(prepared.train, config=c.data, batch_size=batch, sequence_length=T)
     shape = (c.train.steps * batch, T + 1)

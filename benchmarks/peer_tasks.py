@@ -1,12 +1,12 @@
-"""CORE as nanochat evaluates it, for `bench tasks`: one example a forward, not compiled, by torch.
+"""CORE as nanochat evaluates it, for `bench tasks`: eager torch, one example per forward pass.
 
     python benchmarks/peer_tasks.py 12 4x902 1x338
 
-The arguments are the depth, then sequences x tokens of an example. One JSON line for each: the
-milliseconds of its forward in bfloat16, logits in float32, every token's loss and the waits for
-each sequence's mean. The model has the recipe's parts (nanochat's gpt.py: QK norm, RoPE, value
-embeddings with gates, ReLU^2, smear, backout, residual and x0 scalars, softcap), its random
-weights, and full causal attention in each layer. Cutting the prompt into tokens is left out.
+The arguments are the depth, then (sequences x tokens) of each example. One JSON line for each: the
+milliseconds of its forward pass in bfloat16 with float32 logits, every token's loss, and the
+synchronization for each sequence's mean. The model has the recipe's features (nanochat's gpt.py: QK
+norm, RoPE, value embeddings with gates, ReLU^2, smear, backout, residual and x0 scalars, softcap),
+random weights, and full causal attention in each layer. Tokenization is not included.
 """
 
 import json
@@ -87,7 +87,7 @@ class Model(nn.Module):
 
 @torch.no_grad()
 def example(model, tokens):
-    """The mean loss of the last tokens of each sequence, and whether the most likely are right."""
+    """The mean loss of each sequence's last tokens, and whether the argmax tokens are right."""
     logits = model(tokens)
     labels = torch.roll(tokens, -1, dims=1)
     loss = F.cross_entropy(logits.view(-1, VOCAB), labels.view(-1), reduction="none")

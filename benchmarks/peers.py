@@ -1,4 +1,4 @@
-"""Peers in other frameworks, in the same call: scripts of `benchmarks/`, each a process."""
+"""Peers in other frameworks, measured in the same call by scripts that run as processes."""
 
 import importlib.util
 import json
@@ -21,9 +21,9 @@ VOCABULARY = 32768  # of peer_nanochat.py
 
 
 def rows_of(script: str, *arguments: str, needs: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What a script prints as JSON, a line each, as it comes; nothing where it cannot run.
+    """Yield the JSON lines that a script prints, as they come; nothing if it cannot run.
 
-    needs: the packages that must be there. A script that fails ends the rows, and says why itself.
+    needs: required packages. A failing script ends the rows, and prints the reason itself.
     """
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     path = BENCHMARKS / script
@@ -37,10 +37,10 @@ def rows_of(script: str, *arguments: str, needs: Sequence[str]) -> Iterator[dict
 
 
 def nanochat_step(checkout: Path, name: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """nanochat's train step at a configuration's depth, rows and tokens, by its own code.
+    """nanochat's own train step at a configuration's depth, batch size and sequence length.
 
-    Runs on one GPU, before JAX takes its memory. Raises the errors of `check_nanochat`, and
-    UserError for a batch of several microbatches.
+    Runs on one GPU, before JAX allocates its memory. Raises UserError as `check_nanochat` does, and
+    for a batch of several microbatches.
     """
     c = load_config(find_config(name), overrides)
     check_nanochat(checkout, name, c)
@@ -54,7 +54,7 @@ def nanochat_step(checkout: Path, name: str, overrides: Sequence[str]) -> list[d
 
 
 def flash_attention(shapes: Sequence[AttentionShape]) -> Iterator[dict[str, Any]]:
-    """Milliseconds of FlashAttention 4 for each shape, forward, and forward and backward."""
+    """Milliseconds of FlashAttention 4 for each shape: forward, and forward with backward."""
     settings = [
         s._asdict() | {"lengths": lengths(s) if s.documents else None}
         for s in shapes
@@ -65,15 +65,15 @@ def flash_attention(shapes: Sequence[AttentionShape]) -> Iterator[dict[str, Any]
 
 
 def lengths(s: AttentionShape) -> list[list[int]]:
-    """Tokens of each document (and of the padding behind them), row by row."""
+    """Lengths of the documents (and of the padding after them) in each row."""
     ids_BT = s.segment_ids_BT()
     assert ids_BT is not None
     return [np.diff(np.flatnonzero(np.diff(row, prepend=-1, append=-1))).tolist() for row in ids_BT]
 
 
 def check_nanochat(checkout: Path, name: str, c: Config) -> None:
-    """Raises UserError if the folder is no checkout of github.com/karpathy/nanochat, and if
-    nanochat's model cannot follow the configuration."""
+    """Raise UserError if the folder is no checkout of github.com/karpathy/nanochat, or if
+    nanochat's model cannot match the configuration."""
     if not (checkout / "nanochat" / "gpt.py").is_file():
         raise UserError(f"{checkout}: no checkout of nanochat, it has no nanochat/gpt.py")
     if c.model.ffn != "relu2" or not c.train.device_batch_size:

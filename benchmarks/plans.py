@@ -1,5 +1,5 @@
-"""The plan of a corpus of 10^8 documents: bytes of memory, seconds to the first batch, documents a
-second. Each row is a process of its own, which maps the lengths and reads no text.
+"""Benchmark of planning a corpus of 10^8 documents: memory, seconds to the first batch, documents
+per second. Each row runs in its own process, which maps the lengths and reads no text.
 """
 
 import json
@@ -25,19 +25,19 @@ from jaxtrain.data.store.blocks import first_records
 from jaxtrain.settings import UserError
 
 DOCUMENTS = 10**8
-AT_ONCE = 10**7  # lengths that are drawn together
-STEPS = 20  # that are planned after the first
+AT_ONCE = 10**7  # lengths drawn at a time
+STEPS = 20  # steps planned after the first
 CASES = [
     (packing, shuffle)
     for shuffle in ("global", "blocks")
     for packing in ("best_fit", "concat", "padded")
 ]
 
-LARGE = [("best_fit", "global"), ("best_fit", "blocks")]  # of more than DOCUMENTS
+LARGE = [("best_fit", "global"), ("best_fit", "blocks")]  # cases for more than DOCUMENTS
 
 
 def bench_plans(options: Sequence[str], variant: str | None = None) -> dict[str, Any]:
-    """A row a packing and order; options: how many documents, as 1e8 (default), 1e9."""
+    """A row per packing and order; options: numbers of documents, such as 1e8 (default), 1e9."""
     counts = [int(float(option)) for option in options] or [DOCUMENTS]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ def bench_plans(options: Sequence[str], variant: str | None = None) -> dict[str,
 
 
 def write_lengths(path: Path, count: int) -> None:
-    """Log-normal lengths of documents, as those of web text."""
+    """Write log-normal document lengths, as in web text."""
     lengths = np.lib.format.open_memmap(path, "w+", np.dtype("<u4"), (count,))
     random = np.random.default_rng(0)
     for start in range(0, count, AT_ONCE):
@@ -63,7 +63,7 @@ def write_lengths(path: Path, count: int) -> None:
 
 
 def in_process(path: Path, packing: str, shuffle: str) -> dict[str, Any]:
-    """`planned` in a process of its own."""
+    """Run `planned` in its own process."""
     command = [sys.executable, "-m", "benchmarks.plans", str(path), packing, shuffle]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -72,8 +72,8 @@ def in_process(path: Path, packing: str, shuffle: str) -> dict[str, Any]:
 
 
 def planned(path: Path, packing: str, shuffle: str) -> dict[str, Any]:
-    """Opens lengths as a store does, plans the first batch and STEPS more, and goes on from the
-    middle of the epoch as a run that is resumed does."""
+    """Open lengths as a store does, plan the first batch and STEPS more, then restart from the
+    middle of the epoch as a resumed run does."""
     before = own_memory()
     begin, processor = time.perf_counter(), time.process_time()
     lengths = np.load(path, mmap_mode="r")
@@ -109,13 +109,13 @@ def planned(path: Path, packing: str, shuffle: str) -> dict[str, Any]:
 
 
 def own_memory() -> int:
-    """Bytes of this process that no file holds."""
+    """Resident bytes of this process that are not file-backed."""
     found = psutil.Process().memory_info()
     return found.rss - found.shared
 
 
 def peak_memory() -> int:
-    """The most bytes that this process ever had, pages of the file of lengths among them."""
+    """Peak resident bytes of this process, including mapped pages of the file of lengths."""
     text = Path("/proc/self/status").read_text()
     return int(text.split("VmHWM:")[1].split()[0]) * 1024
 

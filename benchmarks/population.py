@@ -1,9 +1,9 @@
-"""Many small models at once, beside the same models one after another.
+"""Benchmark of training many small models at once, compared with one after another.
 
     python -m benchmarks population --depth 4 --depth 6 --members 1 2 4 8 16 --steps 300
     python -m benchmarks population --config quickstart --members 1 2 4 8
 
-Without --config: the models of the verdicts' d4 (`techniques.yaml`), with --depth layers.
+Without --config: the model of the verdicts' d4 scale (`techniques.yaml`), with --depth layers.
 """
 
 import functools
@@ -30,21 +30,21 @@ from jaxtrain.train.program import compile_step, memory_needed
 from jaxtrain.train.step import State, init_state, make_step, state_shardings
 
 BATCHES = 8  # on the device, in rotation
-PAIRS = 5  # windows of each side, one after the other
+PAIRS = 5  # pairs of windows, one of each side
 WINDOW_SECONDS = 1.0
-COMPARED = 5  # steps after which a member's loss is compared with that of the run alone
-STEPS = 300  # of a run whose compile time counts
+COMPARED = 5  # steps in which a member's loss is compared with that of a single run
+STEPS = 300  # steps per run, over which compile time is spread
 
 
 class Milliseconds(NamedTuple):
-    """Of a step. cpu: of all threads of the process; another job on the machine adds little."""
+    """Milliseconds per step. cpu: of all threads of the process; other load hardly affects it."""
 
     wall: float
     cpu: float
 
 
 class Trained:
-    """A compiled step with its state: of one model, or of a population."""
+    """A compiled step with its state, for one model or a population."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Trained:
         self.state = self.make_state()
 
     def step(self, number: int) -> jax.Array:
-        """The loss, or the members' losses, of a step."""
+        """Do a step; returns the loss, or the members' losses."""
         batch = self.batches[number % len(self.batches)]
         self.state, values = self.compiled(self.state, batch, self.hyperparams, None)
         return values["loss"]
@@ -79,8 +79,8 @@ def bench_population(
     variant: str | None = None,
     note: str | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The record of one model, again after each number of members. steps: of a run, for compiling.
-    note: on how it was measured.
+    """Yield the record of one model, again after each number of members.
+    steps: per run, over which compile time is spread. note: on how it was measured.
 
     Ratios are of throughput: N runs one after another with one compiled step, over N at once.
     """
@@ -111,12 +111,12 @@ def bench_population(
 
 
 def configuration(config: str | None, depth: int | None) -> tuple[str, list[str]]:
-    """(name, overrides) of a model, without text."""
+    """(name, overrides) of a model, without any data source."""
     more = [f"model.depth={depth}"] if depth else []
     if config is not None:
         return config, more
     scale = read_yaml(TABLE)["scales"]["d4"]
-    # A batch of these shapes is random tokens: no text is read.
+    # Batches of these shapes are random tokens; no text is read.
     return scale["config"], [*scale["overrides"], *more, f"train.steps={scale['steps']}"]
 
 
@@ -127,7 +127,7 @@ def single(w: Workload, batches: Sequence[Batch]) -> Trained:
 
 
 def population(w: Workload, batches: Sequence[Batch], count: int) -> Trained:
-    """The step of so many members, of seeds 0, 1, ... and rates that differ by some percent."""
+    """The step of `count` members with seeds 0, 1, ... and learning rates 1% apart."""
     places = state_shardings(w.spec, w.mesh)
     create = jax.jit(lambda seed: init_state(w.spec, seed), out_shardings=places)
     everywhere = jax.sharding.NamedSharding(w.mesh, jax.P())
@@ -149,7 +149,7 @@ def population(w: Workload, batches: Sequence[Batch], count: int) -> Trained:
 def compared(
     w: Workload, batches: Sequence[Batch], alone: Trained, count: int, total: int
 ) -> dict[str, Any]:
-    """The row of one number of members: pairs of windows, one side after the other."""
+    """The row of one number of members, from pairs of windows of both sides."""
     many = population(w, batches, count)
     difference = loss_difference(w, alone, many)
     steps = [steps_of_a_window(side.step) for side in (alone, many)]
@@ -160,7 +160,7 @@ def compared(
     in_cpu = [count * a.cpu / b.cpu for a, b in pairs]
     alone_cpu = statistics.median(a.cpu for a, _ in pairs)
     one, both = (statistics.median(x.wall for x in side) for side in zip(*pairs, strict=True))
-    # N runs of so many steps in one process: the step is compiled once, or for each run.
+    # N runs in one process: the step is compiled once, or once per run.
     once = alone.compile_s + count * total * one / 1e3
     each = count * (alone.compile_s + total * one / 1e3)
     at_once = many.compile_s + total * both / 1e3
@@ -180,7 +180,7 @@ def compared(
 
 
 def loss_difference(w: Workload, alone: Trained, many: Trained) -> float:
-    """How far the first member's loss is from that of its run alone, at most, in some steps."""
+    """Largest difference between the first member's loss and a single run's in COMPARED steps."""
     alone.restart()
     pairs = [(float(alone.step(i)), float(many.step(i)[0])) for i in range(COMPARED)]
     if not np.isfinite(pairs).all():
@@ -189,14 +189,14 @@ def loss_difference(w: Workload, alone: Trained, many: Trained) -> float:
 
 
 def matmul_rate() -> float:
-    """GFLOPs of a large float32 product in a second of CPU time: what no step gets beyond."""
+    """GFLOPs of a large float32 matmul per second of CPU time, an upper bound for every step."""
     multiply, x = jax.jit(lambda x: x @ x), jnp.ones((1024, 1024))
     jax.block_until_ready(multiply(x))
     return 1e-6 * 2 * 1024**3 / window_ms(lambda _: multiply(x), 20).cpu
 
 
 def steps_of_a_window(step: Callable[[int], jax.Array]) -> int:
-    """How many of these steps fill a window, at least 2."""
+    """Number of steps that fill a window, at least 2."""
     jax.block_until_ready(step(0))
     begin = time.perf_counter()
     for i in range(2):

@@ -1,7 +1,7 @@
-"""Watts and clock of the GPU while something is timed, by NVML.
+"""Power and clock of the GPU during a measurement, read through NVML.
 
-A GPU at its power limit lowers its clock, so that the joules of a kernel decide how fast the
-others of its step are. Watts follow from NVML's counter of energy: they are exact over any time.
+A GPU at its power limit lowers its clock, so the energy of one kernel affects the speed of the
+others in its step. Watts come from NVML's energy counter, so they are exact over any interval.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from typing import NamedTuple, Protocol, Self
 import jax
 
 INTERVAL_S = 0.02
-SM_CLOCK = 1  # NVML's number of it
+SM_CLOCK = 1  # NVML's constant
 
 
 class Gpu(Protocol):
-    """What is read of a GPU."""
+    """The readings of a GPU."""
 
     def joules(self) -> float: ...  # since the driver was loaded
 
@@ -28,7 +28,7 @@ class Gpu(Protocol):
 
 
 class NvmlGpu(NamedTuple):
-    """A GPU by the driver's library."""
+    """A GPU accessed through NVML."""
 
     library: ctypes.CDLL
     handle: ctypes.c_void_p
@@ -47,14 +47,14 @@ class NvmlGpu(NamedTuple):
 
 
 def check(code: int) -> None:
-    """Raises OSError for what an NVML function returns where it fails."""
+    """Raise OSError if an NVML function returned an error code."""
     if code:
         raise OSError(f"NVML returned {code}")
 
 
 @functools.cache
 def first_gpu() -> Gpu | None:
-    """The GPU that JAX uses first; None without one, or where NVML does not count energy."""
+    """JAX's first GPU; None without one, or if NVML does not count its energy."""
     if jax.default_backend() != "gpu":
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
@@ -69,9 +69,9 @@ def first_gpu() -> Gpu | None:
 
 
 class Meter:
-    """Mean watts and the median clock of a GPU from `with meter:` to its end.
+    """Context manager that measures a GPU's mean watts and median clock.
 
-    gpu: by default the first that JAX uses.
+    gpu: default JAX's first one.
     """
 
     def __init__(self, gpu: Gpu | None = None):
@@ -95,14 +95,14 @@ class Meter:
             self.thread.join()
 
     def sample(self, gpu: Gpu) -> None:
-        """Clocks, until the end."""
+        """Sample the clock until the context ends."""
         while True:
             self.clocks.append(gpu.sm_mhz())
             if self.ended.wait(INTERVAL_S):
                 return
 
     def figures(self) -> dict[str, float]:
-        """`watts` and `sm_mhz`; none of them where no GPU was read."""
+        """`watts` and `sm_mhz`; empty if no GPU was read."""
         if not self.clocks:
             return {}
         return {"watts": self.watts, "sm_mhz": statistics.median(self.clocks)}

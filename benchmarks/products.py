@@ -1,12 +1,11 @@
-"""The products of a training step at the power limit: XLA's choice, the best of cuBLASLt's first
-candidates, our own.
+"""Benchmark of a training step's matmuls at the power limit: XLA's choice, the best of cuBLASLt's
+first candidates, our own kernel.
 
     python -m benchmarks products --config gpt_d12
 
-Each is repeated for a second and more, so that the GPU's clock settles where its power limit holds
-it, and a row has the watts and the clock. `burst_ms` is of the first calls after a rest, as a
-search among kernels times them. The last rows sum a step up, by backend and with the fastest of
-each product.
+Each is repeated for over a second, so that the GPU's clock settles at its power limit; rows have
+watts and clock. `burst_ms` is the time of the first calls after a rest, as an autotuner measures
+it. The last rows sum up a step, per backend and with the fastest backend of each matmul.
 """
 
 import contextlib
@@ -30,16 +29,16 @@ from jaxtrain.estimate.workload import load_workload
 from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Specs, is_block_matrix, path_name
 
-SECONDS = 0.25  # of a window; five are measured
+SECONDS = 0.25  # per window; five are measured
 REST_S = 0.15  # before a burst
 BURST_CALLS = 4
-MOST = 12  # of cuBLASLt's kernels, the likeliest first
-TOLERANCE = 0.02  # a kernel whose result is further off than this was called wrongly
-JOINED = ("q", "k", "v")  # siblings that are one product
+MOST = 12  # cuBLASLt kernels tried, in the heuristic's order
+TOLERANCE = 0.02  # largest relative error; beyond it, the kernel was called wrongly
+JOINED = ("q", "k", "v")  # matrices that are one fused matmul
 
 
 class StepProduct(NamedTuple):
-    """A product of a step, and how often it is computed. pass_: forward, or the gradient of the
+    """A matmul of a step, and how often it is computed. pass_: forward, or the gradient of the
     input or of the weight."""
 
     name: str
@@ -53,10 +52,10 @@ class StepProduct(NamedTuple):
 
 
 def step_products(specs: Specs, tokens: int, dtype: str = "bfloat16") -> list[StepProduct]:
-    """Those of the blocks' matrices and of the head, forward and backward, for so many tokens.
+    """Matmuls of the blocks' matrices and of the head, forward and backward, for `tokens` tokens.
 
-    The head works by chunks of tokens, whose weight gradients are added up in float32.
-    Raises UserError for experts, whose groups are no plain products.
+    The head runs in chunks of tokens, whose weight gradients are accumulated in float32.
+    Raises UserError for experts, whose grouped matmuls are no plain ones.
     """
     shapes: dict[str, tuple[int, int, int]] = {}  # count, in, out
     for path, spec in jax.tree_util.tree_leaves_with_path(specs):
@@ -88,7 +87,7 @@ def step_products(specs: Specs, tokens: int, dtype: str = "bfloat16") -> list[St
 def bench_products(
     config: str, overrides: Sequence[str], variant: str | None
 ) -> Iterator[dict[str, Any]]:
-    """The record, with one row more each time; the last has the sums."""
+    """Yield the record, each time with one more row; the last one has the sums."""
     w = load_workload(config, overrides)
     dtype = compute_dtype(w.config.train.precision)
     products = step_products(w.spec.specs, w.tokens, str(jnp.dtype(dtype)))
@@ -123,7 +122,7 @@ def product_rows(products: Sequence[StepProduct]) -> Iterator[dict[str, Any]]:
 
 
 def operands(p: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
-    """a, b and y of a problem, random; b at the scale that keeps the variance."""
+    """Random a, b and y of a problem; b is scaled to keep the variance."""
     keys = jax.random.split(key, 3)
     a = jax.random.normal(keys[0], (p.K, p.M) if p.a_turned else (p.M, p.K), p.dtype)
     b = jax.random.normal(keys[1], (p.N, p.K) if p.b_turned else (p.K, p.N), p.dtype)
@@ -132,14 +131,14 @@ def operands(p: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def multiply(p: Problem, a: jax.Array, b: jax.Array, y: jax.Array) -> jax.Array:
-    """As a step does it."""
+    """The matmul as a training step computes it."""
     dims = (((0 if p.a_turned else 1,), (1 if p.b_turned else 0,)), ((), ()))
     found = lax.dot_general(a, b, dims, preferred_element_type=jnp.dtype(p.out_dtype))
     return y + found if p.adds else found
 
 
 def our_product(p: Problem) -> Callable[..., jax.Array] | None:
-    """The kernel of `gemm`, if it can serve."""
+    """The kernel of `gemm`; None if it does not support the problem."""
     a = jax.ShapeDtypeStruct((p.M, p.K), p.dtype)
     if p.a_turned or p.adds or gemm.supports(target(), a):
         return None
@@ -149,7 +148,7 @@ def our_product(p: Problem) -> Callable[..., jax.Array] | None:
 def fastest_of_library(
     product: StepProduct, sets: Sequence[tuple[jax.Array, ...]], expected: jax.Array
 ) -> dict[str, Any]:
-    """The row of the kernel that is fastest when it goes on and on; `burst`: of the one that is
+    """The row of the kernel that is fastest under sustained load; `burst`: of the kernel that is
     fastest after a rest."""
     try:
         with contextlib.closing(Products(product.problem)) as products:
@@ -171,7 +170,7 @@ def fastest_of_library(
 def library_kernel(
     products: Products, i: int, sets: Sequence[tuple[jax.Array, ...]], expected: jax.Array
 ) -> dict[str, Any]:
-    """Figures of one kernel; `failed` alone where it does not run, or its result is wrong."""
+    """Figures of one kernel; only `failed` if it does not run or its result is wrong."""
     a, b, like_y = sets[0]
     y = jnp.ones_like(like_y)
     jax.block_until_ready((y, sets))
@@ -203,13 +202,13 @@ def burst_ms(call: Callable[..., Products], sets: Sequence[tuple[jax.Array, ...]
 
 
 def sums_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A step's milliseconds in products, by the backends that have all of them; and the best."""
+    """Milliseconds of a step's matmuls for each backend that has all of them, and for the best."""
     measured_rows = [row for row in rows if row.get("ms")]
     by_product: dict[str, dict[str, float]] = {}
     for row in measured_rows:
         by_product.setdefault(row["name"], {})[row["backend"]] = row["count"] * row["ms"]
     if len(by_product) < len({row["name"] for row in rows}):
-        return []  # of a product nothing was measured
+        return []  # some matmul has no measurement
     flops = sum(
         {row["name"]: row["count"] * row["ms"] * row["tflops"] for row in measured_rows}.values()
     )

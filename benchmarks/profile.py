@@ -1,4 +1,4 @@
-"""Where a step's time goes: a profiler trace of a few steps as a table of kernels."""
+"""Profile of a training step: a profiler trace of a few steps as a table of kernels."""
 
 import json
 import re
@@ -19,9 +19,9 @@ from benchmarks.timing import Ceilings
 from jaxtrain.estimate.traffic import collectives
 
 STEPS = 3
-SHOWN = 30  # kernels on the screen; the JSON has them all
+SHOWN = 30  # kernels on the screen; the JSON has all of them
 
-# The first pattern found in a kernel's name counts.
+# Kinds of kernels by pattern; the first one found in a kernel's name counts.
 KINDS = {
     "collective": r"nccl|all_?reduce|all_?gather|all_?to_?all|reduce_?scatter|collective",
     "attention": r"sdpa|flash|fmha|attention",
@@ -32,7 +32,7 @@ KINDS = {
     "elementwise": r"fusion|wrapped|broadcast|convert|multiply|add|iota|slice|pad|concat|select",
 }
 LIBRARY = re.compile(r"nvjet|cutlass|xmma|.*gemm(?!_fusion)(?!.*splitK)")  # cuBLAS's matmuls
-NESTED = re.compile(r"while|call|conditional")  # their bodies' operations have events of their own
+NESTED = re.compile(r"while|call|conditional")  # the operations of their bodies have own events
 
 
 class Event(NamedTuple):
@@ -53,11 +53,11 @@ def profile(
     mesh_shape: dict[str, int],
     branch: float = 0.0,
 ) -> dict[str, float]:
-    """Trace three steps; milliseconds of a step by kind of kernel.
+    """Trace three steps; returns milliseconds per step by kind of kernel.
 
-    Prints the tables, on several devices what they send (branch: as of `collectives`) and how much
-    of that is hidden behind other work, and writes TARGET-profile.json (all kernels) and
-    TARGET-profile.zip (the trace for Perfetto or xprof, and the compiled program).
+    Prints the tables; on several devices also their communication (branch: as in `collectives`) and
+    how much of it is overlapped. Writes TARGET-profile.json (all kernels) and TARGET-profile.zip
+    (the trace for Perfetto or xprof, and the compiled program).
     """
     hlo = compiled.as_text()
 
@@ -78,7 +78,7 @@ def profile(
 
 
 def trace(run: Callable[[], None], hlo: str, target: Path) -> list[Event]:
-    """The kernels of a call; TARGET-profile.zip keeps the trace, and the compiled program."""
+    """Trace a call and return its kernels; TARGET-profile.zip gets the trace and the program."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +96,7 @@ def trace(run: Callable[[], None], hlo: str, target: Path) -> list[Event]:
 def read_events(path: Path) -> Iterator[Event]:
     """The kernels that the first device ran (on a CPU: the operations of XLA's thread pool)."""
     with warnings.catch_warnings():
-        # The reader's first use defines types that Python 3.12 warns of.
+        # The reader's first use triggers a DeprecationWarning in Python 3.12.
         warnings.simplefilter("ignore", DeprecationWarning)
         planes = {p.name: p for p in jax.profiler.ProfileData.from_file(str(path)).planes}
         devices = sorted(name for name in planes if re.fullmatch(r"/device:[GT]PU:\d+", name))
@@ -113,7 +113,7 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def sources(hlo: str) -> dict[str, str]:
-    """Instruction -> the line of the Python program and the operation that it came from."""
+    """Instruction -> the Python source line and the operation that it came from."""
     head, _, body = hlo.partition("\nStackFrames")
     files = dict(re.findall(r'^(\d+) "(.*)"$', head.partition("\nFunctionNames")[0], re.MULTILINE))
     lines = {
@@ -130,17 +130,17 @@ def sources(hlo: str) -> dict[str, str]:
 
 
 def plain(name: str) -> str:
-    """A kernel is called like its instruction, but for the characters that C does not have."""
+    """An instruction's name as its kernel spells it: characters invalid in C become `_`."""
     return re.sub(r"\W", "_", name)
 
 
 def origin_of(event: Event, source: dict[str, str]) -> str:
-    """What `sources` says of an event; '' if nothing."""
+    """The source of an event according to `sources`; '' if unknown."""
     return source.get(plain(event.op)) or source.get(plain(event.name), "")
 
 
 def kind_of(name: str, origin: str) -> str:
-    """By the kernel's name, or, where that says nothing, by what it came from."""
+    """The kind of a kernel by its name, or for a generic fusion by its source."""
     text = origin if re.match(r"(ynn_)?fusion", name) else name.lower()
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, text)), "other")
 
@@ -154,13 +154,13 @@ def summarize(
 ) -> dict[str, Any]:
     """Kernels of one step (their `calls`, `ms`, `share` of all kernels' time) and their kinds.
 
-    `ms_idle_before`: before them the device ran nothing. Options of XLA can keep a profiled program
-    in CUDA graphs (`xla_enable_command_buffers_during_profiling`); else its kernels are launched
-    one by one, with longer pauses.
+    `ms_idle_before`: device idle time before them. A profiled program runs in CUDA graphs only with
+    XLA's option `xla_enable_command_buffers_during_profiling`; otherwise its kernels are launched
+    one by one, with longer gaps.
 
-    Where the compiled program says what a kernel moves and multiplies, a row has `bytes`, `flops`
-    and `floor`, the share of its time that these take at the device's measured rates. Kernels that
-    differ by a number only and come from the same line of the model are one row.
+    If the compiled program has a kernel's bytes and FLOPs, its row has `bytes`, `flops` and
+    `floor`, the share of its time that these take at the device's measured rates. Kernels whose
+    names differ only in a number and that come from the same line of the model share a row.
     """
     kernels: dict[tuple[str, str], list[tuple[float, Cost | None]]] = defaultdict(list)
     idle: dict[tuple[str, str], float] = defaultdict(float)
@@ -202,7 +202,7 @@ def summarize(
 
 
 def idle_before(events: Sequence[Event]) -> list[float]:
-    """Nanoseconds before each event in which the device ran nothing."""
+    """Idle nanoseconds of the device before each event."""
     waited, end = [0.0] * len(events), min((e.start_ns for e in events), default=0.0)
     for i in sorted(range(len(events)), key=lambda i: events[i].start_ns):
         waited[i] = max(0.0, events[i].start_ns - end)
@@ -211,9 +211,9 @@ def idle_before(events: Sequence[Event]) -> list[float]:
 
 
 def hidden(events: Sequence[Event], source: dict[str, str]) -> dict[str, float]:
-    """Of a step, the milliseconds in which something is exchanged (`ms`), and those of them in
-    which the device does nothing else (`ms_alone`)."""
-    ends: list[tuple[float, int, int]] = []  # (when, +1 or -1, whether of an exchange)
+    """Milliseconds per step with a running collective (`ms`), and those of them in which nothing
+    else runs (`ms_alone`)."""
+    ends: list[tuple[float, int, int]] = []  # (time, +1 or -1, whether it is a collective)
     for e in events:
         exchange = int(kind_of(e.name, origin_of(e, source)) == "collective")
         ends += [(e.start_ns, 1, exchange), (e.start_ns + e.duration_ns, -1, exchange)]
@@ -228,8 +228,8 @@ def hidden(events: Sequence[Event], source: dict[str, str]) -> dict[str, float]:
 
 
 def costs_of(events: Sequence[Event], costs: Sequence[Cost], steps: int) -> list[Cost | None]:
-    """What each event had to do. A fusion's kernel has its name; a library's matmuls are told by
-    their order, provided that there are as many as the program asks for."""
+    """The cost of each event. Kernels of fusions are matched by name. Library matmuls are matched
+    by order, if there are as many as in the program."""
     named = {plain(cost.name): cost for cost in costs if not cost.matmul}
     found = [named.get(plain(e.name)) or named.get(plain(e.op)) for e in events]
     library = [i for i in range(len(events)) if LIBRARY.match(events[i].name)]

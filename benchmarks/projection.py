@@ -1,13 +1,13 @@
-"""Time to GPT-2's CORE on eight GPUs, computed from records: no such run was made.
+"""Projected time to GPT-2's CORE score on eight GPUs, computed from records; no such run was made.
 
     python -m benchmarks projection --record
 
 seconds = tokens / (devices x tokens per second of one GPU x efficiency). The rate and the
-efficiency on four GPUs are recorded; the efficiency on eight is theirs to the power
-log2(8) / log2(4), as if each doubling lost the same share. The interval goes from the least
-efficient recorded sharding to an efficiency of one. The tokens come from the fitted law of
-`jaxtrain scaling` where its record is there (`LAW`), with its interval; else they are those of
-nanochat's run (peers.json), without one.
+efficiency on four GPUs are recorded; the efficiency on eight is the latter to the power
+log2(8) / log2(4), which assumes the same loss per doubling. The interval goes from the least
+efficient recorded sharding to an efficiency of one. The tokens come from the law fitted by
+`jaxtrain scaling` if there is a record (`LAW`), with its interval; otherwise from nanochat's run
+(peers.json), without one.
 """
 
 import math
@@ -19,12 +19,12 @@ from jaxtrain.settings import UserError
 
 DEVICES = 8
 CONFIG = "gpt_d24"
-RATE = "accumulation 4"  # the variant whose rate on one GPU counts
+RATE = "accumulation 4"  # the variant that gives the rate on one GPU
 LAW = "scaling"  # the bench whose records have metrics.tokens_to_core: [low, middle, high]
 
 
 class Range(NamedTuple):
-    """A figure with its interval."""
+    """A value with its interval."""
 
     low: float
     middle: float
@@ -32,7 +32,7 @@ class Range(NamedTuple):
 
 
 def rates(records: Sequence[Record], devices: int) -> dict[str, float]:
-    """Tokens per second by variant of the step records on so many GPUs."""
+    """Variant -> tokens per second of the step records on `devices` GPUs."""
     return {
         one["variant"]: one["metrics"]["tokens_per_s"]
         for one in records
@@ -41,7 +41,7 @@ def rates(records: Sequence[Record], devices: int) -> dict[str, float]:
 
 
 def efficiency(records: Sequence[Record]) -> Range:
-    """Of eight GPUs over eight times one GPU's rate, from the records of four."""
+    """Efficiency of eight GPUs (over eight times one GPU's rate), from the records of four."""
     one = rates(records, 1).get(RATE)
     four = {k: v for k, v in rates(records, 4).items() if k.startswith(RATE)}
     if one is None or RATE not in four:
@@ -52,7 +52,7 @@ def efficiency(records: Sequence[Record]) -> Range:
 
 
 def tokens_to_core(records: Sequence[Record]) -> tuple[Range, str]:
-    """Training tokens to GPT-2's CORE, and where they come from."""
+    """Training tokens to GPT-2's CORE score, and their source."""
     for record in records:
         if record["bench"] == LAW and "tokens_to_core" in record.get("metrics", {}):
             return Range(*record["metrics"]["tokens_to_core"]), record["file"]
@@ -62,7 +62,7 @@ def tokens_to_core(records: Sequence[Record]) -> tuple[Range, str]:
 
 
 def project(records: Sequence[Record] | None = None) -> dict[str, Any]:
-    """The record of the projection. Raises UserError where a record that it needs is missing."""
+    """The record of the projection. Raises UserError if a required record is missing."""
     found = read_results() if records is None else records
     share, (tokens, source) = efficiency(found), tokens_to_core(found)
     rate = DEVICES * rates(found, 1)[RATE]

@@ -1,4 +1,4 @@
-"""The quickstart's run on this machine: held-out bits per byte, seconds and memory, by seed."""
+"""Benchmark of the quickstart run: held-out bits per byte, seconds and memory, by seed."""
 
 import tempfile
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ CONFIG = "quickstart"
 
 
 def bench_quickstart(overrides: Sequence[str], variant: str | None = None) -> dict[str, Any]:
-    """A row a seed, and the means. `seconds` are of training, without compiling and validating.
+    """A row per seed, and the means. `seconds` are of training, without compiling and validating.
 
     Raises UserError for a run that fails.
     """

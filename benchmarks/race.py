@@ -1,11 +1,10 @@
-"""Races: runs of one model over one order of the data, which differ in their optimizer alone.
+"""Races: comparison of runs with the same model and data order that differ only in the optimizer.
 
-A run is called ARM_RATE (`adamw_1e-3`, `muon_plain_0.01`): runs of one arm differ in their rates,
-and the best of them stands for it. Runs are compared at their lowest bits per byte on held-out
-text: over several epochs a run may learn its training text by heart, and end above it. The
-speed-up to equal loss of a run is what the baseline took to its lowest over what the run needed to
-come to the same, by straight lines between its validations. So validate on the same tokens
-throughout: `eval.tokens=null`.
+A run is named ARM_RATE (`adamw_1e-3`, `muon_plain_0.01`): runs of one arm differ in their learning
+rates, and the best of them represents the arm. Runs are compared at their lowest bits per byte on
+held-out text, since over several epochs a run may overfit and end above it. The speed-up of a run
+to equal loss is the baseline's time to its lowest loss over the run's time to the same loss, with
+linear interpolation between validations. So always validate on the same tokens: `eval.tokens=null`.
 """
 
 import argparse
@@ -24,12 +23,12 @@ from jaxtrain.runs.job import leaves
 from jaxtrain.runs.metrics import Number
 from jaxtrain.settings import UserError
 
-SAME = ("model", "data", "train", "mesh", "eval")  # sections that runs of a race share
+SAME = ("model", "data", "train", "mesh", "eval")  # sections that must be equal in a race
 FREE = ("data.cache_dir", "data.local_cache", "data.prefetch", "data.prepare_workers")
 FREE += ("data.skip_damaged",)
-RATES = ("learning_rate", "lr", "weight_decay")  # a setting that ends so is always of interest
-MAX_POINTS = 200  # of a training curve
-EARLY = 0.15  # share of the tokens that may fall out of the figure
+RATES = ("learning_rate", "lr", "weight_decay")  # suffixes of settings that are always listed
+MAX_POINTS = 200  # points of a training curve
+EARLY = 0.15  # first share of the tokens, which the figure may cut off
 
 
 def race(
@@ -38,11 +37,11 @@ def race(
     differ: Sequence[str] = (),
     variant: str | None = None,
 ) -> dict[str, Any]:
-    """The record of a race. `baseline`: the name of a run; default the best AdamW run.
+    """The record of a race. baseline: the name of a run; default the best AdamW run.
 
-    differ: sections of the configuration besides `optim` in which the runs may differ; the record
-    is then one of `curves`, and its baseline the first run by default. Raises UserError for a
-    folder that is not a run, and for runs that cannot be compared.
+    differ: further configuration sections, besides `optim`, in which the runs may differ; the
+    record's bench is then `curves`, and its default baseline the first run. Raises UserError for a
+    folder that is no run, and for runs that cannot be compared.
     """
     runs = [read_run(run_dir) for run_dir in run_dirs]
     if not runs:
@@ -67,8 +66,8 @@ def race(
 
 
 def check_comparable(runs: Sequence[Run], differ: Sequence[str] = ()) -> None:
-    """Runs must differ in their optimizer alone (and in the sections `differ`), and stand under
-    different names."""
+    """Raise UserError unless the runs differ only in their optimizer (and the sections `differ`)
+    and have different names."""
     same = [section for section in (*SAME, "env") if section not in differ]
     first, *others = runs
     machine = lambda run: {f"env.{key}": run.env[key] for key in ("device_kind", "device_count")}
@@ -95,7 +94,7 @@ def config_name(run: Run) -> str:
 
 
 def settings_of(optim: dict[str, Any]) -> dict[str, Any]:
-    """All rates of an optimizer, and what else is not its default."""
+    """All rates of an optimizer, and its other settings that are not the default."""
     kind = {tag_of(c): c for c in variants_of(Config.model_fields["optim"])}[optim["name"]]
     defaults = leaves(kind.model_validate({"name": optim["name"]}).model_dump(mode="json"))
     return {
@@ -106,7 +105,7 @@ def settings_of(optim: dict[str, Any]) -> dict[str, Any]:
 
 
 def entry(run: Run) -> dict[str, Any]:
-    """What the record says about one run; `bpb` and `loss` are None where it did not finish."""
+    """The record's entry of one run; `bpb` and `loss` are None if it did not finish."""
     train = [row for row in run.rows if row["kind"] == "train"]
     checks = [row for row in run.rows if row["kind"] == "validation"]
     if not checks or not any("tokens_per_s" in row for row in train):
@@ -144,7 +143,7 @@ def entry(run: Run) -> dict[str, Any]:
         "loss": round(loss, 6) if finished and loss is not None else None,
         **({"peak_bytes": peak} if peak else {}),
         **({"peer": run.env["peer"]["name"]} if "peer" in run.env else {}),
-        # Of replicas (train.local_sgd), a step and a device; and of plain data parallelism.
+        # Bytes sent per step and device with replicas (train.local_sgd), and with data parallelism.
         **({"sent_bytes": sent[-1], "sent_bytes_plain": plain[-1]} if sent else {}),
         "curve": curve,
         "train": losses[::-1][::thin][::-1],
@@ -152,7 +151,7 @@ def entry(run: Run) -> dict[str, Any]:
 
 
 def peak_bytes(run: Run) -> int | None:
-    """Peak bytes of the GPU that used most, from the peer's facts or our metrics; None on a CPU."""
+    """Peak bytes of the fullest GPU, from the peer's facts or our metrics; None on a CPU."""
     if "peer" in run.env:
         return run.env["peer"].get("peak_bytes")
     rows = [row["memory_bytes"] for row in run.rows if "memory_bytes" in row]
@@ -163,7 +162,7 @@ def peak_bytes(run: Run) -> int | None:
 
 
 def choose(entries: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
-    """The baseline among entries in the order of their lowest bits per byte."""
+    """The baseline among entries that are sorted by their lowest bits per byte."""
     finished = [e for e in entries if e["bpb"] is not None]
     wanted = [
         e for e in finished if e["label"] == name or (name is None and e["optimizer"] == "adamw")
@@ -178,7 +177,7 @@ def choose(entries: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any
 
 
 def lowest_point(e: dict[str, Any]) -> tuple[Number, Number, Number]:
-    """Bits per byte, step and second where a run's held-out text is told best."""
+    """Bits per byte, step and second at a run's lowest held-out loss."""
     step, _, second, bpb = min(e["curve"], key=lambda point: point[3])
     return bpb, step, second
 
@@ -186,7 +185,7 @@ def lowest_point(e: dict[str, Any]) -> tuple[Number, Number, Number]:
 def reached(
     curve: Sequence[Sequence[Number]], target: Number, base_steps: Number, base_seconds: Number
 ) -> dict[str, Number] | None:
-    """Steps and seconds to the target, and the speed-ups over the baseline; None if never."""
+    """Steps and seconds to the target, and the speed-ups over the baseline; None if not reached."""
     steps, _, seconds, losses = map(list, zip(*curve)) if curve else ([],) * 4
     found = Curve(steps, seconds, losses).reaches(target)
     return found and {
@@ -210,16 +209,16 @@ def best_of_arms(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def draw(record: dict[str, Any], path: Path) -> Path:
-    """Write a PNG: bits per byte by tokens and by seconds, the best run of each arm in bold.
+    """Write a PNG: bits per byte over tokens and over seconds, the best run of each arm in bold.
 
-    Curves of runs that differ in more than their rates: all are bold, each in a colour of its own.
+    In a record of `curves`, all runs are bold, each in its own colour.
     """
     curves = record["bench"] == "curves"
     best, arm = (record["runs"], "label") if curves else (best_of_arms(record), "arm")
     arms = list(dict.fromkeys([e[arm] for e in best] + [e[arm] for e in record["runs"]]))
     figure = Figure(figsize=(11, 4.6), layout="constrained", dpi=150)
     by_tokens, by_seconds = figure.subplots(1, 2, sharey=True)
-    for e in reversed(record["runs"]):  # the best on top
+    for e in reversed(record["runs"]):  # draws the best last, on top
         bold = e in best
         look: dict[str, Any] = {"color": f"C{arms.index(e[arm])}"}
         look |= {"linewidth": 2.2} if bold else {"linewidth": 0.9, "alpha": 0.55}

@@ -1,4 +1,4 @@
-"""A state of initial values and batches of random tokens, on the device."""
+"""Inputs of a step on the device: an initial state, and batches of random tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jaxtrain.data import Batch
 from jaxtrain.estimate.workload import Workload, batch_shapes
 from jaxtrain.train.step import State, init_state, state_shardings
 
-DOCUMENTS = 4  # in each row, if the configuration masks attention by document
+DOCUMENTS = 4  # documents per row, if the configuration masks attention by document
 
 
 def random_batch(w: Workload, seed: int) -> Batch:

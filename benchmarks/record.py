@@ -1,4 +1,4 @@
-"""A figure on disk: one JSON a benchmark, with what it was measured on and beside what."""
+"""Benchmark records on disk: one JSON each, with the environment and the peers' figures."""
 
 import json
 import re
@@ -14,7 +14,7 @@ RESULTS = BENCHMARKS / "results"
 
 
 def with_peers[**P](describe: Callable[P, dict[str, Any]]) -> Callable[P, dict[str, Any]]:
-    """`describe`, whose records also have the peers' figures of their benchmark."""
+    """Wrap `describe` so that records include the peers' figures of their benchmark."""
 
     def described(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
         record = describe(*args, **kwargs)
@@ -27,7 +27,7 @@ describe = with_peers(environment.describe)
 
 
 def stem(record: dict[str, Any]) -> str:
-    """`step-gpt_d12-bf16-nvidia_h200`, and `_x8` of eight devices."""
+    """File name of a record: `step-gpt_d12-bf16-nvidia_h200`, with `_x8` for eight devices."""
     count = record["device_count"]
     device = record["device"] + (f" x{count}" if count > 1 else "")
     parts = (record["bench"], record["config"], record["variant"], device)
@@ -39,20 +39,20 @@ def write(record: dict[str, Any], directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{stem(record)}.json"
     text = json.dumps(record, indent=1)
-    # The points of a curve stand on one line each.
+    # Put each point of a curve on one line.
     text = re.sub(r"\[\s+([^][{}\"]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
     path.write_text(text + "\n")
     return path
 
 
 def read_results(directory: Path = RESULTS) -> list[dict[str, Any]]:
-    """All recorded figures, in the order of their file names; `file` is the name."""
+    """All records, in the order of their file names; `file` is the name."""
     paths = sorted(p for p in directory.glob("*.json") if not p.stem.endswith("-profile"))
     return [json.loads(path.read_text()) | {"file": path.name} for path in paths]
 
 
 def read_peers() -> list[dict[str, Any]]:
-    """Peers' figures measured elsewhere; none in an installation without the checkout."""
+    """Peers' figures measured elsewhere; empty in an installation without the checkout."""
     path = BENCHMARKS / "peers.json"
     return json.loads(path.read_text())["peers"] if path.is_file() else []
 

@@ -1,7 +1,7 @@
-"""Batches from a token store on the disk and at a URL whose every request takes 20 ms.
+"""Benchmark of the loader on a token store on disk, and at a URL with a latency of 20 ms.
 
-The far store is a folder behind a file system of fsspec that sleeps before it reads, so that what
-is measured is ours: blocks, cache, reading ahead, and no server that shares the cores.
+The remote store is a folder behind an fsspec file system that sleeps before it reads. So only our
+code is measured (blocks, cache, read-ahead), and no server shares the cores.
 """
 
 import os
@@ -20,17 +20,17 @@ from jaxtrain.data.pool import cores
 from jaxtrain.data.store.remote_store import RemoteRecords, open_remote, publish_store
 from jaxtrain.storage.objects import RemoteFolder
 
-LATENCY = 0.02  # seconds before the first byte of an answer
+LATENCY = 0.02  # seconds before the first byte of a response
 DOCUMENTS = 200_000
-WINDOW = 16  # blocks that are mixed
-SHARE = 0.5  # of the store that the small cache holds
-EPOCH = 0.9  # of an epoch that is read
-PACE = 5e6  # tokens a second that a step asks for, at most
+WINDOW = 16  # blocks shuffled together
+SHARE = 0.5  # share of the store that the small cache holds
+EPOCH = 0.9  # share of an epoch that is read
+PACE = 5e6  # most tokens per second that the simulated training consumes
 BATCH = ROWS * SEQUENCE
 
 
 class LatencyFileSystem(LocalFileSystem):
-    """Files of this machine, LATENCY away."""
+    """Local files with a latency of LATENCY seconds."""
 
     protocol = "latency"
 
@@ -46,7 +46,7 @@ class LatencyFileSystem(LocalFileSystem):
 
 
 def bench_remote_loader(variant: str | None = None, documents: int = DOCUMENTS) -> dict[str, Any]:
-    """A row for each place, order and cache: as fast as it goes, and at PACE tokens a second."""
+    """A row per location, order and cache size: at full speed, and at PACE tokens per second."""
     fsspec.register_implementation("latency", LatencyFileSystem, clobber=True)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -85,8 +85,8 @@ def measure(
     *,
     pace: float | None = None,
 ) -> dict[str, Any]:
-    """Tokens a second over most of an epoch, by the clock and by processor time; how long the first
-    batch took, how many blocks were not there when they were read, and the seconds of that."""
+    """Tokens per second over most of an epoch, in wall-clock and CPU time; seconds to the first
+    batch; number of blocks that readers waited for, and the seconds waited."""
     fields: dict[str, Any] = {"packing": {"name": "best_fit"}, "shuffle": shuffle}
     if max_bytes is not None:
         fields["local_cache"] = {"max_bytes": max_bytes}
@@ -120,7 +120,7 @@ def measure(
 
 
 def waits_of(store: TokenStore) -> tuple[int, float, int]:
-    """Blocks that readers waited for, the seconds, and the blocks that were fetched."""
+    """(Blocks that readers waited for, seconds waited, blocks fetched)."""
     if not isinstance(store.records, RemoteRecords):
         return 0, 0.0, 0
     source = store.records.source

@@ -1,4 +1,4 @@
-"""Passes over activations beside the rate of a copy: each reads and writes its arrays once."""
+"""Benchmark of element-wise and norm ops on activations against the rate of a copy."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -27,11 +27,11 @@ HEAD_DIM = 128
 
 
 class Case(NamedTuple):
-    """An op. run: of a backend's name, the function of `count` arguments, `fixed` of which (the
-    last) have no gradient. forward, both: arrays of [B, T, D] that have to be read or written.
+    """An op. run: backend name -> function of `count` arguments, the last `fixed` of which have no
+    gradient. forward, both: number of [B, T, D] arrays that must be read or written.
 
-    made, learned: which of the results and of the gradients are arrays of their own. The rest, an
-    argument handed on and a gradient once more, would be copied as results of a whole program.
+    made, learned: the results and the gradients that are new arrays. The others (an argument passed
+    through, a repeated gradient) would be copied if the program returned them.
     """
 
     arguments: Callable[[RowsShape, Any, jax.Array], tuple[Any, ...]]
@@ -45,9 +45,9 @@ class Case(NamedTuple):
 
 
 def bench_rows(variant: str | None = None, names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """GB/s of the bytes that have to be read and written, forward alone and with the backward.
+    """GB/s of the bytes that must be read and written, for forward alone and with backward.
 
-    names: of the shapes, backends and ops; default all.
+    names: shapes, backends and ops to measure; default all.
     """
     dtype = compute_dtype("auto")
     yield from growing("rows", dtype, variant, measured_rows(names, dtype))
@@ -74,7 +74,7 @@ def measured_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
 
 
 def inputs_of(case: Case, shape: RowsShape, dtype: Any, key: jax.Array) -> tuple[Any, ...]:
-    """The arguments and a cotangent of each result."""
+    """The arguments, then a cotangent for each result."""
     argument_key, *keys = jax.random.split(key, 4)
     arguments = case.arguments(shape, dtype, argument_key)
     results = jax.tree.leaves(jax.eval_shape(case.run("reference"), *arguments))
@@ -86,7 +86,7 @@ def forward_alone(case: Case, backend: str) -> Callable[..., Any]:
 
 
 def with_backward(case: Case, backend: str) -> Callable[..., Any]:
-    """The results and the gradients, in a later pass."""
+    """A function that returns the results, and the gradients from a later pass."""
 
     def run(*inputs: Any) -> Any:
         learned = case.count - case.fixed
@@ -105,7 +105,7 @@ def small(s: RowsShape) -> RowsShape:
 
 
 def normal(number: int, wider: int = 1) -> Callable[..., tuple[jax.Array, ...]]:
-    """`number` arrays [B, T, wider * D]."""
+    """A function that makes `number` normal arrays [B, T, wider * D]."""
     shape = lambda s: (s.B, s.T, wider * s.D)
     return lambda s, dtype, key: tuple(
         jax.random.normal(k, shape(s), dtype) for k in jax.random.split(key, number)
@@ -113,7 +113,7 @@ def normal(number: int, wider: int = 1) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def heads(s: RowsShape, dtype: Any, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Queries, keys, and the angles' cosines and signed sines."""
+    """Q, K, and the cosines and signed sines of the RoPE angles."""
     q, k = (x.reshape(s.B, s.T, -1, HEAD_DIM) for x in normal(2)(s, dtype, key))
     angle = jnp.arange(s.T)[:, None] * 1e5 ** (-jnp.arange(0, 1, 2 / HEAD_DIM))
     cos, sin = jnp.cos(angle)[None], jnp.sin(angle)[None]

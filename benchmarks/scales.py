@@ -1,4 +1,4 @@
-"""What runs of `verdicts` and of `ladder` share: a size and its settings, and tokens to a loss."""
+"""Shared by `verdicts` and `ladder`: a scale (model and data size), and tokens to a loss."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Scale(NamedTuple):
-    """A size at which techniques are tried. horizons: lengths of the baseline's runs, over steps"""
+    """A size at which techniques are tried. horizons: baseline run lengths over `steps`."""
 
     config: str
     overrides: tuple[str, ...]
@@ -19,12 +19,12 @@ class Scale(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a run, where the overrides have the sizes of its batches."""
+        """Training tokens of a run; the overrides must have the batch size and sequence length."""
         given = dict(one.split("=", 1) for one in self.overrides)
         return self.steps * int(given["train.batch_size"]) * int(given["train.sequence_length"])
 
     def filled(self, switch: str) -> str:
-        """A switch with its shares of the run: <0.25 steps>, <0.5 depth> of the layers, <0.1
+        """A switch with shares of the run filled in: <0.25 steps>, <0.5 depth> (layers), <0.1
         tokens>."""
         share = lambda m: str(max(1, round(float(m[1]) * getattr(self, m[2]))))
         return re.sub(r"<([\d.]+) (steps|depth|tokens)>", share, switch)
@@ -33,7 +33,7 @@ class Scale(NamedTuple):
 def settings_of(
     scale: Scale, overrides: tuple[str, ...], switch: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """A run's overrides: the last value of each key, in the order in which these were given."""
+    """A run's overrides: the last value of each key, in the order in which they were given."""
     last: dict[str, str] = {}
     for one in (*scale.overrides, *overrides, *switch):
         key = one.partition("=")[0]
@@ -43,10 +43,10 @@ def settings_of(
 
 
 def tokens_to(loss: float, frontier: Sequence[tuple[float, float]]) -> tuple[float, bool]:
-    """Tokens of training to a loss, and whether the loss is beyond the runs.
+    """Training tokens to a loss, and whether the loss is outside the range of the runs.
 
     frontier: (tokens, loss) of runs of growing length. Between two of them, and beyond the
-    outermost, the loss is a straight line over the logarithm of the tokens.
+    outermost ones, the loss is linear in log tokens.
     """
     lines = list(pairwise(frontier))
     inside = [line for line in lines if line[1][1] <= loss <= line[0][1]]

@@ -1,7 +1,7 @@
-"""`jaxtrain serve` under load: many clients, some of whom leave in the middle or send garbage.
+"""Soak test of `jaxtrain serve`: many clients, some of which disconnect or send garbage.
 
-Every complete answer is compared with the one that its prompt gets alone, all of them greedy. In
-the end nothing may be held: no page, no place in the batch, no file, no memory.
+Decoding is greedy, and every complete answer is compared with the answer to its prompt alone. In
+the end nothing may leak: no KV page, no slot in the batch, no file, no memory.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from benchmarks.record import describe
 from benchmarks.soak import MIB, flatness
 from jaxtrain.settings import UserError
 
-PROMPTS, SHORTEST, LONGEST = 48, 4, 64  # prompts, and new tokens of their answers
+PROMPTS, SHORTEST, LONGEST = 48, 4, 64  # prompts; fewest and most new tokens of an answer
 LEAVE, GARBAGE = 0.10, 0.05  # shares of requests
-EVERY = 1.0  # seconds between two looks at the memory
-TIES = 0.02  # share of a run's answers that may differ: in 16 bits a tie can fall the other way
-GROWTH, SLACK = 0.10, 64.0  # what the memory may grow: part of it, and MiB
-PATIENCE = 120.0  # seconds of one request
-START = 600.0  # seconds that the server may take to load and compile
-IDLE_S, IDLE_PERCENT = 2.0, 20.0  # of a core in so many seconds: a server that compiles nothing
+EVERY = 1.0  # seconds between two memory samples
+TIES = 0.02  # share of answers that may differ: in 16 bits a tie can resolve either way
+GROWTH, SLACK = 0.10, 64.0  # allowed memory growth: relative, and in MiB
+PATIENCE = 120.0  # timeout of a request in seconds
+START = 600.0  # timeout of loading and compiling in seconds
+IDLE_S, IDLE_PERCENT = 2.0, 20.0  # below this CPU use of a core over IDLE_S seconds, it is idle
 RANDOM_MODEL = [
     "model.depth=2", "model.width=64", "model.head_dim=16", "train.sequence_length=512",
     "train.batch_size=8", "train.device_batch_size=1", "train.steps=1", "data.tokenizer.name=bytes",
@@ -43,7 +43,7 @@ RANDOM_MODEL = [
 
 
 class Reply(NamedTuple):
-    """What came back: status 0 where the connection was closed without an answer."""
+    """A response; status 0 if the connection was closed without one."""
 
     status: int
     text: str
@@ -53,7 +53,7 @@ class Reply(NamedTuple):
 
 
 class Tally:
-    """What the clients met."""
+    """Counts and latencies of all clients."""
 
     def __init__(self):
         self.counts: Counter[str] = Counter()
@@ -67,8 +67,8 @@ class Tally:
 
 
 def write_random_model(folder: Path) -> None:
-    """A small model of bytes with random weights, by a process of its own on the CPU: this one must
-    not take the accelerator from the server."""
+    """Write a small byte model with random weights. A separate process on the CPU does it, since
+    this one must not occupy the server's accelerator."""
     program = f"from benchmarks.serve_soak import save_random; save_random({str(folder)!r})"
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
@@ -92,13 +92,13 @@ def save_random(folder: str) -> None:
 
 
 def request_bytes(path: str, body: bytes) -> bytes:
-    """HTTP/1.0: the answer ends where the connection does."""
+    """An HTTP/1.0 request, whose response ends with the connection."""
     head = f"POST {path} HTTP/1.0\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def garbage(draw: random.Random, name: str) -> bytes:
-    """What no client should send."""
+    """A random malformed or invalid request."""
     ask = lambda **body: request_bytes("/v1/completions", json.dumps(body).encode())
     return draw.choice(
         [
@@ -119,8 +119,8 @@ def garbage(draw: random.Random, name: str) -> bytes:
 async def exchange(
     port: int, data: bytes, leave: float | None = None, half: bool = False
 ) -> tuple[bytes, float, float]:
-    """(answer, seconds to its first byte, seconds to its end). leave: close after so many seconds;
-    half: send no more after this, as a client that has crashed."""
+    """Send a request; returns (response, seconds to its first byte, seconds to its end). leave:
+    disconnect after this many seconds; half: half-close after sending, like a crashed client."""
     begun = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -143,7 +143,7 @@ async def exchange(
 
 
 async def complete(port: int, body: dict[str, Any]) -> Reply:
-    """One completion, in a stream or not."""
+    """Request one completion, streamed or not."""
     data = request_bytes("/v1/completions", json.dumps(body).encode())
     found, first, total = await exchange(port, data)
     head, _, rest = found.partition(b"\r\n\r\n")
@@ -163,7 +163,7 @@ async def complete(port: int, body: dict[str, Any]) -> Reply:
 
 
 def body_of(name: str, prompt: int, stream: bool) -> dict[str, Any]:
-    """The request of a prompt's number: the same text and length each time."""
+    """The request for prompt number `prompt`: always the same text and length."""
     draw = random.Random(prompt)
     text = f"{prompt}: " + "".join(draw.choices("the cat sat on a mat. ", k=draw.randint(1, 200)))
     more = {"stream_options": {"include_usage": True}} if stream else {}
@@ -173,14 +173,14 @@ def body_of(name: str, prompt: int, stream: bool) -> dict[str, Any]:
 
 
 class Load:
-    """Clients that ask until a time is over."""
+    """Clients that send requests for a given time."""
 
     def __init__(self, port: int, name: str):
         self.port, self.name, self.tally = port, name, Tally()
         self.alone: list[str] = []
 
     async def ask_alone(self) -> None:
-        """The answer that each prompt gets when nothing else is asked."""
+        """Store the answer to each prompt when no other request is running."""
         for prompt in range(PROMPTS):
             reply = await complete(self.port, body_of(self.name, prompt, False))
             if reply.status != 200:
@@ -188,13 +188,13 @@ class Load:
             self.alone.append(reply.text)
 
     async def warm_up(self) -> None:
-        """All prompts at once, so that what is compiled for many is compiled."""
+        """Send all prompts at once, so that programs for large batches are compiled."""
         for _ in range(2):
             bodies = [body_of(self.name, prompt, False) for prompt in range(PROMPTS)]
             await asyncio.gather(*(complete(self.port, body) for body in bodies))
 
     async def client(self, seed: int, end: float) -> None:
-        """One client: it asks, leaves or sends garbage until `end`."""
+        """One client: it requests, disconnects or sends garbage until `end`."""
         draw = random.Random(seed)
         while time.perf_counter() < end:
             kind = draw.random()
@@ -236,7 +236,7 @@ class Load:
             self.tally.first.append(reply.first)
 
     async def run(self, clients: int, seconds: float, server: psutil.Process) -> dict[str, Any]:
-        """The curve of the server's memory while the clients ask."""
+        """Run the clients; returns the server's memory curve meanwhile."""
         begin, at, rss = time.perf_counter(), [], []
         end = begin + seconds
         tasks = [asyncio.create_task(self.client(i, end)) for i in range(clients)]
@@ -249,7 +249,7 @@ class Load:
 
 
 def metrics_of(port: int) -> dict[str, float]:
-    """The metrics without labels."""
+    """The server's metrics without labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
         lines = page.read().decode().splitlines()
     pairs = [line.split(" ") for line in lines if re.match(r"[a-z_]+ ", line)]
@@ -257,7 +257,7 @@ def metrics_of(port: int) -> dict[str, float]:
 
 
 def held_of(port: int) -> dict[str, int]:
-    """What the engine holds: 0 of each, once every answer has ended or was cancelled."""
+    """Running and waiting requests, used pages: all 0 once every request ended or was cancelled."""
     found = metrics_of(port)
     names = ("running", "waiting", "pages_used")
     return {name: int(found[f"jaxtrain_engine_{name}"]) for name in names}
@@ -271,7 +271,7 @@ def wait_until_free(port: int, seconds: float = 30.0) -> dict[str, int]:
 
 
 def start_server(run: Path, clients: int) -> tuple[subprocess.Popen[str], int, str]:
-    """(process, port, model's name) of `jaxtrain serve`."""
+    """Start `jaxtrain serve`; returns (process, port, model name)."""
     options = [
         "--port",
         "0",
@@ -292,7 +292,7 @@ def start_server(run: Path, clients: int) -> tuple[subprocess.Popen[str], int, s
 
 
 def wait_until_idle(server: psutil.Process) -> None:
-    """Until nothing is compiled beside any more: that would count as growth of the memory."""
+    """Wait until background compilation ends, since it would count as memory growth."""
     deadline = time.monotonic() + START
     while server.cpu_percent(IDLE_S) > IDLE_PERCENT:
         if time.monotonic() > deadline:
@@ -302,9 +302,9 @@ def wait_until_idle(server: psutil.Process) -> None:
 def bench_serve_soak(
     run: Sequence[str], variant: str | None, clients: int, minutes: float
 ) -> Iterator[dict[str, Any]]:
-    """One record; after it UserError if an answer was lost or wrong, or something is still held.
+    """Yield one record, then raise UserError if an answer was lost or wrong, or something leaked.
 
-    run: a run directory; none: a small random model.
+    run: a run directory; if empty, a small random model.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(run[0]) if run else Path(temporary)
@@ -321,7 +321,7 @@ def bench_serve_soak(
             curve = asyncio.run(load.run(clients, minutes * 60, server))
             seconds = time.perf_counter() - begun
             held = wait_until_free(port)
-            held["files"] = max(0, server.num_fds() - files - 1)  # one of them is the look itself
+            held["files"] = max(0, server.num_fds() - files - 1)  # one of them is this check's own
             process.send_signal(signal.SIGTERM)
             exit_code = process.wait(60)
         finally:
@@ -341,7 +341,7 @@ def bench_serve_soak(
 def row_of(
     tally: Tally, curve: dict[str, list[float]], held: dict[str, int], seconds: float
 ) -> dict[str, Any]:
-    """The figures of a run: counts, latencies in milliseconds, memory, what is still held."""
+    """The record's row: counts, latencies in milliseconds, memory, leaked resources."""
     ms = lambda times, q: round(1000 * float(np.percentile(times, q)), 2) if times else None
     kinds = ("answers", "left", "garbage", "refused", "lost", "crossed", "different",
              "taken garbage")  # fmt: skip
@@ -354,7 +354,7 @@ def row_of(
 
 
 def faults_of(row: dict[str, Any], examples: Sequence[str]) -> list[str]:
-    """What a server must not do, and has done."""
+    """The faults of the server in a row."""
     found = [f"{row[kind]} {kind}" for kind in ("lost", "crossed", "taken_garbage") if row[kind]]
     if row["different"] > row["ties_allowed"]:
         found.append(f"{row['different']} different")

@@ -1,13 +1,13 @@
-"""Host work of a large job, simulated on this machine.
+"""Simulation of a large job's host work on this machine.
 
 One part is the rendezvous, comparison and heartbeats of many processes. The other is the checksum
-list of a checkpoint of 10^5 files.
+list of a checkpoint with 10^5 files.
 
     python -m benchmarks simulate 64 1024 --note "other jobs ran on the same cores"
 
-The processes of the job are threads, `EACH` of them in one process of this machine. Each has a real
-`Coordinator` and a client of JAX's service. They share the cores, so that seconds are an upper
-bound of what hosts of their own would take.
+The job's processes are threads, `EACH` of them in one process of this machine. Each has a real
+`Coordinator` and a client of JAX's coordination service. They share the cores, so the seconds are
+an upper bound of those on separate hosts.
 """
 
 import os
@@ -30,18 +30,18 @@ from jaxtrain.settings import UserError
 from jaxtrain.storage import checksums
 
 PROCESSES = 1024
-EACH = 128  # threads of a process: with 1,024 JAX's clients in one, the kernel takes all time
-FILES = 100_000  # of a checkpoint
-FILE_BYTES = 64  # small: only the checksum list is measured
-TIMEOUT = 480.0  # seconds of a meeting
-HEARTBEAT = 120.0  # seconds; the threads of one machine are slower than processes of many
-BEATING = 10.0  # seconds in which the processor time of the beats is taken
+EACH = 128  # threads per process: with 1,024 JAX clients in one, the OS kernel takes all time
+FILES = 100_000  # files of a checkpoint
+FILE_BYTES = 64  # small, since only the checksum list is measured
+TIMEOUT = 480.0  # timeout of the rendezvous in seconds
+HEARTBEAT = 120.0  # timeout in seconds; threads of one machine are slower than separate hosts
+BEATING = 10.0  # seconds over which the CPU time of heartbeats is measured
 
 
 def bench_simulate(
     options: Sequence[str], variant: str | None = None, note: str | None = None
 ) -> dict[str, Any]:
-    """Rows of so many processes each (default PROCESSES), and of the checksums."""
+    """A row per number of processes in `options` (default PROCESSES), and one of the checksums."""
     counts = [int(option) for option in options] or [PROCESSES]
     workload: dict[str, Any] = {"cores": cores(), "load": os.getloadavg()[0], "each": EACH}
     workload |= {"note": note} if note else {}
@@ -52,7 +52,7 @@ def bench_simulate(
 
 
 class Members:
-    """Some processes of a job in a process of this machine, which does what it is told."""
+    """A local process that simulates some of the job's processes and follows commands."""
 
     def __init__(self, first: int, last: int, count: int, address: str):
         words = [sys.executable, "-m", "benchmarks.simulate", *map(str, (first, last, count))]
@@ -65,7 +65,7 @@ class Members:
         print(what, file=self.process.stdin, flush=True)
 
     def answer(self) -> float:
-        """Its CPU seconds since it began, once the work is done."""
+        """Wait until the work is done; returns the process's CPU seconds since its start."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line.strip():
@@ -74,9 +74,9 @@ class Members:
 
 
 def coordinate(count: int) -> dict[str, Any]:
-    """Seconds of three things: meeting, comparing facts, agreeing on a last step after a request.
+    """Seconds of the rendezvous, of comparing facts, and of agreeing on a last step on request.
 
-    Also the CPU seconds of a second of heartbeats, and those in all.
+    Also the CPU seconds per second of heartbeats, and in total.
     """
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
@@ -84,7 +84,7 @@ def coordinate(count: int) -> dict[str, Any]:
     parts = [Members(*bound, count, address) for bound in bounds]
 
     def all_do(what: str, of: Sequence[Members] = parts) -> tuple[float, float]:
-        """Seconds, and the CPU seconds of these processes since they began."""
+        """Send a command to all; returns seconds, and their CPU seconds since the start."""
         begin = time.perf_counter()
         for part in of:
             part.tell(what)
@@ -116,7 +116,7 @@ def coordinate(count: int) -> dict[str, Any]:
 
 
 def be_members(first: int, last: int, count: int, address: str) -> None:
-    """Processes first..last of a job: each line of stdin is something that all of them do."""
+    """Simulate processes first..last of a job; each line of stdin is a command for all of them."""
     secret = Secret(Path("nowhere"), "", {VARIABLE: "of this simulation"})
     members = [Coordinator(i, count, heartbeat_timeout=HEARTBEAT) for i in range(first, last)]
     threading.stack_size(1 << 19)
@@ -136,7 +136,7 @@ def be_members(first: int, last: int, count: int, address: str) -> None:
 
 
 def checksum_list(count: int) -> dict[str, Any]:
-    """Seconds to write, read and check the list of checksums of so many files."""
+    """Seconds to write, read and check the checksum list of `count` files."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for i in range(count):

@@ -1,4 +1,4 @@
-"""The loader for minutes, as fast as it goes: what this process and its children hold in memory."""
+"""Soak test of the loader at full speed for minutes: memory of this process and its children."""
 
 import os
 import time
@@ -15,21 +15,20 @@ from jaxtrain.data import make_augment, prepare, stores_of, train_batches
 from jaxtrain.data.pool import cores
 from jaxtrain.settings import UserError
 
-EVERY = 2.0  # seconds between two looks at the memory
-LOOKS = 6  # at least so many, or there is nothing to compare
-EDGE = 60.0  # seconds at the beginning and at the end that are compared, at most a third of all
+EVERY = 2.0  # seconds between two memory samples
+LOOKS = 6  # fewest samples that can be compared
+EDGE = 60.0  # seconds at the start and the end that are compared; at most a third of the run
 MIB = 2**20
 
 
 def bench_loader(
     overrides: Sequence[str], variant: str | None = None, minutes: float = 10.0
 ) -> dict[str, Any]:
-    """One row for the store of `data`, prepared if it is not there, read through the real loader.
+    """One row for the store of `data` (prepared if missing), read through the real loader.
 
-    `rss_mib` has samples, EVERY seconds or more apart, of the resident memory of this process and
-    all its children, in MiB, at `seconds`. First and last are the medians of a minute at either
-    end; growth is the slope of the line of least squares through all that comes after the first
-    minute.
+    `rss_mib` has samples, at least EVERY seconds apart, of the resident memory in MiB of this
+    process and all its children, at the times `seconds`. `first` and `last` are the medians of the
+    first and last minute; `growth` is the least-squares slope after the first minute.
     Raises UserError for too few minutes to compare.
     """
     if minutes * 60 < LOOKS * EVERY:
@@ -52,7 +51,7 @@ def bench_loader(
         begin, now, taken, due = time.perf_counter(), 0.0, 0, 0.0
         while now < minutes * 60 or len(seconds) < LOOKS:  # it may stall on a busy machine
             if now >= due:
-                due = now + EVERY  # what a stall skipped is not made up for
+                due = now + EVERY  # samples missed in a stall are not made up
                 seconds.append(round(now, 2))
                 rss_mib.append(round(resident_mib(), 2))
             next(batches)
@@ -72,7 +71,7 @@ def bench_loader(
 
 
 def resident_mib() -> float:
-    """MiB of this process and of all below it; what they share is counted for each."""
+    """Resident MiB of this process and all its descendants; shared memory counts for each."""
     this = psutil.Process()
     total = this.memory_info().rss
     for child in this.children(recursive=True):
@@ -84,11 +83,11 @@ def resident_mib() -> float:
 
 
 def flatness(seconds: Sequence[float], rss_mib: Sequence[float]) -> dict[str, float]:
-    """Medians of the first and last minute and the growth after the first, of a memory curve."""
+    """Medians of the first and last minute of a memory curve, and its growth after the first."""
     s, mib = np.asarray(seconds), np.asarray(rss_mib)
     edge = min(EDGE, s[-1] / 3)
     after = s >= edge
-    after[-2:] = True  # a line takes two, also where all but one came before a stall
+    after[-2:] = True  # the fit needs two samples, even if all but one came before a stall
     return {
         "first_mib": float(np.median(mib[~after])),
         "last_mib": float(np.median(mib[s >= s[-1] - edge])),

@@ -1,4 +1,4 @@
-"""The train step of a configuration: its time, its parts, its memory."""
+"""Benchmark of a configuration's train step: its time, its parts, its memory."""
 
 import sys
 import time
@@ -32,8 +32,8 @@ from jaxtrain.settings import UserError
 from jaxtrain.train.program import compile_step, memory_needed
 from jaxtrain.train.step import State, gradients, make_step, state_shardings
 
-BATCHES = 16  # on the device, in rotation: so few steps do not learn them by heart
-STEPS = 10  # of a window, fewer where they would take longer than this:
+BATCHES = 16  # batches on the device, in rotation; enough that the few steps do not overfit
+STEPS = 10  # steps per window; fewer if they would take longer than this:
 WINDOW_SECONDS = 3.0
 WINDOWS = 3
 
@@ -45,10 +45,10 @@ def bench_step(
     profile_dir: Path | None = None,
     parts: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """The record of a configuration's step; with `profile_dir`, its kernels are written there.
+    """Yield the record of a configuration's step; `profile_dir` gets a profile of its kernels.
 
-    parts: yield it once more with the times of forward + backward and of the optimizer alone, which
-    are programs of their own: a large model's take minutes to compile.
+    parts: yield it again with the times of forward + backward and of the optimizer alone. These are
+    separate programs, which take minutes to compile for a large model.
     """
     w = load_workload(name, overrides)
     limits = ceilings(w.spec.dtype)
@@ -67,7 +67,7 @@ def bench_step(
 
         calls, meter = steps_of_a_window(step, batches), Meter()
         ms = median_ms(step, batches[: 2 * calls], calls=calls, windows=WINDOWS, meter=meter)
-        # The allocator's peak is the process's: an earlier, larger one hides that of this step.
+        # The allocator's peak is per process: an earlier, larger peak hides this step's.
         after = peak_bytes()
         metrics["peak_bytes"] = after if after > before else memory_needed(compiled)
         metrics |= {"ms": ms, "tokens_per_s": 1e3 * w.tokens / ms, "mfu": mfu(w, ms)}
@@ -97,7 +97,7 @@ def bench_step(
 
 
 def steps_of_a_window(step: Callable[..., jax.Array], batches: Sequence[tuple[Any, ...]]) -> int:
-    """How many of these steps fill a window: at least 2, at most STEPS."""
+    """Number of steps that fill a window: at least 2, at most STEPS."""
     jax.block_until_ready(step(*batches[0]))
     begin = time.perf_counter()
     jax.block_until_ready(step(*batches[1]))
@@ -105,7 +105,7 @@ def steps_of_a_window(step: Callable[..., jax.Array], batches: Sequence[tuple[An
 
 
 def compiled_step(w: Workload) -> Any:
-    """For this device. Raises UserError for what does not fit; several threads may call it."""
+    """The step compiled for this device. Raises UserError if it does not fit. Thread-safe."""
     with jax.set_mesh(w.mesh):
         return compile_step(
             make_step(w.spec, w.mesh), abstract_state(w), batch_shapes(w), new_hyperparams(w),
@@ -116,7 +116,8 @@ def compiled_step(w: Workload) -> Any:
 def parts_ms(
     w: Workload, state: State, batches: Any, hyperparams: Any, frozen: Any, calls: int
 ) -> dict[str, float]:
-    """Gradients (with the cast) alone, and the optimizer alone. Uses up the state's memory."""
+    """Milliseconds of gradients (with the cast) alone, and of the optimizer alone. Donates the
+    state."""
     task, factor = w.spec, jnp.float32(1 / w.tokens)
 
     def forward_backward(state: State, frozen: Any, batch: Any) -> Any:
@@ -134,9 +135,9 @@ def parts_ms(
 
 
 def update_ms(w: Workload, state: State, grads: Any, hyperparams: Any) -> float:
-    """Milliseconds of the optimizer alone, in place as the step does it. Uses the state up.
+    """Milliseconds of the optimizer alone, in place as in the step. Donates the state.
 
-    What is not done at each step (SOAP's new basis) counts by its share.
+    Work that is not done at every step (SOAP's new basis) counts by its share.
     """
 
     def update(params: Any, opt: Any, grads: Any, step: jax.Array, hyperparams: Any) -> Any:
@@ -156,7 +157,7 @@ def update_ms(w: Workload, state: State, grads: Any, hyperparams: Any) -> float:
 
 
 def bench_memory(name: str, overrides: Sequence[str], variant: str | None = None) -> dict[str, Any]:
-    """What a configuration's step needs, without running it."""
+    """The memory that a configuration's step needs, without running it."""
     w = load_workload(name, overrides)
     with jax.set_mesh(w.mesh):
         begin = time.perf_counter()
@@ -172,7 +173,7 @@ def bench_memory(name: str, overrides: Sequence[str], variant: str | None = None
 
 
 def memory(compiled: Any) -> dict[str, int]:
-    """Bytes on one device by the compiler's analysis."""
+    """Bytes on one device according to the compiler's memory analysis."""
     m = compiled.memory_analysis()
     return {
         "arguments_bytes": m.argument_size_in_bytes,
@@ -182,12 +183,12 @@ def memory(compiled: Any) -> dict[str, int]:
 
 
 def peak_bytes() -> int:
-    """The fullest local device's peak since the process began; 0 where unknown (CPU)."""
+    """Peak bytes of the fullest local device since the process started; 0 if unknown (CPU)."""
     return max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices())
 
 
 def mfu(w: Workload, ms: float) -> float | None:
-    """Share of the devices' bf16 peak, in nanochat's convention; None for an unknown device."""
+    """MFU against the devices' bf16 peak, in nanochat's convention; None for an unknown device."""
     peak = peak_flops(jax.devices()[0].device_kind)
     if peak is None:
         return None
@@ -198,8 +199,8 @@ def mfu(w: Workload, ms: float) -> float | None:
 
 
 def floors_ms(w: Workload, matmul_tflops: float) -> dict[str, float]:
-    """The step's matmuls, 6 FLOPs a token and weight that it meets, and Muon's, at the measured
-    matmul rate."""
+    """Milliseconds of the step's matmuls (6 FLOPs per token and active weight) and of Muon's, at
+    the measured matmul rate."""
     rate = matmul_tflops * 1e9 * w.mesh.size
     c = w.config
     return {
@@ -209,7 +210,7 @@ def floors_ms(w: Workload, matmul_tflops: float) -> dict[str, float]:
 
 
 def muon_flops(c: Any, specs: Any) -> int:
-    """One orthogonalisation of all matrices."""
+    """FLOPs of one orthogonalization of all matrices; 0 for another optimizer."""
     if not isinstance(c, MuonConfig):
         return 0
     total, steps = 0, len(COEFFICIENTS[c.orthogonalize])

@@ -1,4 +1,4 @@
-"""What our kernels bring to a step: none of them, those of each switch alone, all; and float8."""
+"""Benchmark of a step with none of our kernels, those of each switch alone, all; and in float8."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,8 @@ NONE = (
     "model.kernels={norm: xla, rope: xla, ffn: xla, loss: xla}",
     "optim.symmetric=false",
 )
-OF_MUON = {"symmetric", "polar_express_4"}  # variants that are nothing without it
-# What each switch adds to none; a later override of a key wins.
+OF_MUON = {"symmetric", "polar_express_4"}  # variants that apply only with Muon
+# Overrides that each switch adds to NONE; a later override of a key wins.
 ALONE = {
     "attention": ("model.attention=mosaic",),
     "rows": ("model.kernels.loss=mosaic", "model.kernels.norm=mosaic", "model.kernels.rope=mosaic"),
@@ -30,7 +30,7 @@ ALONE = {
 FP8 = ("model.fp8=blocks",)
 EPILOGUE = ("model.fp8_epilogue=true",)
 QKV, HEAD = ("model.kernels.qkv=mosaic",), ("model.kernels.loss=fp8_head",)
-# Beside all kernels.
+# In addition to all kernels.
 MORE = {
     "three arrays": ("model.kernels.qkv=xla",),
     "fp8_logits": ("model.kernels.loss=fp8_logits",),
@@ -44,7 +44,7 @@ def variants() -> dict[str, tuple[str, ...]]:
     alone = {f"xla and {name}": (*NONE, *more) for name, more in ALONE.items()}
     delayed = (*FP8, "model.fp8_history=16")
     more = {f"bf16 and {name}": lines for name, lines in MORE.items()}
-    # In float8, one array of queries, keys and values is no default: it has one scale.
+    # In float8, one fused QKV array is not the default, since it has a single scale.
     more |= {"fp8_delayed and qkv": (*delayed, *QKV)}
     more |= {"fp8_delayed and epilogue": (*delayed, *EPILOGUE)}
     more |= {"fp8_delayed and all": (*delayed, *QKV, *HEAD)}
@@ -53,7 +53,7 @@ def variants() -> dict[str, tuple[str, ...]]:
 
 
 def is_float8(variant: str) -> bool:
-    """Of the matmuls of the blocks."""
+    """Whether a variant has the blocks' matmuls in float8."""
     return variant.startswith("fp8")
 
 
@@ -64,12 +64,12 @@ def bench_switches(
     profile_dir: Path | None = None,
     checkout: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A record of `bench step` for each variant, or for those named, all of one process.
+    """Yield a record of `bench step` for each variant (or the named ones), all in one process.
 
-    So they share its clocks and its ceilings, and each kernel is compiled once. only: names with
-    commas between, in the order that they are measured in; without the times of a step's parts.
-    checkout: of nanochat, whose own step is measured first, in each precision that is asked for.
-    Raises UserError for an unknown variant, and where the kernels do not serve.
+    So they share clocks and measured ceilings, and each kernel is compiled once. only:
+    comma-separated names, measured in this order, without the times of a step's parts. checkout: of
+    nanochat, whose own step is measured first in each requested precision. Raises UserError for an
+    unknown variant, and if the kernels do not support the device.
     """
     every = variants()
     names = list(every) if only is None else [name.strip() for name in only.split(",")]

@@ -1,4 +1,4 @@
-"""CORE's shapes in random tokens: packed rows against one example per forward."""
+"""Benchmark of CORE's shapes with random tokens: packed rows, and one example per forward pass."""
 
 import math
 import sys
@@ -26,18 +26,18 @@ from jaxtrain.interop.companions import Prompting
 from jaxtrain.model import cast
 from jaxtrain.runs.saved import Saved
 
-SHARE = 8  # of CORE's examples, one in so many is measured
-ONE_BY_ONE = 20  # examples of each task that are measured alone
-MULTIPLE = 128  # lengths alone are rounded up to, so that not each is a program of its own
+SHARE = 8  # one in SHARE of CORE's examples is measured
+ONE_BY_ONE = 20  # examples of each task that are measured one by one
+MULTIPLE = 128  # lengths are rounded up to this one by one, to compile fewer programs
 
 
 class Shape(NamedTuple):
-    """A task: examples, sequences an example, and median tokens with the GPT-2 tokenizer."""
+    """A task: examples, sequences per example, and median tokens with the GPT-2 tokenizer."""
 
     examples: int
     choices: int
-    shared: int  # that the sequences begin with
-    tail: int  # behind that, each
+    shared: int  # tokens of the common prefix
+    tail: int  # tokens after the prefix, per sequence
 
 
 CORE = {
@@ -59,9 +59,10 @@ CORE = {
 def bench_tasks(
     name: str, overrides: Sequence[str], variant: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Seconds that all of CORE would take, without tokenizing: rows `packed`, `one by one` and,
-    where it is installed, `torch, one by one`. The record is yielded again with each row; the
-    speed-up is that over the slowest.
+    """Yield the record of the seconds that all of CORE would take, without tokenization.
+
+    Rows are `packed`, `one by one` and, if torch is installed, `torch, one by one`. The record is
+    yielded again with each row. Speed-ups are over the slowest.
     """
     w = load_workload(name, overrides)
     record = describe("tasks", w.name, variant or w.precision, workload=w.facts()) | {"floor": {}}
@@ -82,7 +83,7 @@ def bench_tasks(
 
 
 def peer_seconds(w: Workload) -> float | None:
-    """By the peer's script, in a process of its own; None where it cannot run."""
+    """Seconds by the peer's script, in its own process; None if it cannot run."""
     if jax.default_backend() != "gpu":
         print("  no peer: it needs a GPU", file=sys.stderr)
         return None
@@ -99,7 +100,7 @@ def peer_seconds(w: Workload) -> float | None:
 
 
 def packed_seconds(w: Workload, params: Any) -> float:
-    """As `evaluate --tasks` runs it, the compiling left out, and counted up to all examples."""
+    """Seconds as in `evaluate --tasks`, without compiling, extrapolated to all examples."""
     ends = Prompting(True, ())
     saved = Saved(w.config, w.spec.graphdef, w.spec.specs, params, byte_tokenizer(), Path(), ends)
     scorer = make_scorer(saved, w.config)
@@ -119,13 +120,14 @@ def questions(w: Workload, shape: Shape, seed: int) -> Iterator[list[Scored]]:
         length = min(round(shape.shared * generator.uniform(0.7, 1.3)), context - shape.tail)
         start = generator.integers(0, w.vocab_size, max(length, 1))
         ends = generator.integers(0, w.vocab_size, (shape.choices, shape.tail))
-        ends[:, 0] = np.arange(shape.choices)  # sequences differ from there on
+        ends[:, 0] = np.arange(shape.choices)  # sequences differ from this token on
         tokens = [np.concatenate([start, end]).astype(np.int32) for end in ends]
         yield [Scored(x, len(start)) for x in tokens]
 
 
 def one_by_one_seconds(w: Workload, params: Any) -> float:
-    """An example's sequences as a batch, whole logits, and a wait for its numbers; compiled."""
+    """Seconds with an example's sequences as a batch, full logits, and a synchronization per
+    example; compiled."""
     params = jax.jit(lambda p: cast(p, w.spec.specs, w.spec.dtype))(params)
 
     @jax.jit
@@ -155,7 +157,7 @@ def one_by_one_seconds(w: Workload, params: Any) -> float:
 
 
 def seconds_of(run: Any, params: Any, size: tuple[int, int], w: Workload) -> float:
-    """Of one example of so many sequences and tokens."""
+    """Seconds of one example of `size` = (sequences, tokens)."""
     tokens = np.random.default_rng(0).integers(0, w.vocab_size, size).astype(np.int32)
     jax.device_get(run(params, tokens))
     begin = time.perf_counter()

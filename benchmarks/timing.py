@@ -1,4 +1,4 @@
-"""How everything is timed, and the two ceilings of the device that nothing can beat."""
+"""Timing functions, and the device's two measured ceilings: matmul and copy rate."""
 
 import contextlib
 import functools
@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from benchmarks.power import Meter
 
-COLD_BYTES = 2**28  # inputs that add up to this do not stay in any device's cache
+COLD_BYTES = 2**28  # inputs of this total size exceed any device's cache
 WINDOW_SECONDS = 0.2
-MOST_CALLS = 1000  # of a window
-# Programs compiled at once: XLA's search among kernels times them on the GPU, where many at once
-# wait for one another.
+MOST_CALLS = 1000  # per window
+# Programs compiled at once: XLA's autotuner times kernels on the GPU, where many at once would
+# wait for each other.
 COMPILERS = 3
-SHORT_MS = 0.2  # below this, a call from Python may take longer than the device does
+SHORT_MS = 0.2  # below this, a call from Python may take longer than the device
 
 
 class Ceilings(NamedTuple):
@@ -37,21 +37,20 @@ def median_ms(
     seconds: float | None = None,
     meter: Meter | None = None,
 ) -> float:
-    """Milliseconds of one call: median over windows of `calls` calls, each waited for at its end.
+    """Milliseconds per call: median over windows of `calls` calls, synchronized after each window.
 
-    A call only joins the device's queue, and the device never idles while the host (some 20 us a
-    call) is quicker than it; so a window's time is the device's, plus one wait. Kernels that are
-    shorter than that: `kernel_ms`.
+    A call only enqueues work, and the device does not idle if the host (about 20 us per call) is
+    faster. So a window's time is the device's, plus one wait. For shorter kernels use `kernel_ms`.
 
     inputs: argument tuples that the calls rotate over (see `rotating`). calls: by default as many
-    as fill `seconds` (0.2). The first calls, which compile and warm up, are not counted. meter: is
-    on during the windows.
+    as fill `seconds` (0.2). The first calls, which compile and warm up, are not counted. meter:
+    runs during the windows.
     """
 
     def window(count: int) -> float:
         begin = time.perf_counter()
         for i in range(count):
-            # Only the last result is kept: the outputs of a whole window may not fit.
+            # Keep only the last result: the outputs of a whole window may not fit.
             result = fn(*inputs[i % len(inputs)])
         jax.block_until_ready(result)
         return (time.perf_counter() - begin) / count
@@ -71,10 +70,10 @@ def kernel_ms(
     compiler_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> float:
-    """Milliseconds of `fn`, which is jitted here, however short it is.
+    """Milliseconds of `fn`, which is jitted here and may be very short.
 
-    A short one is timed as one program that runs it on each input set in turn, so that the host's
-    time is spent once for all of them.
+    A short one is timed as one program that runs it on each input set in turn, so that the host
+    overhead occurs once for all of them.
     """
     compiled = functools.partial(jax.jit, compiler_options=compiler_options)
     ms = median_ms(compiled(fn), inputs, **options)
@@ -84,10 +83,10 @@ def kernel_ms(
 
 
 def one_after_another(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """`fn` on each of some argument tuples.
+    """A function that runs `fn` on each of its argument tuples.
 
-    Each call's inputs wait for the result before, so that XLA can neither join two calls nor move
-    one past another; all results are returned, so that none is left out.
+    Each call's inputs depend on the previous result, so that XLA can neither merge nor reorder
+    calls. All results are returned, so that none is eliminated.
     """
 
     def run(*sets: tuple[Any, ...]) -> list[Any]:
@@ -102,7 +101,7 @@ def one_after_another(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
 
 
 def rotating(make: Callable[[jax.Array], tuple[Any, ...]], seed: int = 0) -> list[tuple[Any, ...]]:
-    """Input sets from random keys, so many (2 to 8) that no call finds its own in a cache."""
+    """2 to 8 input sets from random keys, enough that no call finds its inputs in a cache."""
     keys = iter(jax.random.split(jax.random.key(seed), 8))
     sets = [make(next(keys)), make(next(keys))]
     each = sum(x.nbytes for x in jax.tree.leaves(sets[0]))
@@ -115,7 +114,8 @@ def rotating(make: Callable[[jax.Array], tuple[Any, ...]], seed: int = 0) -> lis
 
 @functools.cache
 def ceilings(dtype: Any) -> Ceilings:
-    """Of the first device: 8192^3 in `dtype`, and a copy of 2 GiB (a CPU: far smaller); kept."""
+    """Ceilings of the first device: a matmul of 8192^3 in `dtype`, and a copy of 2 GiB (far smaller
+    on a CPU). Cached."""
     on_cpu = jax.default_backend() == "cpu"
     size, copied = (512, 2**24) if on_cpu else (8192, 2**31)
 

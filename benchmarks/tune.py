@@ -1,4 +1,4 @@
-"""The table that picks attention's backend and tiling, measured anew."""
+"""Autotuning of the table that selects attention's backend and tiling."""
 
 import json
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ from benchmarks.timing import rotating
 from jaxtrain.cluster.runtime import compute_dtype
 
 Tiling = dict[str, Any]
-# How long each figure takes: there are many of them.
+# Time per measurement; short, since there are many.
 SHORT: dict[str, Any] = {"windows": 3, "seconds": 0.05}
 
 
 def tune_attention(
     out: Path | None = None, variant: str | None = None, names: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Measures backends and tilings, and writes the fastest of each backend into the table.
+    """Measure backends and tilings, and write the fastest tiling of each backend into the table.
 
-    out: folder that gets the new table.json; default the package's own. The record has every
-    figure, also of what lost. names: of the shapes and backends to measure; default all.
+    out: folder for the new table.json; default the package's own. The record has every figure,
+    including slower tilings. names: shapes and backends to measure; default all.
     """
     dtype, figures = compute_dtype("auto"), []
     path = table.PATH if out is None else out / table.PATH.name
@@ -45,7 +45,7 @@ def tune_attention(
             tried, best = sweep(shape, backend, dtype, inputs)
             figures += tried
             rows += [table_row(shape, dtype, best)] if best else []
-        # After each shape: a run that is cut short keeps what it has measured.
+        # Write after each shape, so that an interrupted run keeps its results.
         path.parent.mkdir(parents=True, exist_ok=True)
         table.write_table(rows, path)
     table.read_table.cache_clear()
@@ -69,10 +69,10 @@ def table_row(shape: AttentionShape, dtype: Any, best: dict[str, Any]) -> table.
 def sweep(
     shape: AttentionShape, backend: str, dtype: Any, inputs: Any
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Rows of a backend's candidates, and its best tiling with the rates (None if none serves).
+    """Rows of a backend's candidates, and its best tiling with its rates (None if none works).
 
-    Candidates with the same keys are alternatives; the best of them is part of all that follow.
-    Those of `forward` are compared by the forward alone, others by forward and backward together.
+    Candidates with the same keys are alternatives; the best one is part of all later candidates.
+    Those of `forward` are compared by the forward pass, others by forward and backward together.
     """
     groups: dict[frozenset[str], list[Tiling]] = {}
     for tiling in getattr(BACKENDS[backend], "candidates", lambda shape: [])(shape):
@@ -99,7 +99,7 @@ def sweep(
 def fastest_exact(
     shape: AttentionShape, backend: str, ranked: list[tuple[float, Tiling]], name: str, dtype: Any
 ) -> tuple[Any, float, list[dict[str, Any]]]:
-    """The first tiling whose error is within the bound, its rate, and rows of those before it."""
+    """The first tiling with an error within the bound, its rate, and rows of the rejected ones."""
     wrong = []
     for tflops, tiling in ranked:
         found = errors(shape, our_attention(backend, tiling), WRAPS[name], dtype)

@@ -1,4 +1,4 @@
-"""The page of the verdicts: docs/verdicts.md, made from techniques.yaml and the records."""
+"""The verdicts' page, docs/verdicts.md, generated from techniques.yaml and the records."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ def make_page(path: Path = PAGE, folder: Path = FOLDER) -> Path:
 
 
 def listed(techniques: Sequence[Technique]) -> str:
-    """Techniques without a measurement."""
+    """The list of techniques without a measurement."""
     lines = [f"- {one.name} ({one.paper}): {code(one.switch)}. {one.claim}" for one in techniques]
     return "\n".join(lines) + "\n"
 
@@ -107,7 +107,7 @@ Settings: {code([f"--config {scale.config}", *scale.overrides])}.
 def verdict_rows(
     techniques: Mapping[str, Technique], records: Sequence[Record], baseline: Record
 ) -> Iterator[str]:
-    """Lines of a table, the most tokens saved first. records: of the baseline's scale and device"""
+    """Lines of a table, most tokens saved first. records: of the baseline's scale and device."""
     found = [
         (gain(record, baseline), techniques[record["variant"]], record)
         for record in records

@@ -1,10 +1,10 @@
-"""Trains the runs that verdicts are made of: each technique on each seed, and the baseline.
+"""Train the runs behind the verdicts: each technique with each seed, and the baseline.
 
 Losses come from runs that share a GPU, several at a time. Seconds come from one run of each
-technique that has the GPU to itself, once its programs have been compiled by the others: processes
-load and lower programs side by side, and take turns at the steps. One worker is one process that
-does everything in turn: for models whose steps are so short that the host's other work shows.
-CUDA_VISIBLE_DEVICES=0,1,2 spreads the workers over these GPUs; each GPU then times by one process.
+technique alone on the GPU, after the others have compiled its programs: processes load and lower
+programs in parallel, but run their steps one process at a time. One worker means a single process
+that does everything sequentially, for models whose steps are so short that other host work matters.
+CUDA_VISIBLE_DEVICES=0,1,2 spreads the workers over these GPUs; one process then times on each GPU.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ from jaxtrain.runs.compare import rate_of, read_run, tokens_of
 from jaxtrain.runs.history import MetricsRow
 from jaxtrain.train.loop import train
 
-# Nothing is kept of a run but its metrics.
+# Only the metrics of a run are kept.
 PLAIN = ("checkpoint={every: null, final: false}", "metrics={every: 10, tensorboard: false}",
          "eval.every=null", "sample={every: null, prompts: []}")  # fmt: skip
 
@@ -45,28 +45,28 @@ class Job(NamedTuple):
     name: str  # of the technique
     config: str
     overrides: tuple[str, ...]
-    seed: int  # of the initial weights and of the order of the data
+    seed: int  # of the initial weights and the data order
     steps: int
 
 
 class Outcome(NamedTuple):
-    """What one run came to; `error` in its place where it failed."""
+    """Results of one run, or its `error` if it failed."""
 
     bpb: float | None = None  # held-out bits per byte after the last step
     seconds: float | None = None  # of training alone, without compiling and validating
-    step_bytes: int | None = None  # of a device's memory, as compiled: the largest phase
+    step_bytes: int | None = None  # device memory as compiled, of the largest phase
     tokens: int | None = None
     env: dict[str, object] | None = None
     error: str | None = None
-    text_bytes: int | None = None  # that its tokens stand for; None where its rows do not say
-    seconds_range: tuple[float, float] | None = None  # of two runs, the first and last of a call
-    fill: float | None = None  # of the places in its rows, the share that is no padding
+    text_bytes: int | None = None  # bytes of text of its tokens; None if its metrics lack them
+    seconds_range: tuple[float, float] | None = None  # of two runs: the first and last of a call
+    fill: float | None = None  # share of positions in its rows that are no padding
 
 
 class ExclusiveSteps(Coordinator):
-    """A process that takes its steps while no other of the same lock file takes any.
+    """A process that runs its steps while no other one with the same lock file does.
 
-    It waits after its program is compiled, before its first step, until the file is closed.
+    It takes the lock after compiling, before its first step, and holds it until the file is closed.
     """
 
     def __init__(self, lock: IO[str]):
@@ -80,11 +80,11 @@ class ExclusiveSteps(Coordinator):
 
 
 def train_job(job: Job, folder: Path, alone: bool = False) -> Outcome:
-    """Train one run in this process, its output into a file; the run directory is removed.
+    """Train one run in this process with its output in a file; the run directory is removed.
 
-    alone: no other such run of the folder takes steps on this GPU at the same time.
+    alone: no other run with `alone` in this folder runs steps on this GPU at the same time.
     """
-    own = hashlib.sha256(repr(job.overrides).encode()).hexdigest()[:8]  # tuned values differ alone
+    own = hashlib.sha256(repr(job.overrides).encode()).hexdigest()[:8]  # tells tuned values apart
     name = f"{job.name}-{job.seed}-{job.steps}-{own}"
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     overrides = [*PLAIN, *job.overrides, f"run.name={name}", f"run.directory={folder}",
@@ -99,7 +99,7 @@ def train_job(job: Job, folder: Path, alone: bool = False) -> Outcome:
             coordinator = ExclusiveSteps(lock) if alone else None
             train(load_config(find_config(job.config), overrides), coordinator)
         return read_outcome(run_dir)
-    except Exception as error:  # one technique's fault must not end the others' runs
+    except Exception as error:  # a failing technique must not stop the others
         return Outcome(error=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
     finally:
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -107,7 +107,7 @@ def train_job(job: Job, folder: Path, alone: bool = False) -> Outcome:
 
 
 def read_outcome(run_dir: Path) -> Outcome:
-    """The figures of a finished run."""
+    """The results of a finished run."""
     run = read_run(run_dir)
     checks = [row["bpb"] for row in run.rows if row["kind"] == "validation"]
     train = [row for row in run.rows if row["kind"] == "train"]
@@ -120,10 +120,10 @@ def read_outcome(run_dir: Path) -> Outcome:
 
 
 def steady_seconds(rows: Sequence[MetricsRow], tokens_per_step: int) -> float:
-    """Seconds of training without the start of each phase, which short runs are full of.
+    """Seconds of training without the start of each phase, which dominates short runs.
 
-    Each phase has the median rate of its rows. A row with `start_s` begins a phase: its steps, and
-    those of the row behind it, on which a GPU records its graphs, have no rate where others do.
+    Each phase counts with the median rate of its rows. A row with `start_s` begins a phase. That
+    row and the next one, in which a GPU records its CUDA graphs, are ignored if there are others.
     """
     seconds, before, phase = 0.0, 0, []
     for row, following in zip(rows, (*rows[1:], None)):
@@ -137,8 +137,8 @@ def steady_seconds(rows: Sequence[MetricsRow], tokens_per_step: int) -> float:
 
 
 def text_bytes_of(rows: Sequence[MetricsRow]) -> int | None:
-    """Bytes of text that a run has trained on: a loss in bits a token over one in bits a byte is
-    bytes a token. Of rows that hold the means over all steps."""
+    """Bytes of text that a run has trained on, from bytes per token = bits per token / bits per
+    byte. The rows must hold means over all their steps."""
     total, before = 0.0, 0
     for row in rows:
         if not row.get("bpb"):
@@ -151,12 +151,12 @@ def text_bytes_of(rows: Sequence[MetricsRow]) -> int | None:
 def train_all(
     jobs: Sequence[Job], timed: Sequence[Job], workers: int, done: Path
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Outcomes: first of `jobs`, `workers` at a time, then of `timed`, whose steps are alone on
-    their GPU.
+    """Yield outcomes: first of `jobs`, `workers` at a time, then of `timed`, whose steps run alone
+    on their GPU.
 
     The first run that a process times takes 5 to 6% longer at d12 (LOG.md): it is trained again,
     and its outcome has the seconds of both.
-    done: a file of the outcomes so far, a line each; what it has is not trained again.
+    done: a file with one outcome per line; jobs in it are not trained again.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     gpus, spawn = visible_gpus(), get_context("spawn")
@@ -169,8 +169,8 @@ def train_all(
             }
             yield from had.items()
             count = len(gpus) if alone and gpus else workers
-            together = math.ceil(count / max(1, len(set(gpus))))  # processes of a GPU
-            # Who waits for its turn holds its state alone; a process ends with its turn.
+            together = math.ceil(count / max(1, len(set(gpus))))  # processes per GPU
+            # A waiting process holds only its state, and it exits after its turn.
             share = 0.4 if alone and not gpus else 0.9 / together
             os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{share:.3f}"
             turns: SimpleQueue[str] = SimpleQueue(ctx=spawn)
@@ -204,19 +204,19 @@ def train_all(
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names; none where it is not set."""
+    """The GPUs in CUDA_VISIBLE_DEVICES; empty if it is not set."""
     return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
 
 
 def start_on(turns: SimpleQueue[str], take: bool) -> None:
-    """Begin a worker; `take`: on the GPU whose turn it is."""
+    """Initialize a worker; `take`: on the next GPU of the queue."""
     if take:
         os.environ["CUDA_VISIBLE_DEVICES"] = turns.get()
     start(quiet=True)
 
 
 def read_done(path: Path) -> dict[Job, Outcome]:
-    """The outcomes of a file; a last line without its end, of a killed process, is cut off."""
+    """The outcomes in a file. An incomplete last line, from a killed process, is removed."""
     whole, end, torn = path.read_bytes().rpartition(b"\n")
     if torn:
         print(f"{path}: the last line is not complete; it is removed", file=sys.stderr)
@@ -230,7 +230,7 @@ def _read_line(line: str) -> tuple[Job, Outcome]:
 
 
 def _memory_disk() -> str | None:
-    """A disk in memory, where there is one: run directories are small and short-lived."""
+    """A RAM disk if there is one, since run directories are small and short-lived."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 

@@ -1,15 +1,15 @@
-"""The verdict table: what each technique gains against a tuned baseline, docs/verdicts.md.
+"""The verdict table: gain of each technique over a tuned baseline, docs/verdicts.md.
 
     python -m benchmarks verdicts d4 NAME ... data.train.path=... --record    trains, and records
     python -m benchmarks verdicts d4 NAME ... --tune --record      tries the values of `tune` first
     python -m benchmarks verdicts d4 --time-only ...               renews the seconds of records
     python -m benchmarks verdicts                                  makes the page from the records
 
-The baseline is trained over several lengths, each with its whole decay (Kaddour et al. 2023, No
-Train No Gain, arXiv:2307.06440): its tokens to a loss are read between their ends. A technique's
-gain is the baseline's tokens to the technique's own last loss over the technique's tokens, over
-the seconds of a token of both. Where a technique has another tokenizer, a token of it is not a
-token of the baseline: bytes of text are counted then.
+The baseline is trained for several lengths, each with its full decay (Kaddour et al. 2023, No
+Train No Gain, arXiv:2307.06440): its tokens to a loss are interpolated between their ends. A
+technique's gain in tokens is the baseline's tokens to the technique's final loss over the
+technique's tokens; its gain in time also divides by the ratio of seconds per token. If a technique
+changes the tokenizer, bytes of text are counted instead of tokens.
 """
 
 import itertools
@@ -39,39 +39,39 @@ FOLDER = RESULTS / "verdicts"
 BASELINE = "baseline"
 # 97.5% quantiles of Student's t with n - 1 degrees of freedom, n = 2 to 6 seeds.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
-OWN_STEPS = re.compile(r"\b(until|round_steps): ")  # what of a switch depends on the run's steps
-LESS_MEMORY = 0.95  # a share of the baseline's bytes that counts as less
-ONE_SEED = 1.03  # a speed-up of a single seed that counts as one: seeds differ by 0.005 bits
+OWN_STEPS = re.compile(r"\b(until|round_steps): ")  # switch settings that depend on run length
+LESS_MEMORY = 0.95  # largest ratio to the baseline's bytes that counts as less memory
+ONE_SEED = 1.03  # smallest speed-up of a single seed that counts: seeds differ by 0.005 bits
 
 
 class Technique(NamedTuple):
-    """A row of techniques.yaml."""
+    """An entry of techniques.yaml."""
 
     name: str
     seam: str
     paper: str
     switch: tuple[str, ...]
     scales: tuple[str, ...]
-    claim: str = ""  # of the paper, with the scale at which it was made
-    tune: Mapping[str, tuple[float, ...]] = {}  # values that `--tune` tries, of keys of the switch
+    claim: str = ""  # the paper's claim, with its scale
+    tune: Mapping[str, tuple[float, ...]] = {}  # key of the switch -> values that `--tune` tries
 
 
 class Gain(NamedTuple):
     """A technique's gain over the baseline at one scale. Intervals: 95%; None for one seed."""
 
-    tokens: float  # tokens of the baseline to the technique's loss over the technique's; or bytes
+    tokens: float  # the baseline's tokens (or bytes) to the technique's loss, over the technique's
     interval: tuple[float, float] | None
-    seconds: float | None  # of a token over the baseline's; None where nobody timed it alone
-    bpb: float  # minus that of the baseline's run of as many steps, mean over seeds
+    seconds: float | None  # seconds per token over the baseline's; None if not timed alone
+    bpb: float  # difference to the baseline's run with equally many steps, mean over seeds
     memory: float | None  # bytes of a compiled step over the baseline's
     seeds: int
-    outside: bool  # the loss is beyond what any run of the baseline came to
-    seconds_range: tuple[float, float] | None = None  # against its slowest and its fastest run
+    outside: bool  # the loss is outside the range of the baseline's runs
+    seconds_range: tuple[float, float] | None = None  # over its slowest and its fastest run
 
     @property
     def verdict(self) -> str:
-        """use: surely faster to equal loss, or less memory at no loss of speed. avoid: surely
-        slower, and no less memory. situational: the rest."""
+        """use: significantly faster to equal loss, or less memory at equal speed. avoid:
+        significantly slower without less memory. situational: all others."""
         if self.seconds is None or self.memory is None:
             return "not timed"
         low, high = self.interval or (self.tokens / ONE_SEED, self.tokens * ONE_SEED)
@@ -106,10 +106,11 @@ def train_verdicts(
     time_only: bool = False,
     tune: bool = False,
 ) -> None:
-    """Train techniques (default all) at a scale. arguments: its name, names, key.path=value.
+    """Train techniques (default all) at a scale.
 
-    time_only: one run of each, alone; its seconds and bytes go into the record that is there.
-    tune: the first seed tries each value of a technique's `tune`; all seeds train with the best.
+    arguments: the scale's name, techniques' names, key.path=value. time_only: one run of each
+    technique alone; its seconds and bytes update the existing record. tune: the first seed tries
+    each value of a technique's `tune`; all seeds train with the best.
     """
     scales, techniques = read_table()
     overrides = tuple(one for one in arguments if "=" in one)
@@ -129,7 +130,7 @@ def train_verdicts(
         scale = scale._replace(seeds=scale.seeds[:1], horizons=(1.0,))
         chosen = [name for name in chosen if (which, name) in records]
     switches = {name: switch_of(name, techniques, scale) for name in chosen}
-    if time_only:  # of a tuned technique, as it was recorded
+    if time_only:  # a tuned technique runs with its recorded values
         switches = {name: tuple(records[which, name]["switch"]) for name in chosen}
     done = Path("runs") / "verdicts" / f"{which}.jsonl"
     tried: dict[str, list[Record]] = {}
@@ -148,13 +149,13 @@ def train_verdicts(
     if BASELINE not in chosen and any(map(another_tokenizer, switches.values())):
         baseline = records.get((which, BASELINE))
         if baseline is not None:
-            bytes_per_token(baseline)  # an error now, not after the training
+            bytes_per_token(baseline)  # raise now, not after the training
     jobs, timed = jobs_of(scale, switches, overrides, warm=workers > 1)
     found: dict[str, dict[Job, Outcome]] = {name: {} for name in chosen}
     alone = {job.name: job for job in timed}
     for job, outcome in train_all(jobs, timed, workers, done):
         if job.steps > 2:
-            found[job.name].pop(job, None)  # of a run that compiled it: the last one was alone
+            found[job.name].pop(job, None)  # drop the run that compiled; the last one ran alone
             found[job.name][job] = outcome
         if record and job == alone[job.name]:
             if time_only:
@@ -165,7 +166,7 @@ def train_verdicts(
 
 
 def check_text(scale: Scale, overrides: tuple[str, ...]) -> None:
-    """Raises UserError where the text that the runs train on is not there."""
+    """Raise UserError if the training text is missing."""
     config = load_config(find_config(scale.config), settings_of(scale, overrides, ()))
     try:
         for source in sources_of(config.data.train).values():
@@ -185,7 +186,7 @@ def tuning_jobs(
     switches: Mapping[str, tuple[str, ...]],
     overrides: tuple[str, ...],
 ) -> list[Job]:
-    """A run of the first seed for each combination of the values that techniques are tuned by."""
+    """A run with the first seed for each combination of a technique's values to tune."""
     jobs = []
     for name, switch in switches.items():
         values = techniques[name].tune if name != BASELINE else {}
@@ -202,11 +203,11 @@ def jobs_of(
     overrides: tuple[str, ...],
     warm: bool = True,
 ) -> tuple[list[Job], list[Job]]:
-    """Runs that may share the GPU, and one of each technique that is timed alone.
+    """(Runs that may share the GPU, one run of each technique that is timed alone).
 
-    warm: of a scale with one seed the former are two steps each: they compile, several at a time.
-    A run whose steps its switch names (the end of a phase, a round) is whole there: a program that
-    is compiled later tunes its kernels on the GPU that another run is timed on.
+    warm: at a scale with one seed, the former have two steps each and only compile, several at a
+    time. A run whose switch depends on its steps (the end of a phase, a round) is full-length
+    there. Otherwise a program compiled later would autotune on the GPU while another run is timed.
     """
     jobs, timed = [], []
     warm = warm and len(scale.seeds) == 1
@@ -232,7 +233,7 @@ def save(
     out: Path,
     tuned: Sequence[Record] = (),
 ) -> None:
-    """One JSON of a technique's runs; the last is the one that had the device to itself."""
+    """Write the record of a technique's runs; the last one ran alone on the device."""
     (last, alone), name = runs[-1], runs[-1][0].name
     if alone.error:
         return
@@ -258,7 +259,7 @@ def save(
 
 
 def seconds_of(alone: Outcome) -> Record:
-    """The seconds of a run that was alone; of one that ran twice, their range as well."""
+    """The seconds of a run that ran alone, and their range if it ran twice."""
     found: Record = {"seconds": round(alone.seconds or 0, 3)}
     if alone.seconds_range:
         found["seconds_range"] = [round(x, 3) for x in alone.seconds_range]
@@ -266,7 +267,7 @@ def seconds_of(alone: Outcome) -> Record:
 
 
 def save_seconds(record: Record, alone: Outcome, out: Path) -> None:
-    """A record with the seconds and bytes of a run that was alone; its losses stay."""
+    """Update a record with the seconds and bytes of a run that ran alone; its losses stay."""
     if alone.error:
         return
     assert alone.env is not None and alone.bpb is not None
@@ -287,7 +288,7 @@ def another_tokenizer(switch: Sequence[str]) -> bool:
 
 
 def bytes_per_token(record: Record) -> float:
-    """Bytes of text that a token of a run stands for. UserError where the record has none."""
+    """Bytes of text per token of a run. Raises UserError if the record lacks them."""
     m = record["metrics"]
     if not m.get("text_bytes"):
         which, name = record["config"], record["variant"]
@@ -300,8 +301,8 @@ def bytes_per_token(record: Record) -> float:
 
 
 def text_per_token(record: Record, baseline: Record) -> float:
-    """Text of a technique's token over that of the baseline's; 1 where the tokenizer is the same:
-    that another order of the data has other bytes is no gain."""
+    """Bytes per token of a technique over the baseline's. With the same tokenizer it is 1, since
+    different bytes from another data order are no gain."""
     if not another_tokenizer(record.get("switch", ())):
         return 1.0
     return bytes_per_token(record) / bytes_per_token(baseline)
@@ -334,12 +335,12 @@ def gain(record: Record, baseline: Record) -> Gain:
 
 
 def read_all(folder: Path = FOLDER) -> list[Record]:
-    """All records; `file` is the name."""
+    """All records; `file` is the file name."""
     return [json.loads(p.read_text()) | {"file": p.name} for p in sorted(folder.glob("*.json"))]
 
 
 def read_records(folder: Path = FOLDER) -> dict[tuple[str, str], Record]:
-    """(scale, technique) -> its record, the newest of several devices."""
+    """(scale, technique) -> its record; with several devices, the newest."""
     records = sorted(read_all(folder), key=lambda one: one["when"])
     return {(one["config"], one["variant"]): one for one in records}
 

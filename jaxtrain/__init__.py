@@ -7,7 +7,7 @@
     model = jaxtrain.load(result.directory)
     print(model.generate("ROMEO:"))
 
-A name is imported when it is used: `import jaxtrain` loads no JAX.
+Names are imported lazily: `import jaxtrain` loads no JAX.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""`jaxtrain COMMAND`: one table, command -> module; a module is imported when it is called.
+"""`jaxtrain COMMAND`: a table of commands and their modules, which are imported when called.
 
-What is imported here, and the `arguments.py` of each folder, imports no JAX: help is at once there.
+This module's imports and the `arguments.py` of each folder import no JAX, so help is instant.
 """
 
 import difflib
@@ -18,14 +18,14 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 class Command(NamedTuple):
-    """A command's place. `main` and `parser` are MODULE:FUNCTION below `jaxtrain.`."""
+    """An entry of the command table. `main` and `parser` are MODULE:FUNCTION below `jaxtrain.`."""
 
     group: str
     main: str
     parser: str
     summary: str
-    first: tuple[str, ...] = ()  # arguments in front of those that are typed
-    joined: bool = False  # in the row of the command before it, so that help is one screen
+    first: tuple[str, ...] = ()  # arguments put before the typed ones
+    joined: bool = False  # shares the help line of the command before it: help is one screen
 
 
 COMMANDS = {
@@ -137,7 +137,7 @@ EXAMPLE = "jaxtrain train --config quickstart"
 
 
 def overview() -> str:
-    """One screen: the commands by group, and how to begin."""
+    """The help screen: the commands by group, and a first example."""
     lines = [f"jaxtrain {__version__}: {EXAMPLE}; COMMAND --help says more"]
     rows: list[list[str]] = []
     for name, one in COMMANDS.items():
@@ -150,14 +150,14 @@ def overview() -> str:
 
 
 def find(place: str) -> Callable[..., Any]:
-    """MODULE:FUNCTION below `jaxtrain.`."""
+    """Import and return MODULE:FUNCTION below `jaxtrain.`."""
     module, _, function = place.partition(":")
     return getattr(importlib.import_module(f"jaxtrain.{module}"), function)
 
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns its exit code. `jaxtrain --config ...` is `jaxtrain train ...`."""
+    """Run one command; returns its exit code. `jaxtrain --config ...` is `jaxtrain train ...`."""
     words = sys.argv[1:] if argv is None else argv
     if "_ARGCOMPLETE" in os.environ:
         complete()
@@ -184,11 +184,11 @@ def main(argv: list[str] | None = None) -> int:
     return find(one.main)([*one.first, *arguments])
 
 
-# ---- the commands that stand here --------------------------------------------------------------
+# ---- commands of this module -------------------------------------------------------------------
 
 
 def config_parser() -> Parser:
-    """Of `jaxtrain config`."""
+    """Parser of `jaxtrain config`."""
     parser = Parser(
         "jaxtrain config",
         description="The shipped configurations; with a NAME that one, resolved.",
@@ -201,7 +201,7 @@ def config_parser() -> Parser:
 
 @command
 def show_config(argv: list[str] | None = None) -> int:
-    """Print the schema, a resolved configuration, or the list of those that are shipped."""
+    """Print the schema, a resolved configuration, or the list of shipped ones."""
     a = config_parser().parse_intermixed_args(argv)
     if a.schema:
         return print(find("config:json_schema")(), end="") or 0
@@ -214,7 +214,7 @@ def show_config(argv: list[str] | None = None) -> int:
 
 
 def completion_parser() -> Parser:
-    """Of `jaxtrain completion`."""
+    """Parser of `jaxtrain completion`."""
     parser = Parser(
         "jaxtrain completion",
         description="Print the script that completes `jaxtrain` in a shell: in bash, "
@@ -233,7 +233,7 @@ def show_completion(argv: list[str] | None = None) -> int:
 
 
 def complete() -> None:
-    """Answer the shell's question, which argcomplete reads from the environment, and exit."""
+    """Answer the shell's completion request, which argcomplete reads from the environment; exit."""
     argcomplete = importlib.import_module("argcomplete")
     argparse = importlib.import_module("argparse")
     parser = argparse.ArgumentParser("jaxtrain")
@@ -244,7 +244,7 @@ def complete() -> None:
 
 
 def candidates(prefix: str, action: Any, **_: Any) -> list[str]:
-    """What an argument may be: names of configs, fields, values of a field, or files."""
+    """Completions of an argument: names of configs, fields, values of a field, or files."""
     if action.dest == "config":
         return [*shipped_configs(), *files(prefix)]
     if action.dest != "overrides":

@@ -43,7 +43,7 @@ class Help(argparse.Action):
 
 
 def train_parser() -> Parser:
-    """Of `jaxtrain train`."""
+    """Parser of `jaxtrain train`."""
     parser = Parser(
         "jaxtrain train",
         usage="%(prog)s [--config NAME] [key.path=value ...]",
@@ -74,7 +74,7 @@ def train_parser() -> Parser:
 
 
 def estimate_parser() -> Parser:
-    """Of `jaxtrain estimate`, which is `jaxtrain train --dry-run`."""
+    """Parser of `jaxtrain estimate`, which is `jaxtrain train --dry-run`."""
     parser = Parser(
         "jaxtrain estimate",
         description="What a step needs on devices that are not here: memory, exchanges, time.",
@@ -86,14 +86,14 @@ def estimate_parser() -> Parser:
 
 
 def add_config(parser: Parser) -> None:
-    """--config and overrides."""
+    """Add --config and the overrides."""
     parser.add_argument("--config", help="a YAML file, or the bare name of a shipped config")
     add_overrides(parser)
 
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 where a dry run says that it does not fit, or 2 after one line
+    """Run the command; returns the exit code: 0, 1 if a dry run does not fit, or 2 after one line
     about what the user can fix."""
     parser = train_parser()
     if not (sys.argv[1:] if argv is None else argv):
@@ -101,13 +101,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2  # a script whose arguments are missing should notice
     try:
         return run(parser.parse_intermixed_args(argv))
-    except KeyboardInterrupt:  # outside the loop, which saves and stops by itself, or the second
+    except KeyboardInterrupt:  # outside the loop (which saves and stops on one), or a second one
         print("interrupted; the same command goes on from its last checkpoint", file=sys.stderr)
         return 130
 
 
 def run(a: argparse.Namespace) -> int:
-    """Train, or what the options ask for in its place; JAX is imported here."""
+    """Train, print the configuration, or do a dry run. JAX is imported here."""
     from jaxtrain.config import find_config, load_config
     from jaxtrain.config.overrides import check_once
     from jaxtrain.estimate.dry_run import check_dry, dry_overrides, preflight_of
@@ -134,7 +134,7 @@ def run(a: argparse.Namespace) -> int:
 
 
 def train_as_job(a: argparse.Namespace, config: "Config", overrides: list[str]) -> None:
-    """Train, alone or as one of the processes that the options or a launcher say."""
+    """Train in a single process, or as one process of the job that options or a launcher define."""
     from jaxtrain.cluster.processes import find_place, joined
     from jaxtrain.cluster.runtime import start
     from jaxtrain.estimate.fit import fitted

@@ -1,4 +1,4 @@
-"""What every part of the configuration shares, and the error that the user can fix."""
+"""Base class of all configuration sections, UserError, and helpers of the commands."""
 
 import argparse
 import errno
@@ -27,7 +27,7 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_meant(cls, given: Any) -> Any:
-        """Refuses what pydantic would take for something else (true for 1), or works nowhere."""
+        """Refuse values that pydantic would coerce (true to 1) or that work nowhere."""
         for name, value in given.items() if isinstance(given, dict) else ():
             if (field := cls.model_fields.get(name)) and (reason := _fault(value, field)):
                 raise PydanticCustomError(NOT_MEANT, "{why}", {"field": name, "why": reason})
@@ -40,19 +40,19 @@ def derived_field(
     le: int | float | None = None,
     gt: int | float | None = None,
 ) -> Any:
-    """A field that follows from others where it is left open (None); a resolved section has none
-    that is open. Its type is a parameter of the section's class: `int | None`, resolved `int`."""
+    """A field that is derived from others if it is None; a resolved section has no None left. Its
+    type is a parameter of the section's class: `int | None`, or `int` if resolved."""
     return Field(None, description=description, ge=ge, le=le, gt=gt)
 
 
-NOT_MEANT = "not_meant"  # the type of an error that says its field itself
+NOT_MEANT = "not_meant"  # type of validation errors whose `ctx` names the field
 
 
 def _fault(value: Any, field: FieldInfo) -> str | None:
-    """What is wrong with a plain value of a field, whatever else it must be."""
+    """Why a plain value is wrong for a field, before pydantic validates it; None if it is fine."""
     kinds = set(_leaves(field.annotation))
     if any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds):
-        return None  # its own fields are looked at
+        return None  # a section, whose own fields are checked
     counts = not kinds.isdisjoint((int, float)) and bool not in kinds
     for one in _inside(value):
         if counts and isinstance(one, bool):
@@ -65,13 +65,13 @@ def _fault(value: Any, field: FieldInfo) -> str | None:
 
 
 def _leaves(annotation: Any) -> Iterator[Any]:
-    """The types that an annotation is made of."""
+    """Yield the types that an annotation is made of."""
     parts = get_args(annotation)
     yield from (leaf for part in parts for leaf in _leaves(part)) if parts else (annotation,)
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """A plain value, or what its lists and sections hold, keys too."""
+    """Yield a plain value, or all values and keys nested in its lists and sections."""
     if isinstance(value, (dict, list, tuple)):
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         yield from (one for part in parts for one in _inside(part))
@@ -80,15 +80,14 @@ def _inside(value: Any) -> Iterator[Any]:
 
 
 def is_text(text: str) -> bool:
-    """Whether a text can be a file's name and be written: no NUL, no half of a surrogate pair."""
+    """Whether a string can be a file name and be encoded: no NUL, no unpaired surrogate."""
     return not re.search("[\0\ud800-\udfff]", text)
 
 
 class UserError(Exception):
-    """Something that the user can put right: a command prints it as one line and exits with code 2.
+    """An error that the user can fix: a command prints it as one line and exits with code 2.
 
-    The message says what was wrong, where, and what would be right. Several arguments are several
-    such lines.
+    The message says what is wrong, where, and what would be right. Each argument is one such line.
     """
 
     def __str__(self) -> str:
@@ -104,20 +103,20 @@ Pairs = list[tuple[str, Any]]
 def parse_json(
     text: str | bytes, where: str, object_of: Callable[[Pairs], Any] | None = None
 ) -> Any:
-    """The value of a JSON text; UserError that begins with `where` for what is none.
+    """Parse JSON. Raises UserError that begins with `where` for invalid JSON.
 
-    object_of: makes an object of its names and values, and may raise ValueError.
+    object_of: makes an object from its (name, value) pairs, and may raise ValueError.
     """
     try:
         return json.loads(text, object_pairs_hook=object_of)
     except RecursionError:
         raise UserError(f"{where} is not valid JSON: it is nested too deep") from None
-    except ValueError as error:  # numbers of thousands of digits, and bytes that are not UTF-8, too
+    except ValueError as error:  # also numbers of thousands of digits, and bytes that are not UTF-8
         raise UserError(f"{where} is not valid JSON: {error}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds; UserError for a file that holds none."""
+    """The object in a JSON file. Raises UserError for a missing file or one without an object."""
     try:
         found = parse_json(path.read_bytes(), str(path))
     except FileNotFoundError as error:
@@ -128,7 +127,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def visible(text: str) -> str:
-    """Text for a terminal or a page: control characters as symbols, so that they do nothing there.
+    """Text that is safe for a terminal or a page: control characters become visible symbols.
 
     An escape sequence could change a terminal's title, colours or even its contents, and a page
     with a NUL is not HTML. Line feeds, tabs and the carriage return before a line feed stay.
@@ -137,15 +136,15 @@ def visible(text: str) -> str:
 
 
 CONTROL = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-SYMBOLS = {i: 0x2400 + i for i in range(0x20)} | {0x7F: 0x2421}  # of Unicode; C1 has none
+SYMBOLS = {i: 0x2400 + i for i in range(0x20)} | {0x7F: 0x2421}  # Unicode has none for C1
 
 
 # ---- commands ----------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
-    """The arguments of a command. What is wrong with them is a UserError: one line, not the usage
-    as well."""
+    """Argument parser of a command. Wrong arguments raise UserError: one line, without the
+    usage."""
 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -159,12 +158,12 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
 
-TINY = 1e-30  # the least number above 0 of an argument
+TINY = 1e-30  # smallest positive value of an argument
 SEEDS = 2**63 - 1
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
-    """The type of an argument that is a whole number from `least` to `most`."""
+    """The argparse type of an integer from `least` to `most`."""
 
     def read(text: str) -> int:
         if re.fullmatch(r"[-+]?[0-9]{1,20}", text) and least <= int(text) <= most:
@@ -177,7 +176,7 @@ def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def real(least: float, words: str, most: float = math.inf) -> Callable[[str], float]:
-    """The type of an argument that is a finite number, as `words` say, from `least` to `most`."""
+    """The argparse type of a finite float from `least` to `most`, a range that `words` describe."""
 
     def read(text: str) -> float:
         try:
@@ -191,7 +190,7 @@ def real(least: float, words: str, most: float = math.inf) -> Callable[[str], fl
     return read
 
 
-# What is wrong with a path or a disk, not with the code.
+# Errors of a path or a disk, not of the code.
 DISK = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
     errno.ENOSPC, errno.EDQUOT, errno.ELOOP, errno.ENAMETOOLONG, errno.EFBIG, errno.EIO,
@@ -199,12 +198,12 @@ DISK = (
 )  # fmt: skip
 
 
-MOST_SHOWN = 2000  # characters of a message
+MOST_SHOWN = 2000  # longest message in characters
 
 
 def command(main: Callable[..., int]) -> Callable[..., int]:
-    """A command's main(argv), which returns its exit code; a UserError is one line and 2, and so
-    is a path that cannot be read or written."""
+    """Decorator of a command's main(argv), which returns its exit code. A UserError, a file error
+    or running out of memory prints one line and returns 2."""
 
     @functools.wraps(main)
     def run(*args: Any, **kwargs: Any) -> int:
@@ -215,7 +214,7 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
         except UserError as error:
             for line in error.args or ("",):
                 say_error(str(line))
-        except BrokenPipeError:  # the reader has gone, as in `--help | head`
+        except BrokenPipeError:  # the reader closed the pipe, as in `--help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except OSError as error:
@@ -233,7 +232,7 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def say_error(line: str) -> None:
-    """Print it as one line, whatever names and values it quotes; without the password of a URL."""
+    """Print an error as one line, with control characters escaped and URL passwords removed."""
     line = re.sub(r"://[^\s/@'\"]*:[^\s/@'\"]*@", "://...@", line)
     if len(line) > MOST_SHOWN:
         line = f"{line[: MOST_SHOWN // 2]} ... {line[-MOST_SHOWN // 2 :]}"

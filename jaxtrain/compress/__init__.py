@@ -1,4 +1,4 @@
-"""What makes a trained model smaller: `jaxtrain quantize`.
+"""Compression of trained models: `jaxtrain quantize`, `prune` and `shrink`.
 
-A method of quantization is one function and one row of METHODS (methods.py).
+A quantization method is one function and one entry of METHODS (methods.py).
 """

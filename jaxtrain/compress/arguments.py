@@ -7,7 +7,7 @@ from jaxtrain.cluster.arguments import add_ray
 from jaxtrain.evaluation.arguments import add_model
 from jaxtrain.settings import Parser, real, whole
 
-# The rows of compress.methods.METHODS; a test checks.
+# The entries of compress.methods.METHODS, as a test checks.
 METHODS = {
     "int8": "8-bit integers, a scale a column",
     "int4": "4-bit integers, a scale a group of inputs; round to nearest",
@@ -17,7 +17,7 @@ METHODS = {
     "nf4": "4-bit NormalFloat in blocks of 64, as QLoRA's base",
     "float8": "float8 e4m3, a scale a column",
 }
-# The rows of compress.sparsify.METHODS; a test checks.
+# The entries of compress.sparsify.METHODS, as a test checks.
 PRUNING_METHODS = {
     "magnitude": "the smallest weights of each matrix; reads no text",
     "wanda": "the smallest |weight| x norm of its input, of each output",
@@ -26,7 +26,7 @@ PRUNING_METHODS = {
 
 
 def compress_parser(name: str, description: str, methods: dict[str, str] | None = None) -> Parser:
-    """Of a command that makes another model of a saved one: RUN, --step, --out, --method."""
+    """Parser of a command that turns a saved model into another: RUN, --step, --out, --method."""
     methods = methods or {}
     parser = Parser(
         f"jaxtrain {name}",
@@ -42,7 +42,7 @@ def compress_parser(name: str, description: str, methods: dict[str, str] | None 
 
 
 def quantize_parser() -> Parser:
-    """Of `jaxtrain quantize`: a saved model, its matrices in few bits."""
+    """Parser of `jaxtrain quantize`: store a saved model's matrices in few bits."""
     parser = compress_parser(
         "quantize",
         "Quantize a trained model's matrices, without training. The original stays.",
@@ -70,7 +70,7 @@ def quantize_parser() -> Parser:
 
 
 def prune_parser() -> Parser:
-    """Of `jaxtrain prune`: a saved model, a share of its matrices' weights zero."""
+    """Parser of `jaxtrain prune`: set a share of a saved model's weights to zero."""
     parser = compress_parser(
         "prune",
         "Make weights of a trained model zero, without training. The original stays.",
@@ -84,14 +84,14 @@ def prune_parser() -> Parser:
 
 
 def add_calibration(parser: Parser, name: str) -> None:
-    """The text whose statistics a method reads."""
+    """Add the options of the calibration text."""
     parser.add_argument(name, type=Path, help="calibration text; default data.train's")
     parser.add_argument("--sequences", type=whole(1), default=128, help="of that text (128)")
     parser.add_argument("--length", type=whole(2), help="tokens of each; train.sequence_length")
 
 
 def shrink_parser() -> Parser:
-    """Of `jaxtrain shrink`: a saved model with fewer layers, channels or heads."""
+    """Parser of `jaxtrain shrink`: cut layers, channels or heads from a saved model."""
     parser = compress_parser(
         "shrink",
         "Cut layers, channels and heads that matter least out of a trained model. The original "

@@ -1,9 +1,9 @@
 """AWQ: inputs with large activations are scaled up before rounding to 4 bits (Lin et al. 2023,
 arXiv:2306.00978).
 
-The scales are mean |x| to a power alpha. Of 20 powers the one is taken whose rounding changes the
-matrix's outputs least on the calibration text. Alpha = 0 is round to nearest, so the error on that
-text is never larger than absmax's.
+The scales are (mean |x|)^alpha. Of 20 values of alpha, the one is chosen that changes the matrix's
+outputs least on the calibration text. Alpha = 0 is round to nearest, so the error on that text is
+never larger than that of absmax.
 """
 
 import functools
@@ -18,9 +18,9 @@ POWERS = 20  # alpha = 0, 1/20 .. 19/20
 
 
 def input_scales(magnitude_K: Float[Array, " K"], alpha: Float[Array, ""]) -> Float[Array, " K"]:
-    """magnitude^alpha over the geometric mean of its least and its largest, as bfloat16 holds it.
+    """magnitude^alpha, divided by the geometric mean of its extremes and rounded to bfloat16.
 
-    magnitude_K: mean |x| of each input; one that is always 0 counts as the least that is not.
+    magnitude_K: mean |x| of each input; a zero is replaced by the smallest nonzero value.
     """
     least = jnp.min(jnp.where(magnitude_K > 0, magnitude_K, jnp.inf))
     least = jnp.where(jnp.isfinite(least), least, 1.0)
@@ -44,9 +44,10 @@ def best_scales(
     hessian_KK: Float[Array, "K K"],
     group_size: int,
 ) -> Float[Array, " K"]:
-    """The scales of the inputs, of matrices side by side: columns are rounded one by one.
+    """The input scales with the least output error.
 
-    Raises UserError as `int4.group_of` does.
+    Concatenated matrices are allowed, since columns are rounded independently. Raises UserError as
+    `int4.group_of` does.
     """
 
     def error(alpha: Float[Array, ""]) -> Float[Array, ""]:
@@ -60,7 +61,7 @@ def best_scales(
 def scaled_int4(
     w_KN: Float[Array, "K N"], scales_K: Float[Array, " K"], group_size: int
 ) -> ScaledInt4Weight:
-    """The nearest codes of diag(scales) W. Raises UserError as `int4.group_of` does."""
+    """Round diag(scales) W to the nearest codes. Raises UserError as `int4.group_of` does."""
     scaled_KN = w_KN * scales_K[:, None]
     steps_GN = int4_scales(scaled_KN, group_size)
     packed = pack_int4(int4_codes(scaled_KN, steps_GN).astype(jnp.int8), steps_GN, w_KN.dtype.name)

@@ -1,12 +1,12 @@
-"""What the matrices of a model see of a text: statistics of their inputs, layer by layer.
+"""Statistics of the inputs of a model's matrices on a calibration text, layer by layer.
 
 All sequences pass a layer before any passes the next one. Memory holds their residual streams and
-the statistics of one layer. A method may change a layer's matrices after it has seen them: later
-layers then read the outputs of the changed layer, as in GPTQ and SparseGPT.
+the statistics of one layer. A method may change a layer's matrices after reading their statistics:
+later layers then read the outputs of the changed layer, as in GPTQ and SparseGPT.
 
-The unit of work is a block of BLOCK batches in front of one layer. Statistics are summed over a
-block's batches, then over the blocks, in order, so that a Ray cluster gives the sums of one host.
-A node is sent all that a block needs, the layer's weights too: after a loss nothing is replayed.
+The unit of work is one layer on a block of BLOCK batches. Statistics are summed over a block's
+batches, then over the blocks, in order, so that a Ray cluster gives the same sums as one host. Each
+task carries all that a block needs, the layer's weights too: a lost node needs no replay.
 """
 
 import dataclasses
@@ -38,31 +38,31 @@ from jaxtrain.settings import UserError
 from jaxtrain.weights.contract import Weight
 from jaxtrain.weights.params import Params, is_block_matrix, path_name
 
-BATCH = 8  # sequences that run through a layer at once, at most
-BLOCK = 4  # batches whose statistics a node sums
+BATCH = 8  # most sequences in one batch through a layer
+BLOCK = 4  # batches per unit of work of a node
 
 
 class Inputs(NamedTuple):
     """Statistics of a matrix [K, N]'s inputs x over all tokens, float32."""
 
-    tokens: Array  # number of them
+    tokens: Array  # token count
     square_K: Array  # sum of x^2
     magnitude_K: Array  # sum of |x|
     amax_K: Array  # max |x|
-    hessian_KK: Array | None  # X^T X, where it was asked for
+    hessian_KK: Array | None  # X^T X, if requested
 
 
 class Matrix(NamedTuple):
-    """A matrix of one layer with what it sees; `name` and `place` say where it is stored."""
+    """A matrix of one layer with its input statistics."""
 
     name: str  # of the parameter: blocks/attention/q
-    place: int  # in its stack
+    place: int  # index in its stack over layers
     w_KN: np.ndarray
     inputs: Inputs
 
 
 class TokenRows(NamedTuple):
-    """Sequences that run at once; positions and segments as in a training batch."""
+    """A batch of sequences; positions and segment ids as in a training batch."""
 
     tokens_BT: Any
     positions_BT: Any = None
@@ -70,8 +70,8 @@ class TokenRows(NamedTuple):
 
 
 class LayerBatch(NamedTuple):
-    """A batch in front of a layer. kv: keys and values of another layer, where this one reads
-    them."""
+    """The inputs of a layer for one batch. kv: keys and values of another layer, if this layer
+    shares them."""
 
     rows: TokenRows
     stream: Stream
@@ -80,8 +80,8 @@ class LayerBatch(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """A layer that blocks of batches pass. leaves: those of its weights; places: of its parts in
-    their stacks. statistics: whether they are wanted; hessian: with X^T X."""
+    """A layer to run on blocks of batches. leaves: of its weights; places: indices of its parts in
+    their stacks. statistics: whether to return them; hessian: with X^T X."""
 
     index: int
     places: dict[str, int]
@@ -91,13 +91,13 @@ class LayerCall(NamedTuple):
 
 
 class LayerResult(NamedTuple):
-    """What a layer gives: (stream, keys and values) of each batch; statistics by matrix."""
+    """Outputs of a layer: (stream, keys and values) of each batch; input statistics by matrix."""
 
     outputs: list[tuple[Stream, Any]]
     inputs: dict[str, Inputs]
 
 
-# (a layer's number, its matrices by name) -> the new arrays of the layer, by name, that change
+# (layer index, its matrices by name) -> the changed arrays of the layer, by name
 Visit = Callable[[int, dict[str, Matrix]], dict[str, np.ndarray]]
 
 
@@ -107,10 +107,10 @@ Visit = Callable[[int, dict[str, Matrix]], dict[str, np.ndarray]]
 def calibration_rows(
     saved: Saved, config: Resolved, text: Path | None, sequences: int, length: int | None
 ) -> list[TokenRows]:
-    """`sequences` rows of `length` tokens (default train.sequence_length), in batches.
+    """`sequences` sequences of `length` tokens (default train.sequence_length), in batches.
 
-    text: a UTF-8 file; None takes the beginning of the text that `config.data` names for training.
-    UserError for a text that is too short.
+    text: a UTF-8 file; None: the beginning of the training text of `config.data`. Raises UserError
+    for a text that is too short.
     """
     length = length or config.train.sequence_length
     if length > config.model.context_length:
@@ -133,7 +133,7 @@ def calibration_rows(
 
 
 def file_rows(saved: Saved, text: Path, sequences: int, length: int) -> Iterator[TokenRows]:
-    """Full rows of one text, BOS first."""
+    """Full rows of one text, which starts with BOS."""
     try:
         words = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -145,7 +145,7 @@ def file_rows(saved: Saved, text: Path, sequences: int, length: int) -> Iterator
 
 
 def stored_rows(saved: Saved, config: Resolved, sequences: int, length: int) -> Iterator[TokenRows]:
-    """Full rows from the beginning of the training split; of a mixture, as many of each source."""
+    """Full rows from the beginning of the training split; equally many per source of a mixture."""
     prepared = data.prepare(config.data)
     if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
         raise UserError(
@@ -173,7 +173,7 @@ def stored_rows(saved: Saved, config: Resolved, sequences: int, length: int) -> 
 
 
 class Tape:
-    """What the matrices of a layer were given while it was traced, by name."""
+    """Inputs of a layer's matrices, recorded by name while the layer is traced."""
 
     def __init__(self):
         self.inputs: dict[str, list[Array]] = {}
@@ -184,8 +184,8 @@ class Tape:
 )
 @dataclasses.dataclass(frozen=True)
 class RecordedWeight(Weight):
-    """An array that notes what it is multiplied with. It lives within one trace of one layer that
-    is neither scanned nor computed again, so that the tape's values are outputs of that trace."""
+    """A weight that records its inputs. It exists within one trace of one layer that is neither
+    scanned nor rematerialized, so that the tape's values can be outputs of that trace."""
 
     array: Any
     name: str
@@ -200,7 +200,7 @@ class RecordedWeight(Weight):
 
 
 def statistics(xs: list[Array], hessian: bool) -> Inputs:
-    """Of the inputs [.., K] of one matrix."""
+    """Statistics of the inputs [.., K] of one matrix."""
     x_MK = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in xs]).astype(jnp.float32)
     product = lambda: jnp.matmul(x_MK.T, x_MK, precision=jax.lax.Precision.HIGHEST)
     return Inputs(
@@ -214,7 +214,7 @@ def statistics(xs: list[Array], hessian: bool) -> Inputs:
 
 @jax.jit
 def combine(a: dict[str, Inputs], b: dict[str, Inputs]) -> dict[str, Inputs]:
-    """Statistics of two texts together."""
+    """Combined statistics of two batches or blocks."""
     return {
         name: Inputs(*jax.tree.map(jnp.add, one, b[name]))._replace(
             amax_K=jnp.maximum(one.amax_K, b[name].amax_K)
@@ -224,9 +224,9 @@ def combine(a: dict[str, Inputs], b: dict[str, Inputs]) -> dict[str, Inputs]:
 
 
 class LayerRunner:
-    """The layers of a model, one at a time, on one device.
+    """Runs a model's layers one at a time on one device.
 
-    UserError for layers that share weights, and for virtual tokens in front of the text.
+    Raises UserError for layers that share weights, and for virtual tokens (prompt, prefix).
     """
 
     def __init__(self, c: ResolvedModel, vocab_size: int, precision: str):
@@ -260,7 +260,8 @@ class LayerRunner:
         self.embed = embed
 
     def run(self, spec: LayerSpec, hessian: bool) -> Callable[..., Any]:
-        """(weights, kv of another layer, stream, x0, rows) -> (stream, kv, inputs by name)."""
+        """A compiled (weights, kv of another layer, stream, x0, rows) -> (stream, kv, statistics by
+        name)."""
         if (spec, hessian) in self.jitted:
             return self.jitted[spec, hessian]
 
@@ -273,7 +274,7 @@ class LayerRunner:
             out, pair = run_layer(self.modules, spec, *source, inputs, None, False, stream)
             seen: dict[tuple[int, ...], Inputs] = {}
             found = {}
-            for name, xs in tape.inputs.items():  # q, k and v have one input: one product of it
+            for name, xs in tape.inputs.items():  # q, k and v share an input: compute X^T X once
                 key = tuple(map(id, xs))
                 seen.setdefault(key, statistics(xs, hessian))
                 found[name] = seen[key]
@@ -287,7 +288,7 @@ class LayerRunner:
         return picked(index, places, nnx.merge(self.graphdef, params).stack())
 
     def pass_block(self, block: list[LayerBatch], call: LayerCall) -> LayerResult:
-        """A block of batches through a layer."""
+        """Run a block of batches through a layer."""
         template = jax.eval_shape(lambda p: self.pick(p, call.index, call.places), self.abstract)
         weights = jax.tree.unflatten(jax.tree.structure(template), call.leaves)
         run = self.run(self.model.plan[call.index], call.hessian)
@@ -300,7 +301,7 @@ class LayerRunner:
         return LayerResult(outputs, found)
 
     def recorded(self, weights: LayerWeights, tape: Tape) -> LayerWeights:
-        """A layer's parameters in the compute dtype, its matrices recorded."""
+        """A layer's parameters in the compute dtype, with its matrices as RecordedWeight."""
 
         def one(prefix: str, path: Any, param: nnx.Param) -> nnx.Variable:
             spec = param.get_metadata()["spec"]
@@ -321,18 +322,19 @@ class LayerRunner:
 def load_layers(
     c: ResolvedModel, vocab_size: int, precision: str
 ) -> Callable[[list[LayerBatch], LayerCall], LayerResult]:
-    """On a node: what passes blocks through layers."""
+    """On a node: return the function that runs blocks through layers."""
     start(quiet=True)
     layers = LayerRunner(c, vocab_size, precision)
     return lambda block, call: jax.device_get(layers.pass_block(block, call))
 
 
-# (blocks, the layer that they pass) -> the results in order
+# (blocks, the layer to run) -> the results in order
 PassBlocks = Callable[[Iterable[list[LayerBatch]], LayerCall], Iterator[LayerResult]]
 
 
 def make_pass_blocks(saved: Saved, layers: LayerRunner) -> PassBlocks:
-    """Blocks pass a layer on the nodes of the cluster that the command has, or on this host."""
+    """The function that runs blocks through a layer, on the nodes of the current Ray cluster or on
+    this host."""
     if current_cluster() is not None:
         model = saved.config.model, saved.tokenizer.vocab_size, layers.dtype.name
         return NodeModels(functools.partial(load_layers, *model)).map
@@ -342,11 +344,11 @@ def make_pass_blocks(saved: Saved, layers: LayerRunner) -> PassBlocks:
 def visit_layers(
     saved: Saved, batches: list[TokenRows], visit: Visit, hessian: bool = False
 ) -> Params:
-    """Shows `visit` each layer's matrices with their inputs; returns the parameters, numpy arrays,
-    with what it changed. Behind a change the inputs are those that the changed layers give.
+    """Call `visit` with each layer's matrices and their input statistics; returns the parameters
+    as numpy arrays, with its changes. Later layers read the outputs of the changed layers.
 
-    hessian: the inputs hold X^T X as well, K^2 numbers of each matrix of the layer.
-    UserError for a matrix whose inputs no text reaches (experts).
+    hessian: statistics include X^T X, K^2 values for each matrix of the layer. Experts' matrices
+    are not recorded.
     """
     params = jax.tree.map(np.array, saved.params)
     c = saved.config
@@ -385,7 +387,7 @@ def visit_layers(
 
 
 def leaf(params: Params, name: str) -> np.ndarray:
-    """The array of a name."""
+    """The array of a parameter path such as blocks/attention/q."""
     found: Any = functools.reduce(lambda tree, key: tree[key], name.split("/"), params)
     return found
 
@@ -393,7 +395,7 @@ def leaf(params: Params, name: str) -> np.ndarray:
 def calibrate(
     saved: Saved, batches: list[TokenRows], hessian: bool = False
 ) -> dict[tuple[str, int], Inputs]:
-    """The inputs' statistics of every matrix by (name, place), the model as it is."""
+    """Input statistics of every matrix by (name, index in its stack), with the model unchanged."""
     found: dict[tuple[str, int], Inputs] = {}
 
     def visit(index: int, matrices: dict[str, Matrix]) -> dict[str, np.ndarray]:

@@ -1,11 +1,11 @@
-"""Scales of inputs move into what makes these inputs, as AWQ and SmoothQuant do (arXiv:2306.00978,
-arXiv:2211.10438): the function stays, and the quantized matrices need no scale of an input.
+"""Folding of input scales into the preceding operation, as in AWQ and SmoothQuant
+(arXiv:2306.00978, arXiv:2211.10438). The function stays the same, and the quantized matrices need
+no input scales.
 
-Matrices that read the same inputs share their scales. Queries, keys and values read a norm with a
-gain, gate and up another one: the gain is divided by the scales. The output projection reads sums
-of values: the columns of the value projection are divided, and query heads that share a value head
-share its scales. In a gated network the down projection reads a product with up: up's columns are
-divided.
+Matrices that read the same inputs share their scales. Q, K and V read a norm with a gain, gate and
+up another one: the gain is divided by the scales. The output projection reads sums of values: the
+columns of the value projection are divided, and query heads of one value head share its scales. In
+a gated FFN the down projection reads a product with up: up's columns are divided.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,9 +23,9 @@ Reduce = Callable[..., Array]  # jnp.mean or jnp.max
 
 
 class Fold(NamedTuple):
-    """`readers` have the same inputs, which come from the last dim of `makers`.
+    """`readers` share their inputs, which are the last dim of `makers`.
 
-    heads: (value heads, query heads of each), where a channel of a maker is read several times.
+    heads: (value heads, query heads per value head), if a maker's channel is read several times.
     """
 
     readers: tuple[str, ...]
@@ -33,17 +33,18 @@ class Fold(NamedTuple):
     heads: tuple[int, int] = (1, 1)
 
     def pooled(self, x_K: Float[Array, " K"], reduce: Reduce) -> Float[Array, " K"]:
-        """x with one value for all inputs that are one channel of a maker."""
+        """x reduced over the inputs that come from one maker channel, and broadcast back."""
         x = x_K.reshape(*self.heads, -1)
         return jnp.broadcast_to(reduce(x, axis=1, keepdims=True), x.shape).reshape(-1)
 
 
-# (the readers side by side [K, N], statistics of their inputs, the fold) -> scales [K]
+# (concatenated readers [K, N], statistics of their inputs, the fold) -> scales [K]
 Scales = Callable[[Array, Inputs, Fold], Array]
 
 
 def folds_of(c: ResolvedModel) -> tuple[Fold, ...]:
-    """What can be folded in each layer of a model: nothing where norms have no gains."""
+    """The folds of each layer. None for norms without gains, MoE, shared KV, MLA or value
+    embeddings."""
     changed_values = c.share_kv or c.mla or c.value_embeddings
     if not (c.norm_gain and c.block_norm) or c.moe or changed_values:
         return ()
@@ -64,9 +65,9 @@ def fold_layer(
     inputs: Mapping[str, Inputs],
     scales_of: Scales,
 ) -> dict[str, np.ndarray]:
-    """The arrays of one layer, float32, with all scales moved; what no fold names is left out.
+    """The float32 arrays of one layer with all scales folded; arrays outside of folds are omitted.
 
-    arrays: matrices [K, N] and vectors by name. inputs: of the matrices.
+    arrays: matrices [K, N] and vectors by name. inputs: statistics of the matrices' inputs.
     """
     found = {
         name: np.asarray(arrays[name], np.float32)

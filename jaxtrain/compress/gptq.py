@@ -1,5 +1,5 @@
-"""GPTQ: input by input to 4 bits, the inputs behind make up for the error (Frantar et al. 2022,
-arXiv:2210.17323). On the host, in float64."""
+"""GPTQ: inputs are rounded to 4 bits one by one, and later inputs compensate for the error (Frantar
+et al. 2022, arXiv:2210.17323). Computed on the host in float64."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,8 @@ LEAST, MOST = -8, 7  # codes of 4 bits
 
 
 def group_steps(w_KN: Float[np.ndarray, "K N"]) -> Float[np.ndarray, " N"]:
-    """The steps of one group of inputs: the largest magnitude is 7, in bfloat16 as it is stored."""
+    """The scales of one group of inputs, which map the largest magnitude to 7; rounded to bfloat16
+    as they are stored."""
     steps = (np.max(np.abs(w_KN), axis=0) / MOST).astype(np.float32)
     return steps.astype(jnp.bfloat16).astype(np.float64)
 
@@ -23,11 +24,11 @@ def gptq_codes(
     act_order: bool = False,
     damping: float = DAMPING,
 ) -> tuple[Int[np.ndarray, "K N"], Float[np.ndarray, "G N"]]:
-    """(codes from -8 to 7, steps of each group of `group_size` inputs) of y = x W.
+    """(codes from -8 to 7, scales of each group of `group_size` inputs) of W in y = x W.
 
-    act_order: inputs with the largest sum of squares first. The groups stay those of the stored
-    order, their steps are then taken of the weights as they were. damping: added to the Hessian's
-    diagonal, in multiples of its mean.
+    act_order: round inputs with the largest sum of squares first. Groups keep the stored order, and
+    their scales come from the original weights. damping: added to the Hessian's diagonal, in
+    multiples of its mean.
     """
     w, (K, N) = np.array(w_KN, np.float64), w_KN.shape
     diagonal = np.diagonal(hessian_KK)
@@ -41,9 +42,9 @@ def gptq_codes(
         errors = np.zeros((end - begin, N))
         for i in range(begin, end):
             group = order[i] // group_size
-            if not act_order and i % group_size == 0:  # of the weights as they are by now
+            if not act_order and i % group_size == 0:  # scales from the weights updated so far
                 ahead = w[i : i + group_size].copy()
-                done = i - begin  # errors of this block that have not reached those behind it
+                done = i - begin  # errors of this block not yet applied to later blocks
                 if done and i + group_size > end:
                     ahead[end - i :] -= U[begin:i, end : i + group_size].T @ errors[:done]
                 steps[group] = group_steps(ahead)

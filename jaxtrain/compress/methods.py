@@ -1,9 +1,9 @@
-"""METHODS: how a matrix becomes a quantized one, for `jaxtrain quantize --method NAME`.
+"""METHODS: the quantization methods of `jaxtrain quantize --method NAME`.
 
-A new method is a function in a file of its own, a row of METHODS here, and its name with a line of
-help in arguments.METHODS. It returns any form of `weights.stored.STORED`: with `pack_int4` for
-4-bit codes and scales, or an Int8Weight of them. What loads, decodes, evaluates and exports the
-quantized model knows forms, not methods.
+A new method is a function in its own file, an entry of METHODS here, and its name with a line of
+help in arguments.METHODS. It returns any class of `weights.stored.STORED`, for instance by
+`pack_int4` from 4-bit codes and scales, or an Int8Weight. Loading, decoding, evaluation and export
+depend on that class only, not on the method.
 """
 
 from collections.abc import Callable
@@ -27,9 +27,9 @@ from jaxtrain.weights.w8a8 import quantize_dynamic_int8, quantize_w8a8, smoothin
 class MethodOptions(NamedTuple):
     """Options of the command that a method may read."""
 
-    group_size: int = GROUP  # inputs that share a scale, of 4-bit forms
-    act_order: bool = False  # GPTQ: inputs with the largest sum of squares first
-    alpha: float = 0.5  # SmoothQuant: how much of the inputs' sizes moves into the weights
+    group_size: int = GROUP  # inputs that share a scale in 4-bit formats
+    act_order: bool = False  # GPTQ: round inputs with the largest sum of squares first
+    alpha: float = 0.5  # SmoothQuant: share of the activations' range moved into the weights
 
 
 Quantizer = Callable[
@@ -41,9 +41,10 @@ Quantizer = Callable[
 class Method(NamedTuple):
     """quantize(matrix [K, N], statistics of its inputs or None, options).
 
-    options: those that it reads. inputs: the blocks' matrices have statistics, and are host arrays;
-    hessian: with X^T X. activations: the product rounds its inputs, so that no array stands for it.
-    scales: those of the inputs of matrices side by side, where they can be folded (`fold`).
+    options: those that it reads. inputs: it needs input statistics of the blocks' matrices, which
+    are host arrays; hessian: X^T X too. activations: the matmul quantizes its inputs, so no
+    dequantized array is equivalent. scales: input scales of concatenated matrices, if they can be
+    folded (`fold`).
     """
 
     quantize: Quantizer
@@ -55,7 +56,7 @@ class Method(NamedTuple):
 
 
 def nf4(w_KN: Float[Array, "K N"], _: Inputs | None, options: MethodOptions) -> QuantizedWeight:
-    """Raises UserError for a matrix that has no whole number of blocks."""
+    """NF4. Raises UserError for a matrix whose size is no multiple of the block size."""
     if w_KN.size % BLOCK:
         K, N = w_KN.shape
         raise UserError(
@@ -68,7 +69,7 @@ def nf4(w_KN: Float[Array, "K N"], _: Inputs | None, options: MethodOptions) -> 
 def gptq(
     w_KN: Float[Array, "K N"], inputs: Inputs | None, options: MethodOptions
 ) -> QuantizedWeight:
-    """A matrix without statistics, as the head is, is rounded to the nearest codes."""
+    """GPTQ. A matrix without statistics, such as the head, is rounded to the nearest codes."""
     if inputs is None or inputs.hessian_KK is None:
         return quantize_int4(w_KN, options.group_size)
     group = group_of(len(w_KN), options.group_size)
@@ -80,7 +81,7 @@ def gptq(
 def activation_aware(
     w_KN: Float[Array, "K N"], inputs: Inputs | None, options: MethodOptions
 ) -> QuantizedWeight:
-    """AWQ. A matrix without statistics, as the head is, or with folded scales is rounded to the
+    """AWQ. A matrix without statistics (such as the head) or with folded scales is rounded to the
     nearest codes."""
     if inputs is None:
         return quantize_int4(w_KN, options.group_size)

@@ -1,4 +1,4 @@
-"""`jaxtrain prune`: weights of a trained model become zero, without training.
+"""`jaxtrain prune`: set weights of a trained model to zero, without training.
 
 jaxtrain prune RUN --method wanda --sparsity 0.5 --out DIR [key=value ...]
 """
@@ -33,10 +33,10 @@ from jaxtrain.weights.params import Params, is_block_matrix, path_name
 def prune(
     saved: Saved, method: str, target: SparsityTarget, batches: list[TokenRows] | None = None
 ) -> Params:
-    """The parameters with zeros in every matrix of the blocks.
+    """The parameters with every matrix of the blocks pruned.
 
-    batches: the calibration text of methods that read one; inputs of a layer are those that the
-    pruned layers before it give. UserError for experts with such a method.
+    batches: the calibration text, for methods that read one; a layer's inputs then come from the
+    pruned layers before it. Raises UserError for experts with such a method.
     """
     specs = {name: spec for name, spec in flatten(saved.specs).items() if is_block_matrix(spec)}
     for name, spec in specs.items():
@@ -106,6 +106,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_empty(out: Path) -> None:
-    """UserError for a folder that holds a model."""
+    """Raise UserError for a folder that holds a model."""
     if (out / "model").exists() or (out / "config.yaml").exists():
         raise UserError(f"{out} holds a model already; name another folder with --out")

@@ -1,6 +1,6 @@
-"""`jaxtrain quantize`: a trained model's matrices in 8 or 4 bits, without training.
+"""`jaxtrain quantize`: quantize a trained model's matrices to 8 or 4 bits, without training.
 
-The new folder holds packed matrices (`weights.stored`); what loads it keeps them packed in memory.
+The new folder holds packed matrices (`weights.stored`); they stay packed in memory when loaded.
 """
 
 import argparse
@@ -52,17 +52,17 @@ from jaxtrain.weights.params import Params, Specs, is_block_matrix, path_name
 from jaxtrain.weights.quantized import QuantizedWeight
 from jaxtrain.weights.stored import stored_bytes
 
-Solved = dict[tuple[str, int], QuantizedWeight]  # by a matrix's name and place in its stack
+Solved = dict[tuple[str, int], QuantizedWeight]  # by a matrix's name and index in its stack
 Figures = dict[str, float]  # bpb, perplexity, loss, disk_bytes, memory_bytes; core if asked for
 ABSMAX = MethodOptions()
 
 
 class Calibration(NamedTuple):
-    """What a method that reads inputs is shown; the arguments of `calibration_rows`."""
+    """Calibration text of a method that reads inputs; the arguments of `calibration_rows`."""
 
     text: Path | None = None  # a UTF-8 file; None: the training text
     sequences: int = 128
-    length: int | None = None  # tokens of a sequence; None: train.sequence_length
+    length: int | None = None  # tokens per sequence; None: train.sequence_length
 
 
 TRAINING_TEXT = Calibration()
@@ -73,13 +73,13 @@ MEASURED = {
 
 
 def is_quantizable(spec: ParamSpec, head: bool) -> bool:
-    """The matrices of the blocks, the experts' among them; the head if asked for."""
+    """Whether a parameter is a matrix of the blocks (experts too), or the head if requested."""
     return is_block_matrix(spec) or (head and spec.role == "head")
 
 
 @contextlib.contextmanager
 def named_error(name: str) -> Iterator[None]:
-    """A UserError inside begins with the matrix's name."""
+    """Prefix a UserError raised inside with the matrix's name."""
     try:
         yield
     except UserError as error:
@@ -89,10 +89,10 @@ def named_error(name: str) -> Iterator[None]:
 def solve(
     saved: Saved, batches: list[TokenRows], method: str, options: MethodOptions = ABSMAX
 ) -> tuple[Solved, Params]:
-    """The quantized matrices of a method that reads a calibration text, layer by layer, and the
-    parameters with what has changed besides: gains that scales of inputs are folded into.
+    """Quantize layer by layer with a method that reads a calibration text. Returns the quantized
+    matrices, and the parameters with all changes, such as gains that input scales are folded into.
 
-    Inputs of a layer are those that the quantized layers before it give, as in GPTQ. UserError for
+    A layer's inputs come from the quantized layers before it, as in GPTQ. Raises UserError for
     experts, whose inputs are not recorded.
     """
     if saved.config.model.moe:
@@ -120,7 +120,7 @@ def solve(
         arrays = {name: m.w_KN for name, m in matrices.items()}
         arrays |= {name: x[index] for name, x in vectors.items()}
         changed = fold_layer(folds, arrays, seen, scales_of)
-        whole = {name for fold in folds for name in fold.readers}  # their scales are gone
+        whole = {name for fold in folds for name in fold.readers}  # their scales are folded
         for name, matrix in matrices.items():
             w_KN = jnp.asarray(changed.get(name, matrix.w_KN), jnp.float32)
             with named_error(name):
@@ -134,7 +134,7 @@ def solve(
 
 
 def replaced(params: Params, arrays: Mapping[str, np.ndarray]) -> Params:
-    """The parameters with other arrays of these names."""
+    """The parameters with the arrays of these names replaced."""
     one = lambda path, x: arrays.get(path_name(path), x)
     return jax.tree_util.tree_map_with_path(one, params)
 
@@ -147,10 +147,10 @@ def quantize_params(
     head: bool = False,
     solved: Solved | None = None,
 ) -> Params:
-    """The parameters with quantized matrices, each layer's and each expert's by itself.
+    """The parameters with quantized matrices; each layer and expert is quantized separately.
 
-    solved: the quantized matrices that are there already (`solve`). Raises UserError that names a
-    matrix whose shape the method does not allow.
+    solved: matrices that `solve` has quantized already. Raises UserError naming a matrix whose
+    shape the method does not allow.
     """
     done = solved or {}
 
@@ -171,7 +171,8 @@ def quantize_params(
 
 
 def quantized_model(saved: Saved, params: Params) -> tuple[Resolved, Params]:
-    """What to save: rounding in the forward pass ends, and no array is wider than it is used."""
+    """The configuration and parameters to save: no fake quantization in the forward pass any more,
+    and no array in a wider dtype than it is used in."""
     model = saved.config.model.model_copy(update={"weight_form": None})
     dtype = compute_dtype(saved.config.train.precision)
     narrow = cast(params, saved.specs, dtype)
@@ -188,10 +189,10 @@ def quantize_saved(
     head: bool = False,
     calibration: Calibration = TRAINING_TEXT,
 ) -> tuple[Resolved, Params]:
-    """A loaded model by one method: the configuration and the parameters to save.
+    """Quantize a loaded model; returns the configuration and the parameters to save.
 
-    UserError for a model that is quantized already, for a head that is the embedding, and as
-    `quantize_params` and `calibration_rows`.
+    Raises UserError for a model that is quantized already, for `head` if it is tied to the
+    embedding, and as `quantize_params` and `calibration_rows` do.
     """
     if is_quantized(saved):
         raise UserError(
@@ -215,20 +216,21 @@ def quantize_saved(
 
 
 def trained_group(config: Resolved) -> int:
-    """Inputs that share a scale: as the model was trained, else the default."""
+    """Group size (inputs per scale) that the model was trained with, else the default."""
     form = config.model.weight_form
     return (form and form.group_size) or GROUP
 
 
 def save_quantized(out: Path, saved: Saved, config: Resolved, params: Params) -> None:
-    """A model folder of what `quantize_saved` returned, with what lay beside the checkpoint."""
+    """Write what `quantize_saved` returned as a model folder, with the auxiliary files of the
+    Hugging Face checkpoint that the model was made from."""
     save_model(out, config, params, saved.tokenizer)
     if (saved.tokenizer_dir / FOLDER).is_dir():
         shutil.copytree(saved.tokenizer_dir / FOLDER, out / FOLDER)
 
 
 def text_config(config: Resolved, text: Path | None) -> Resolved:
-    """The configuration of a validation on that file; None: on the run's own text."""
+    """A configuration that validates on the file `text`; None: on the run's own validation text."""
     if text is None:
         return config
     if not text.is_file():
@@ -243,20 +245,20 @@ def text_config(config: Resolved, text: Path | None) -> Resolved:
 
 
 def held_bytes(saved: Saved) -> int:
-    """Bytes of the parameters as generation and evaluation hold them."""
+    """Bytes of the parameters in memory during generation and evaluation."""
     dtype = compute_dtype(saved.config.train.precision)
     held = jax.eval_shape(lambda p: cast(p, saved.specs, dtype), saved.params)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
 
 
 def measure(saved: Saved, config: Resolved, file: Path) -> Figures:
-    """Validation figures and sizes. file: of the weights, if there is one."""
+    """Validation metrics and sizes. file: of the weights, if it exists."""
     disk = file.stat().st_size if file.is_file() else 0
     return evaluate(saved, config) | {"disk_bytes": disk, "memory_bytes": held_bytes(saved)}
 
 
 def open_core(folder: Path | None, rules: Rules) -> Bundle:
-    """The tasks of CORE. UserError for one that is missing, or that the rules do not allow."""
+    """The tasks of CORE. Raises UserError for a missing task, or one that `rules` do not allow."""
     bundle = open_bundle(folder, ["core"])
     for task, place in bundle.find(["core"]):
         bundle.load(task, place, rules)
@@ -264,13 +266,13 @@ def open_core(folder: Path | None, rules: Rules) -> Bundle:
 
 
 def core_score(saved: Saved, bundle: Bundle, out: Path, rules: Rules) -> Figures:
-    """CORE of a model; each task's figures are in `out`."""
+    """The CORE metric of a model; each task's metrics are written to `out`."""
     result = run_tasks(saved, saved.config, bundle, ["core"], out, rules)
     return {"core": result["core"]}
 
 
 def figures_table(before: Figures, after: Figures) -> str:
-    """A Markdown table of both."""
+    """A Markdown table of metrics before and after."""
     lines = ["| | before | after |", "|---|---|---|"]
     for name, what in MEASURED.items():
         if name not in before:
@@ -281,7 +283,7 @@ def figures_table(before: Figures, after: Figures) -> str:
 
 
 def options_of(a: argparse.Namespace, config: Resolved) -> MethodOptions:
-    """The options of a command line. UserError for one that the method does not read."""
+    """Method options of a command line. Raises UserError for one that the method does not read."""
     given = {name for name in MethodOptions._fields if getattr(a, name) not in (None, False)}
     for name in sorted(given - METHODS[a.method].options):
         others = ", ".join(other for other in METHODS if name in METHODS[other].options)
@@ -338,7 +340,7 @@ def write_figures(
     before: Figures,
     after: Figures,
 ) -> None:
-    """Print what was done; write quantization.json and quantization.md."""
+    """Print a summary; write quantization.json and quantization.md."""
     leaves = flatten(params).items()
     weights = {name: x for name, x in leaves if isinstance(x, QuantizedWeight)}
     sizes = {name: stored_bytes(x) for name, x in weights.items()}

@@ -1,11 +1,11 @@
-"""`jaxtrain shrink`: fewer layers, channels, heads and hidden channels, out of a trained model.
+"""`jaxtrain shrink`: cut layers, channels, heads and hidden channels out of a trained model.
 
-Structured pruning as Minitron has it (Muralidharan et al. 2024, arXiv:2407.14679): rank, cut, then
-distill from the original. A layer ranks by the loss without it: the one that is missed least goes,
-then the next. Heads and hidden channels rank by |sum of weight x gradient| of what they put out,
-over calibration rows: the first-order change of the loss without them (Molchanov et al. 2019,
-arXiv:1906.10771; LLM-Pruner, Ma et al. 2023, arXiv:2305.11627). A key/value head takes its query
-heads along.
+Structured pruning as in Minitron (Muralidharan et al. 2024, arXiv:2407.14679): rank, cut, then
+distill from the original. A layer ranks by the loss without it: the layer whose removal hurts least
+goes, then the next. Heads and hidden channels rank by |sum of weight x gradient| of their output
+weights over calibration rows, the first-order change of the loss without them (Molchanov et al.
+2019, arXiv:1906.10771; LLM-Pruner, Ma et al. 2023, arXiv:2305.11627). A key/value head is cut
+together with its query heads.
 """
 
 import itertools
@@ -35,19 +35,19 @@ from jaxtrain.settings import UserError, command
 from jaxtrain.weights.contract import flatten
 
 Arrays = Mapping[str, np.ndarray | Array]  # parameters by path
-# What a layer adds to the stream is zero when these are.
+# If these parameters are zero, a layer adds nothing to the residual stream.
 OUTPUTS = (
     "attention/out", "attention/out_bias", "ffn/down", "ffn/down_bias",
     "attention_post_shift", "ffn_post_shift",
 )  # fmt: skip
-# Parameters of a block with a dim of heads or of hidden channels: that dim, of [L, ...].
+# Block parameters with a dim of heads or of hidden channels -> the index of that dim in [L, ...].
 HEADS = {"q": -1, "k": -1, "v": -1, "out": 1, "q_bias": -1, "k_bias": -1, "v_bias": -1}
 HIDDEN = {"up": -1, "gate": -1, "down": 1, "up_bias": -1, "gate_bias": -1}
 REFUSED = ("moe", "mla", "share_layers", "share_kv", "adapter", "prompt", "prefix")
 
 
 class Size(NamedTuple):
-    """What stays of a model."""
+    """Sizes of the shrunk model."""
 
     depth: int
     heads: int
@@ -56,7 +56,7 @@ class Size(NamedTuple):
 
 
 def check_shrunk_size(c: ResolvedModel, wanted: Size) -> None:
-    """Raises UserError for a model that cannot be cut, or not to that size."""
+    """Raise UserError for a model that cannot be cut, or not to the size `wanted`."""
     check_decoder(c)
     for name in REFUSED:
         if getattr(c, name):
@@ -79,7 +79,7 @@ def check_shrunk_size(c: ResolvedModel, wanted: Size) -> None:
 
 
 def resized(saved: Saved, fields: dict[str, object], arrays: Arrays) -> Saved:
-    """The model with other fields of its configuration, and those parameters."""
+    """The model with changed configuration fields and the parameters `arrays`."""
     model = ResolvedModel.model_validate(saved.config.model.model_dump() | fields)
     graphdef, specs = split(Transformer(model, saved.tokenizer.vocab_size))
     config = saved.config.model_copy(update={"model": model})
@@ -92,7 +92,8 @@ def resized(saved: Saved, fields: dict[str, object], arrays: Arrays) -> Saved:
 
 
 def training_rows(saved: Saved, count: int) -> list[data.Batch]:
-    """The first full rows of the run's training text. UserError if there are fewer."""
+    """The first `count` rows with labels of the run's training text. Raises UserError if there are
+    fewer."""
     c = saved.config
     store = data.prepare(c.data).train
     store = next(iter(store.values())) if isinstance(store, dict) else store
@@ -109,7 +110,7 @@ def training_rows(saved: Saved, count: int) -> list[data.Batch]:
 
 
 def make_loss(saved: Saved) -> Callable[..., Array]:
-    """(arrays, whether each layer is there [L], row) -> nats of the row's labels."""
+    """A function (arrays, mask of present layers [L], row) -> loss of the row's labels in nats."""
 
     def loss(arrays: Arrays, present_L: Array | np.ndarray, row: DeviceBatch) -> Array:
         def there(name: str, x: Array) -> Array:
@@ -117,7 +118,7 @@ def make_loss(saved: Saved) -> Callable[..., Array]:
                 return x
             return x * present_L.reshape(-1, *(1,) * (x.ndim - 1))
 
-        # Embeddings may be in 16 bits beside float32 matrices.
+        # Embeddings may be 16-bit while the matrices are float32.
         wide = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
         params = unflatten({name: there(name, x) for name, x in wide.items()})
         return next_token_loss(saved.graphdef, params, row)
@@ -126,9 +127,9 @@ def make_loss(saved: Saved) -> Callable[..., Array]:
 
 
 def layers_to_keep(saved: Saved, rows: Sequence[data.Batch], depth: int) -> list[int]:
-    """Numbers of the layers that stay: the last one, and those that the loss misses most.
+    """Indices of the kept layers: the last one, and those whose removal raises the loss most.
 
-    With value embeddings, which every other layer has, layers go in pairs of neighbours.
+    With value embeddings, which every other layer has, layers are removed in adjacent pairs.
     """
     c = saved.config.model
     at_a_time = 2 if c.value_embeddings else 1
@@ -149,7 +150,7 @@ def layers_to_keep(saved: Saved, rows: Sequence[data.Batch], depth: int) -> list
 def width_importance(
     saved: Saved, rows: Sequence[data.Batch]
 ) -> tuple[Float[np.ndarray, "L K"], Float[np.ndarray, "L F"]]:
-    """Of each key/value head with its query heads, and of each hidden channel."""
+    """Importance of each key/value head with its query heads, and of each hidden channel."""
     c, loss = saved.config.model, make_loss(saved)
     arrays, whole_L = flatten(saved.params), np.ones(saved.config.model.depth, np.float32)
     names = "blocks/attention/out", "blocks/ffn/down"
@@ -168,7 +169,7 @@ def width_importance(
 
 
 def most_important(scores: Float[np.ndarray, "L N"], count: int) -> Int[np.ndarray, "L n"]:
-    """Of each layer the numbers of the largest scores, in their old order."""
+    """Indices of the `count` largest scores of each layer, ascending."""
     return np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :count], axis=1)
 
 
@@ -176,10 +177,10 @@ def most_important(scores: Float[np.ndarray, "L N"], count: int) -> Int[np.ndarr
 
 
 def cut_layers(saved: Saved, kept: Sequence[int]) -> Saved:
-    """The model of those layers, which keep their windows and value embeddings.
+    """The model with only the layers `kept`, which keep their windows and value embeddings.
 
-    A left-out layer's residual scales are multiplied into those of the next one. With
-    model.backout the middle layer is that of the new model.
+    A removed layer's residual scales are folded into those of the next one. With model.backout the
+    middle layer is that of the new model.
     """
     c, plan = saved.config.model, Transformer(saved.config.model, saved.tokenizer.vocab_size).plan
     arrays = {name: np.asarray(x) for name, x in flatten(saved.params).items()}
@@ -204,7 +205,8 @@ def cut_layers(saved: Saved, kept: Sequence[int]) -> Saved:
 def folded_scales(
     stream_L: Float[np.ndarray, " L"], x0_L: Float[np.ndarray, " L"], kept: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """x <- stream x + x0_scale x0 of each layer that goes and of the next that stays, as one."""
+    """Residual scales of the kept layers: each step x <- stream x + x0_scale x0 of the removed
+    layers is folded into that of the next kept layer."""
     found, stream, x0 = [], 1.0, 0.0
     for i, (a, b) in enumerate(zip(stream_L, x0_L)):
         stream, x0 = stream * a, x0 * a + b
@@ -216,7 +218,7 @@ def folded_scales(
 
 
 def cut_width(saved: Saved, heads: Int[np.ndarray, "L K"], hidden: Int[np.ndarray, "L F"]) -> Saved:
-    """The model of those key/value heads, with their query heads, and hidden channels."""
+    """The model with only these key/value heads, their query heads, and these hidden channels."""
     c = saved.config.model
     plan = Transformer(c, saved.tokenizer.vocab_size).plan
     valued = [i for i, spec in enumerate(plan) if spec.value_embed]
@@ -236,7 +238,7 @@ def cut_width(saved: Saved, heads: Int[np.ndarray, "L K"], hidden: Int[np.ndarra
 
 
 def take_parts(x: np.ndarray, axis: int, places: Int[np.ndarray, "L n"], groups: int) -> np.ndarray:
-    """Of each layer's array those of `groups` equal parts of an axis of [L, ...]."""
+    """Select, for each layer of x [L, ...], the parts `places` of an axis split into `groups`."""
     axis %= x.ndim
 
     def one(layer: np.ndarray, kept: np.ndarray) -> np.ndarray:
@@ -247,8 +249,8 @@ def take_parts(x: np.ndarray, axis: int, places: Int[np.ndarray, "L n"], groups:
 
 
 def shrink(saved: Saved, rows: Sequence[data.Batch], wanted: Size) -> Saved:
-    """Layers first, then channels of the stream, then heads and hidden channels; each ranks in the
-    model without what went before."""
+    """Cut layers, then channels of the stream, then heads and hidden channels. Each is ranked in
+    the model after the previous cuts."""
     check_shrunk_size(saved.config.model, wanted)
     saved = without_mtp(saved, "they read the states of the model as it was")
     kept = layers_to_keep(saved, rows, wanted.depth)

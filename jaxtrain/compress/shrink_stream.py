@@ -1,8 +1,7 @@
-"""The channels of the residual stream that `jaxtrain shrink --width` leaves.
+"""Selection of the residual-stream channels that `jaxtrain shrink --width` keeps.
 
-They rank by the norms of the activations, as in Minitron (Muralidharan et al. 2024,
-arXiv:2407.14679): the 2-norm of what each channel has behind the norms of attention and
-feed-forward, summed over the layers.
+Channels rank by activation norms, as in Minitron (Muralidharan et al. 2024, arXiv:2407.14679): the
+2-norm of each channel's outputs of the attention and FFN norms, summed over the layers.
 """
 
 import math
@@ -21,16 +20,16 @@ from jaxtrain.runs.saved import Saved
 from jaxtrain.settings import UserError
 from jaxtrain.weights.contract import flatten
 
-READS = ("attention/q", "attention/k", "attention/v", "ffn/up", "ffn/gate")  # of a norm, [L, D, ..]
+READS = ("attention/q", "attention/k", "attention/v", "ffn/up", "ffn/gate")  # read norms; [L, D, .]
 NORMS = (
     "attention_gain", "ffn_gain", "attention_post_gain", "ffn_post_gain",
 )  # fmt: skip
-ADDS = ("attention/out", "attention/out_bias", "ffn/down", "ffn/down_bias")  # to the stream
-# The dim of channels of each parameter that has one.
+ADDS = ("attention/out", "attention/out_bias", "ffn/down", "ffn/down_bias")  # add to the stream
+# The channel dim of each parameter that has one.
 CHANNELS = {f"blocks/{name}": 1 for name in READS}
 CHANNELS |= {f"blocks/{name}": -1 for name in (*NORMS, *ADDS)}
 CHANNELS |= {"embed": -1, "position_embed": -1, "bigram/table": -1, "final_gain": -1, "head": 0}
-# Those without: scalars, biases inside of a layer, tables and gates of the first channels.
+# Parameters without one: scalars, biases inside a layer, tables and gates of the first channels.
 OTHERS = (
     "_scale", "/q_bias", "/k_bias", "/v_bias", "/up_bias", "/gate_bias", "smear_gate",
     "value_embed/table", "value_embed/gate", "/q_gain", "/k_gain",
@@ -38,7 +37,8 @@ OTHERS = (
 
 
 def check_width(c: ResolvedModel, width: int) -> None:
-    """Raises UserError for a model whose norms do not let its channels be cut."""
+    """Raise UserError for a model whose norms do not allow cutting channels, or a width smaller
+    than the channels that gates read."""
     if width == c.width:
         return
     why = {
@@ -58,12 +58,12 @@ def check_width(c: ResolvedModel, width: int) -> None:
 
 
 def first_channels(c: ResolvedModel) -> int:
-    """Channels that gates read by their place: they stay."""
+    """Number of leading channels that gates read by index; they are always kept."""
     return max(SMEAR_CHANNELS * c.smear, GATE_CHANNELS * c.value_embeddings)
 
 
 def channel_importance(saved: Saved, rows: Sequence[data.Batch]) -> Float[np.ndarray, " D"]:
-    """Of each channel the 2-norm of the normed activations over the rows, summed over layers."""
+    """2-norm of each channel's normed activations over the rows, summed over layers."""
     scores = np.zeros(saved.config.model.width)
 
     def visit(index: int, matrices: dict[str, Matrix]) -> dict[str, np.ndarray]:
@@ -79,19 +79,19 @@ def channel_importance(saved: Saved, rows: Sequence[data.Batch]) -> Float[np.nda
 def channels_to_keep(
     c: ResolvedModel, scores_D: Float[np.ndarray, " D"], width: int
 ) -> Int[np.ndarray, " d"]:
-    """The channels with the largest scores and those that gates read, in their old order."""
+    """Indices of the channels with the largest scores and of those that gates read, ascending."""
     scores = scores_D.copy()
     scores[: first_channels(c)] = math.inf
     return np.sort(np.argsort(-scores, kind="stable")[:width])
 
 
 def cut_channels(saved: Saved, kept_d: Int[np.ndarray, " d"]) -> dict[str, np.ndarray]:
-    """The parameters of the model of those channels.
+    """The parameters of the model with only the kept channels.
 
-    A norm divides by the mean square over fewer channels. So what comes out of it is smaller by
-    sqrt(d / D), as far as the channels that went were zero: gains, or the matrices that read it,
-    make up for that. Where embeddings are normed the whole stream is smaller, so what is added to
-    it has to be.
+    A norm divides by the mean square over fewer channels. If the removed channels were zero, its
+    output is smaller by sqrt(d / D). Gains, or the matrices that read the norm, compensate for
+    that. If embeddings are normed, the whole stream is smaller, so everything added to it is scaled
+    down too.
     """
     c = saved.config.model
     up = math.sqrt(c.width / len(kept_d))

@@ -1,7 +1,7 @@
-"""Which weights of a trained matrix become zero, and what the others become.
+"""Unstructured and N:M pruning of a trained matrix: magnitude, Wanda, SparseGPT.
 
-Each method takes a matrix [K, N] (y = x W), its inputs' statistics and a target, and returns the
-new matrix with the mask of the weights that are left. On the host, in float64.
+Each method takes a matrix [K, N] (y = x W), its inputs' statistics and a target. It returns the new
+matrix and the mask of the remaining weights. Computed on the host in float64.
 """
 
 from collections.abc import Callable
@@ -12,19 +12,19 @@ from jaxtyping import Bool, Float
 
 from jaxtrain.settings import UserError
 
-BLOCK = 128  # inputs that SparseGPT masks at once
-DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
+BLOCK = 128  # inputs per SparseGPT mask
+DAMPING = 0.01  # added to the Hessian's diagonal, as a fraction of its mean
 
 
 class InputStatistics(NamedTuple):
-    """What a method reads of a matrix's inputs: sum of x^2, X^T X."""
+    """Statistics of a matrix's inputs: sum of x^2, and X^T X if a method needs it."""
 
     square_K: Float[np.ndarray, " K"]
     hessian_KK: Float[np.ndarray, "K K"] | None
 
 
 class SparsityTarget(NamedTuple):
-    """A share of zeros, or a pattern: `left` weights of every `of` inputs of an output."""
+    """A share of zeros, or an N:M pattern: `left` nonzero weights per `of` inputs of an output."""
 
     sparsity: float
     left: int = 0
@@ -36,7 +36,8 @@ Solve = Callable[[Float[np.ndarray, "K N"], InputStatistics | None, SparsityTarg
 
 
 def parse_target(sparsity: float | None, pattern: str | None) -> SparsityTarget:
-    """Of the command line. UserError for neither, both, or what is no share or pattern."""
+    """The target of a command line. Raises UserError unless exactly one of the two is given and
+    valid."""
     if (sparsity is None) == (pattern is None):
         raise UserError("name one of --sparsity 0.5 and --pattern 2:4")
     if sparsity is not None:
@@ -50,7 +51,7 @@ def parse_target(sparsity: float | None, pattern: str | None) -> SparsityTarget:
 
 
 def check_shape(name: str, K: int, target: SparsityTarget) -> None:
-    """UserError for a matrix whose inputs a pattern does not divide."""
+    """Raise UserError for a matrix whose K is no multiple of the pattern's group."""
     if target.of and K % target.of:
         raise UserError(
             f"--pattern {target.left}:{target.of}: {name} has {K} inputs, no multiple of "
@@ -59,7 +60,7 @@ def check_shape(name: str, K: int, target: SparsityTarget) -> None:
 
 
 def keep_pattern(scores_KN: np.ndarray, target: SparsityTarget) -> np.ndarray:
-    """The largest scores of every group of inputs; of equal ones the first."""
+    """Mask of the largest scores in each group of inputs; ties keep the first."""
     K, N = scores_KN.shape
     groups = -scores_KN.reshape(K // target.of, target.of, N)
     ranks = np.argsort(np.argsort(groups, axis=1, kind="stable"), axis=1, kind="stable")
@@ -67,13 +68,13 @@ def keep_pattern(scores_KN: np.ndarray, target: SparsityTarget) -> np.ndarray:
 
 
 def keep_columns(scores_KN: np.ndarray, zeros: int) -> np.ndarray:
-    """All but the `zeros` smallest scores of each column; of equal ones the first are dropped."""
+    """Mask of all but the `zeros` smallest scores of each column; ties drop the first."""
     ranks = np.argsort(np.argsort(scores_KN, axis=0, kind="stable"), axis=0, kind="stable")
     return ranks >= zeros
 
 
 def keep_matrix(scores_KN: np.ndarray, zeros: int) -> np.ndarray:
-    """All but the `zeros` smallest scores."""
+    """Mask of all but the `zeros` smallest scores of the matrix."""
     keep = np.ones(scores_KN.size, bool)
     keep[np.argsort(scores_KN, axis=None, kind="stable")[:zeros]] = False
     return keep.reshape(scores_KN.shape)
@@ -82,7 +83,7 @@ def keep_matrix(scores_KN: np.ndarray, zeros: int) -> np.ndarray:
 def magnitude_pruning(
     w_KN: np.ndarray, inputs: InputStatistics | None, target: SparsityTarget
 ) -> Pruned:
-    """The smallest |w| of the matrix, or of each group (Han et al. 2015, arXiv:1506.02626)."""
+    """Zero the smallest |w| of the matrix or of each group (Han et al. 2015, arXiv:1506.02626)."""
     scores = np.abs(w_KN)
     zeros = round(target.sparsity * w_KN.size)
     keep = keep_pattern(scores, target) if target.of else keep_matrix(scores, zeros)
@@ -90,7 +91,7 @@ def magnitude_pruning(
 
 
 def wanda(w_KN: np.ndarray, inputs: InputStatistics | None, target: SparsityTarget) -> Pruned:
-    """The smallest |w| ||x||_2 of each output (Sun et al. 2023, arXiv:2306.11695)."""
+    """Zero the smallest |w| ||x||_2 of each output (Sun et al. 2023, arXiv:2306.11695)."""
     assert inputs is not None
     scores = np.abs(w_KN) * np.sqrt(inputs.square_K)[:, None]
     zeros = round(target.sparsity * len(w_KN))
@@ -99,11 +100,11 @@ def wanda(w_KN: np.ndarray, inputs: InputStatistics | None, target: SparsityTarg
 
 
 def inverse_cholesky(hessian_KK: np.ndarray, damping: float) -> np.ndarray:
-    """The upper U with (H + damping mean(diag H) I)^-1 = U^T U; an input that is always 0 has 1 on
-    the diagonal.
+    """The upper triangular U with (H + damping mean(diag H) I)^-1 = U^T U. An input that is always
+    0 gets 1 added on the diagonal.
 
-    Its row i divided by U_ii says how the inputs behind i make up for an error in i once those
-    before it are fixed (Frantar & Alistarh 2022, arXiv:2208.11580).
+    Row i of U divided by U_ii is the update of later inputs that compensates for an error in i,
+    with earlier inputs fixed (Frantar & Alistarh 2022, arXiv:2208.11580).
     """
     H = np.array(hessian_KK, np.float64)
     diagonal = np.diagonal(H).copy()
@@ -113,8 +114,9 @@ def inverse_cholesky(hessian_KK: np.ndarray, damping: float) -> np.ndarray:
 
 
 def sparsegpt(w_KN: np.ndarray, inputs: InputStatistics | None, target: SparsityTarget) -> Pruned:
-    """Input by input, the weights behind make up for those that become zero (Frantar & Alistarh
-    2023, arXiv:2301.00774). Masks are chosen a block of 128 inputs at a time, by w^2 / U_ii^2."""
+    """SparseGPT: inputs are pruned one by one, and later weights compensate (Frantar & Alistarh
+    2023, arXiv:2301.00774). Masks are chosen by w^2 / U_ii^2, for 128 inputs or for one group of
+    the pattern at a time."""
     assert inputs is not None and inputs.hessian_KK is not None
     w, (K, N) = np.array(w_KN, np.float64), w_KN.shape
     U = inverse_cholesky(inputs.hessian_KK, DAMPING)
@@ -140,7 +142,7 @@ def sparsegpt(w_KN: np.ndarray, inputs: InputStatistics | None, target: Sparsity
 
 
 class Pruner(NamedTuple):
-    """solve: the method. reads: the statistics of the inputs that it needs."""
+    """solve: the method. inputs, hessian: whether it needs input statistics, with X^T X."""
 
     solve: Solve
     inputs: bool = False
@@ -155,7 +157,7 @@ METHODS: dict[str, Pruner] = {
 
 
 def expected_zeros(method: str, target: SparsityTarget, K: int, N: int) -> int:
-    """How many weights of a matrix a method makes zero."""
+    """Number of weights that a method sets to zero in a matrix [K, N]."""
     if target.of:
         return K // target.of * (target.of - target.left) * N
     return round(target.sparsity * K) * N if method == "wanda" else round(target.sparsity * K * N)
@@ -164,7 +166,8 @@ def expected_zeros(method: str, target: SparsityTarget, K: int, N: int) -> int:
 def sparsify(
     method: str, name: str, w_KN: np.ndarray, inputs: InputStatistics | None, target: SparsityTarget
 ) -> np.ndarray:
-    """A matrix with exactly so many zeros, in its dtype. UserError for a shape as `check_shape`."""
+    """Prune a matrix to exactly `expected_zeros` zeros, in its own dtype. Raises UserError as
+    `check_shape` does."""
     check_shape(name, len(w_KN), target)
     w, keep = METHODS[method].solve(np.asarray(w_KN, np.float64), inputs, target)
     assert np.sum(~keep) == expected_zeros(method, target, *w_KN.shape), name

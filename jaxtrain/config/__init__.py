@@ -1,6 +1,6 @@
-"""The configuration: the tree of its sections, loading, and what follows from the depth dial.
+"""The configuration: its tree of sections, loading, and values derived from the depth dial.
 
-Each section's model lives in the folder of the code that it drives, in `config.py`.
+Each section's model is in `config.py` of the folder of the code that it configures.
 `python -m jaxtrain.config > configs/schema.json` writes the schema for editors.
 """
 

@@ -1,4 +1,4 @@
-"""The schema of the configuration, for editors."""
+"""Print the JSON schema of the configuration, for editors."""
 
 from jaxtrain.config import json_schema
 

@@ -1,18 +1,17 @@
-"""Config keys that other stacks spell otherwise, and our own former keys, with the right key.
+"""Aliases: config keys of other stacks and our own former keys, with the right key.
 
-Data and one lookup. The spellings are those of Hugging Face (TrainingArguments, TRL,
-PretrainedConfig, peft), torchtitan, nanochat, MaxText, Megatron, DeepSeek and Axolotl. A spelling
-is a key, or the end of a dotted path: `save_every` also answers `checkpoint.save_every`, and
-`eval.steps` answers that path alone.
+The spellings come from Hugging Face (TrainingArguments, TRL, PretrainedConfig, peft), torchtitan,
+nanochat, MaxText, Megatron, DeepSeek and Axolotl. A spelling is a key, or the end of a dotted path:
+`save_every` also matches `checkpoint.save_every`, and `eval.steps` matches only paths that end so.
 """
 
 from collections.abc import Collection, Mapping
 
-# Dotted path of each field -> the variants of its section that have it; none: it has no variants.
-# The path of a `name` has all variants of its section.
+# Dotted path of each field -> the variants of its section that have it; empty if the section has no
+# variants. The path of a `name` has all variants of its section.
 Known = Mapping[str, Collection[str]]
 
-# Our key -> spellings of the same thing, with the same values.
+# Our key -> other spellings of it, which take the same values.
 SAME = {
     "run.name": "run_name run_id experiment_name model_tag exp_name project_name",
     "run.directory": "output_dir out_dir base_output_directory base_output_dir save_dir "
@@ -196,8 +195,8 @@ SAME = {
     "train.local_sgd.outer_momentum": "diloco_outer_momentum",
 }  # fmt: skip
 
-# What has another unit or other values, or no key at all -> its spellings. Each dotted path is a
-# field or a section, and each path=value is a setting that loads (a test).
+# Advice -> the spellings that it answers: keys with another unit, other values, or no counterpart.
+# Each dotted path is a field or a section, and each path=value is a valid setting (a test checks).
 SENTENCES = {
     "there is no such key; the number of accumulated microbatches is train.batch_size / (devices x "
     "train.device_batch_size): set those two, both in sequences": "gradient_accumulation_steps "
@@ -294,12 +293,12 @@ SENTENCES = {
     "jaxtrain has the section eval": "evaluation validation evaluator",
 }  # fmt: skip
 
-# The learning rate: of Muon's matrices, and of every other optimizer.
+# The learning rate is one key for Muon (its matrices), another for all other optimizers.
 LEARNING_RATE = "lr learning_rate max_lr peak_lr base_lr optim.learning_rate max_learning_rate"
 MUON_RATE, OTHER_RATE = "optim.matrix_lr", "optim.learning_rate"
 
-# Our own former keys -> their names now; a section stands for all its fields. A row answers only
-# where the new key exists and the old one does not.
+# Our own former keys -> their present names; a section stands for all its fields. An entry applies
+# only if the new key exists and the old one does not.
 OLD = {
     "train.local": "train.local_sgd",
     "train.loss_spike.back": "train.loss_spike.rollback_steps",
@@ -335,15 +334,15 @@ WORDS = {
 
 
 def right_key(typed: str, known: Known, chosen: Mapping[str, str]) -> str | None:
-    """Which key, in words, a dotted path stands for that is no field; None: the tables lack it.
+    """Advice on a dotted path that is no field: the key it stands for. None if no table has it.
 
-    known: the fields that there are. chosen: section -> its variant, where that is known.
+    known: all fields. chosen: section -> its variant, if known.
     """
     if renamed := renamed_key(typed, known):
         return f"its name is now {renamed}"
     parts = typed.lower().replace("-", "_").split(".")
     if any(part.isdigit() for part in parts) or (typed in known and typed != OTHER_RATE):
-        return None  # an entry of a list, or a field of another variant: its fields are its own
+        return None  # an entry of a list, or a field of another variant: aliases do not apply
     for spelling in (".".join(parts[start:]) for start in range(len(parts))):
         if spelling in LEARNING_RATE.split():
             return learning_rate(chosen.get("optim"))
@@ -355,7 +354,7 @@ def right_key(typed: str, known: Known, chosen: Mapping[str, str]) -> str | None
 
 
 def renamed_key(typed: str, known: Known) -> str | None:
-    """The present name of a former key of ours."""
+    """The present name of one of our former keys, else None."""
     for old, new in OLD.items():
         if typed == old or typed.startswith(f"{old}."):
             now = new + typed.removeprefix(old)
@@ -376,7 +375,7 @@ def learning_rate(optimizer: str | None) -> str:
 
 
 def with_variant(key: str, known: Known, chosen: Mapping[str, str]) -> str:
-    """A key, with the variants of its section that have it if the chosen one does not."""
+    """The key; if the chosen variant lacks it, with the variants of its section that have it."""
     section = key.rpartition(".")[0]
     have, chosen_one = known.get(key, ()), chosen.get(section)
     if (
@@ -389,7 +388,7 @@ def with_variant(key: str, known: Known, chosen: Mapping[str, str]) -> str:
 
 
 def same_name(typed: str, known: Known) -> list[str]:
-    """The fields elsewhere in the tree with the last name of a path, its own section's first."""
+    """Fields with the same last name as a path: those in its own section, or else all."""
     name, section = typed.split(".")[-1], typed.split(".")[0]
     plain = [path for path in known if "[]" not in path and "NAME" not in path]
     found = [path for path in plain if path.split(".")[-1] == name and name != "name"]

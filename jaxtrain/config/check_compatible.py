@@ -1,4 +1,4 @@
-"""A configuration against the table in `compatible.py`."""
+"""Check of a configuration against the table in `compatible.py`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +14,9 @@ from jaxtrain.settings import UserError
 
 
 def check_compatible(c: Sections, mesh_shape: Mapping[str, int]) -> None:
-    """Raises UserError, a line for each refused pair of features, with the fix.
+    """Raise UserError with one line, including the fix, for each refused pair of features.
 
-    c: a configuration, resolved or not. mesh_shape: devices of each axis, `auto` resolved.
+    c: a configuration, resolved or not. mesh_shape: devices along each axis, `auto` resolved.
     """
     lines = [shown(c, mesh_shape, refusal) for refusal in refusals(c, mesh_shape)]
     if lines:
@@ -24,7 +24,7 @@ def check_compatible(c: Sections, mesh_shape: Mapping[str, int]) -> None:
 
 
 def refusals(c: Sections, mesh_shape: Mapping[str, int]) -> list[Refusal]:
-    """The rows of the table that a configuration breaks."""
+    """The entries of REFUSALS that a configuration violates."""
     has = {name: f.active(value_at(c, mesh_shape, f.key)) for name, f in FEATURES.items()}
     return [refusal for refusal in REFUSALS if has[refusal.feature] and has[refusal.other]]
 
@@ -35,7 +35,7 @@ def shown(c: Sections, mesh_shape: Mapping[str, int], refusal: Refusal) -> str:
 
 
 def setting(c: Sections, mesh_shape: Mapping[str, int], key: str) -> str:
-    """`key=value` as a command line has it."""
+    """`key=value` in command-line syntax."""
     value = value_at(c, mesh_shape, key)
     if isinstance(value, BaseModel):
         changed = {"name"} | value.model_dump(exclude_defaults=True).keys()
@@ -49,11 +49,11 @@ def setting(c: Sections, mesh_shape: Mapping[str, int], key: str) -> str:
 
 
 def value_at(c: Sections, mesh_shape: Mapping[str, int], key: str) -> object:
-    """The value of a dotted path; None where its section has no such field, or there is none."""
+    """The value at a dotted path; None if its section is null or has no such field."""
     section, _, name = key.rpartition(".")
     if section == "mesh" and name in mesh_shape:
         return mesh_shape[name]
-    if key == "data.train.name":  # a mixture's sources are all preferences, or none is
+    if key == "data.train.name":  # a mixture's sources are all preferences or none is
         return next(iter(sources_of(c.data.train).values())).name
     found: Any = c
     for part in key.split("."):

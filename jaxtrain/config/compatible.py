@@ -1,11 +1,11 @@
-"""One table of what goes with what: every pair of features that is refused, and the fix.
+"""The compatibility table: every pair of features that is refused, and the fix.
 
-FEATURES says how each feature is read off a configuration and which devices it runs on; REFUSALS
-lists the pairs. `jaxtrain.config.check_compatible` raises for a configuration,
-`jaxtrain.config.support_matrix` writes the manual's table, and a test tries each cell. Whoever adds
-a feature adds its fields here.
+FEATURES defines how each feature is detected in a configuration and which devices it runs on;
+REFUSALS lists the pairs. `jaxtrain.config.check_compatible` raises for a configuration,
+`jaxtrain.config.support_matrix` writes the manual's table, and a test tries each cell. A new
+feature adds its fields here.
 
-Checks elsewhere need more than two settings: sizes that must divide (`config.resolve`,
+Other checks depend on more than a pair of settings: sizes that must divide (`config.resolve`,
 `parallel.mesh`), the layer plan (`parallel.pipeline`), a device or a kernel (`weights.float8`,
 `model.remat`, `optim.offload`), the state of a run (`train`), one section (its own model).
 """
@@ -457,8 +457,8 @@ REFUSALS = (
             "model.stochastic_depth=0"),
 )  # fmt: skip
 
-# Sizes, rates and switches inside one layer: they go with every axis and every feature. section ->
-# its fields. The fields of an optimizer, an objective or a method are those of its row above.
+# Section -> its fields that are compatible with every axis and feature: sizes, rates, switches
+# inside one layer. Fields of an optimizer, objective or method belong to its entry above.
 EVERYWHERE = {
     "model": "depth width head_dim heads kv_heads hidden vocab_multiple rope_base "
     "rope_base_short qk_scale attention_scale "

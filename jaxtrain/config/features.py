@@ -1,4 +1,4 @@
-"""The rows of the table in `compatible.py`: a feature, a refusal, and how a value is tested."""
+"""The entry types of the table in `compatible.py` (Feature, Refusal), and tests of values."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ PAIRS = (
 
 
 class Feature(NamedTuple):
-    """What a configuration has or has not."""
+    """A feature that a configuration uses or not."""
 
-    label: str  # in the support matrix; "" for the absence of something, which has no row there
+    label: str  # in the support matrix; "" for features without a row there
     key: str
-    active: Callable[[Any], bool]  # of the value at `key`; None where there is no such value
+    active: Callable[[Any], bool]  # test of the value at `key`, which is None if there is none
     example: str = ""  # overrides that switch it on
     devices: str = EVERY_DEVICE
 
@@ -70,11 +70,11 @@ def objective(name: str) -> Feature:
 
 
 def packs_ffn(c: BaseModel) -> bool:
-    """Whether a `finetune` section quantizes the matrices of feed-forward layers."""
+    """Whether a `finetune` section quantizes the FFN matrices of the base."""
     trained = " ".join(getattr(c, "trainable", ()))
     return given(getattr(c, "base_quantization", None)) and "experts" not in trained
 
 
 def any_named(*names: str) -> Callable[[Any], bool]:
-    """Whether a list has an entry of one of these names."""
+    """A test whether a list has an entry with one of these names."""
     return lambda entries: any(entry.name in names for entry in entries or ())

@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 
 def variants_of(field: FieldInfo) -> list[type[BaseModel]]:
-    """The section models that a field may hold."""
+    """The section models (variants) that a field may hold."""
     return list(models_in(field.annotation))
 
 
@@ -20,14 +20,14 @@ def models_in(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 def tag_of(model: type[BaseModel]) -> str | None:
-    """The value of `name` that selects a variant."""
+    """The value of `name` that selects a variant; None if the model has none."""
     field = model.model_fields.get("name")
     choices = get_args(field.annotation) if field else ()
     return choices[0] if len(choices) == 1 else None
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo, str | None]]:
-    """Every field of the tree: dotted path, declaration, and the variant that it belongs to."""
+    """Yield every field of the tree: dotted path, FieldInfo, and the variant that it belongs to."""
     for name, field in model.model_fields.items():
         variants = variants_of(field)
         if not variants:

@@ -1,6 +1,6 @@
-"""A configuration loaded: YAML, dotted overrides, validation; and saved.
+"""Loading, validating and saving a configuration (YAML and dotted overrides).
 
-A wrong key or value is one line: where, what was given, what is allowed.
+The error for a wrong key or value is one line: where, what was given, what is allowed.
 """
 
 import copy
@@ -29,11 +29,11 @@ from jaxtrain.storage.disk import write_whole
 from jaxtrain.storage.strict_yaml import END, read_yaml, shown
 
 Problem = Mapping[str, Any]  # one of `ValidationError.errors()`
-SECRETS = re.compile(r"(://)[^/\s'\"]*(?=@)|(://[^\s'\"?]*\?)[^\s'\"]*")  # of a URL
+SECRETS = re.compile(r"(://)[^/\s'\"]*(?=@)|(://[^\s'\"?]*\?)[^\s'\"]*")  # in a URL
 
 
 HERE = Path(__file__).parents[1]
-SHIPPED = (HERE / "configs", HERE.parent / "configs")  # of a wheel, of a checkout
+SHIPPED = (HERE / "configs", HERE.parent / "configs")  # in a wheel, in a checkout
 
 
 def shipped_names() -> list[str]:
@@ -42,7 +42,7 @@ def shipped_names() -> list[str]:
 
 
 def find_config(name: str) -> Path:
-    """A path, or the bare name of a shipped config."""
+    """The path of a config file, given as a path or as the bare name of a shipped config."""
     places = [Path(name), *(folder / f"{Path(name).stem}.yaml" for folder in SHIPPED)]
     for place in places[:1] if Path(name).parent != Path(".") else places:
         if place.is_file():
@@ -55,10 +55,10 @@ def find_config(name: str) -> Path:
 def load_config(
     source: Path | str | dict[str, Any] | None = None, overrides: Sequence[str] = ()
 ) -> Config:
-    """A configuration with `key.path=value` overrides.
+    """Load a configuration and apply `key.path=value` overrides.
 
     source: a YAML file, the bare name of a shipped config, a plain tree, or None for the defaults.
-    Raises UserError with a line for each thing that is wrong.
+    Raises UserError with one line per mistake.
     """
     tree: Any = copy.deepcopy(source) if isinstance(source, dict) else {}
     if isinstance(source, (str, Path)):
@@ -76,7 +76,7 @@ def load_config(
 
 
 def validate[Tree: Sections](model: type[Tree], tree: dict[str, Any]) -> Tree:
-    """A plain tree as configuration; all that is wrong with it as UserError, a line each."""
+    """Validate a plain tree. Raises UserError with one line per mistake."""
     fill_names(tree, model)
     try:
         return model.model_validate(tree)
@@ -87,7 +87,7 @@ def validate[Tree: Sections](model: type[Tree], tree: dict[str, Any]) -> Tree:
 
 
 def fill_names(tree: dict[str, Any], model: type[BaseModel]) -> None:
-    """A section with variants that names none is of its default variant."""
+    """Set `name` of each section with variants that has none, to its default variant."""
     for key, node in tree.items():
         field = model.model_fields.get(key)
         if field is None or not isinstance(node, dict):
@@ -109,7 +109,7 @@ def fill_names(tree: dict[str, Any], model: type[BaseModel]) -> None:
 
 
 def explain(error: Problem, tree: dict[str, Any]) -> list[str]:
-    """The lines for one validation error of a plain tree; more than one for an unknown section."""
+    """The message lines of one validation error; an unknown section may have several."""
     error = located(error)
     where, model = locate(error["loc"])
     if error["type"] == "extra_forbidden":
@@ -118,9 +118,9 @@ def explain(error: Problem, tree: dict[str, Any]) -> list[str]:
 
 
 def unknown_key(where: str, given: object, names: Sequence[str], tree: dict[str, Any]) -> list[str]:
-    """The lines for a path that is no field: the right key of the aliases, or else a near one.
+    """The message lines for an unknown path: the right key from the aliases, or else a close match.
 
-    given: its value; of a section that there is not, each key has a line. names: of its siblings.
+    given: its value; each key of an unknown section gets a line. names: of its sibling fields.
     """
     known, chosen = known_fields(), chosen_variants(tree)
     lines: dict[str, str] = {}
@@ -140,7 +140,7 @@ def unknown_key(where: str, given: object, names: Sequence[str], tree: dict[str,
 
 
 def nearest(where: str, names: Sequence[str], known: Known) -> str:
-    """What an unknown path, which the aliases lack, may have meant."""
+    """A suggestion for an unknown path that the aliases lack."""
     key, twins = where.split(".")[-1], same_name(where, known)
     close = difflib.get_close_matches(key, names, n=1)
     if known.get(where):
@@ -154,7 +154,7 @@ def nearest(where: str, names: Sequence[str], known: Known) -> str:
 
 @functools.cache
 def known_fields() -> Known:
-    """Every field's dotted path, with the variants that have it (a `name`: its section's)."""
+    """Every field's dotted path -> the variants that have it; for a `name`, all of its section."""
     known: dict[str, dict[str, None]] = {}
     for path, field, variant in fields(Config):
         tags = get_args(field.annotation) if path.endswith(".name") else (variant,)
@@ -163,7 +163,7 @@ def known_fields() -> Known:
 
 
 def chosen_variants(tree: dict[str, Any]) -> dict[str, str]:
-    """The variant of each section: the tree's, or the default; the optimizer's only if given."""
+    """The variant of each section, from the tree or the default; for `optim` only from the tree."""
     chosen: dict[str, str] = {}
     default = Config().model_dump(exclude={"optim"})
     for section in (
@@ -178,7 +178,7 @@ def chosen_variants(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def explain_value(error: Problem, where: str) -> str:
-    """The line for the value of a field that is not what it must be."""
+    """The message line for an invalid value of a field."""
     given = error["input"]
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
         allowed = error["ctx"].get("expected_tags", "")
@@ -198,12 +198,12 @@ def explain_value(error: Problem, where: str) -> str:
 
 
 def without_secrets(value: object) -> str:
-    """A value as a line shows it, without the user, the password and the query of a URL in it."""
+    """A value as shown in messages, without user, password and query of a URL in it."""
     return SECRETS.sub(lambda found: (found[1] or found[2]) + "...", shown(value))
 
 
 def located(error: Problem) -> Problem:
-    """A validation error where it is: one that `Settings` raises names its field itself."""
+    """The error with the location of its field; an error raised by `Settings` names it in `ctx`."""
     if error["type"] != NOT_MEANT:
         return error
     name = error["ctx"]["field"]
@@ -213,10 +213,10 @@ def located(error: Problem) -> Problem:
 def locate(
     loc: tuple[Any, ...], root: type[BaseModel] = Config
 ) -> tuple[str, type[BaseModel] | None]:
-    """A pydantic location as a dotted path (union tags left out), and the model it fell in."""
+    """A pydantic location as a dotted path (without union tags), and the model that contains it."""
     model: type[BaseModel] | None = root
     path: list[str] = []
-    name, keyed = "", False  # the field that we are in; whether a place in its list is passed
+    name, keyed = "", False  # the current field; whether the index into its list is consumed
     for part in loc:
         field = model.model_fields.get(name) if model else None
         if field and not keyed and get_origin(field.annotation) in (tuple, dict):
@@ -229,7 +229,7 @@ def locate(
             model = tagged[0]
             continue
         if field and not variants and get_origin(field.annotation) in (Union, UnionType):
-            break  # `part` is the alternative that was tried, as int of int | "auto"
+            break  # `part` is the union alternative that was tried, such as int of int | "auto"
         if len(variants) == 1:
             model = variants[0]
         path.append(str(part))
@@ -245,10 +245,10 @@ def to_yaml(config: BaseModel) -> str:
 
 
 def save_yaml(path: Path, config: BaseModel) -> None:
-    """Write a configuration atomically, with YAML's mark of an end: it can be seen to be whole."""
+    """Write a configuration atomically; YAML's end marker shows that the file is complete."""
     write_whole(path, to_yaml(config) + END)
 
 
 def json_schema() -> str:
-    """For editors: completes and checks the YAML files."""
+    """The JSON schema, with which editors complete and check the YAML files."""
     return json.dumps(Config.model_json_schema(), indent=1) + "\n"

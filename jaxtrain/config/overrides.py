@@ -1,4 +1,4 @@
-"""`key.path=value` of a command line, over the plain tree of a configuration."""
+"""Command-line overrides `key.path=value`, applied to the plain tree of a configuration."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from jaxtrain.storage.strict_yaml import parse_yaml, shown
 
 
 class Override(NamedTuple):
-    """`optim.matrix_lr=0.01` of a command line."""
+    """A parsed override such as `optim.matrix_lr=0.01`."""
 
     key: str
     value: object
@@ -16,7 +16,7 @@ class Override(NamedTuple):
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """In the order given, but each section's `name` before its fields."""
+    """Apply overrides in the order given, but each section's `name` before its fields."""
     parsed = [parse_override(override) for override in overrides]
     named = lambda k: (0, k.count(".")) if k.endswith(".name") else (1, 0)
     for one in sorted(parsed, key=lambda one: named(one.key)):
@@ -34,15 +34,15 @@ def parse_override(given: str) -> Override:
         raise UserError(
             f"{shown(given)}: there is no value; write null for none, '\"\"' for no text"
         )
-    # A comment, an alias and the like make no sense here: `*.txt`, `# {path}`
+    # Values such as `*.txt` or `# {path}` are text here, not YAML aliases or comments.
     as_it_is = text.startswith(tuple("#*&!%@`"))
     return Override(".".join(parts), text if as_it_is else parse_yaml(text, shown(given)), given)
 
 
 def check_once(overrides: Sequence[str]) -> None:
-    """Raises UserError for a field that two overrides of a command line set, one of them in vain.
+    """Raise UserError for a field that two overrides of a command line set.
 
-    In code the later of two wins: a benchmark has its own, and then those that are given.
+    In code the later one wins instead, since benchmarks add the user's overrides after their own.
     """
     seen: dict[str, Override] = {}
     for one in map(parse_override, overrides):
@@ -57,7 +57,7 @@ def check_once(overrides: Sequence[str]) -> None:
 
 
 def paths_of(value: object, path: str) -> Iterator[str]:
-    """The dotted paths of what a plain value sets."""
+    """Yield the dotted paths of all fields that a plain value sets."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from paths_of(inner, f"{path}.{key}")
@@ -66,7 +66,7 @@ def paths_of(value: object, path: str) -> Iterator[str]:
 
 
 def apply_override(tree: dict[str, Any], one: Override) -> None:
-    """One into the tree; a new `name` starts that section afresh."""
+    """Apply one override to the tree; a different `name` clears the section first."""
     parts, value, override = one.key.split("."), one.value, one.given
     node = tree
     for depth, part in enumerate(parts[:-1], 1):

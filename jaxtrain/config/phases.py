@@ -1,6 +1,6 @@
-"""The phases of a run: each trains another model, from the state of the phase before.
+"""The phases of a run: each trains a different model, starting from the previous phase's state.
 
-`data.stages` changes row lengths and mixtures; it is independent of phases.
+`data.stages` changes sequence lengths, batch sizes and mixtures; it is independent of phases.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ from jaxtrain.settings import UserError
 
 
 class Decision(NamedTuple):
-    """A phase ends early: what is left of it trains another model. An event decides that."""
+    """An event's decision to end a phase early; the rest of it trains another model."""
 
-    step: int  # the last one of the model before
-    model: Mapping[str, JsonValue]  # fields of the model that differ from then on
+    step: int  # last step of the old model
+    model: Mapping[str, JsonValue]  # fields of the model that change from then on
 
 
 class Phase(NamedTuple):
@@ -32,21 +32,21 @@ class Phase(NamedTuple):
     config: Resolved  # the run's configuration with the phase's model
     start: int  # the step after which it begins
     end: int  # its last step
-    grow: str | None = None  # row of GROWTHS that makes its layers, or "adapters": the state gets
-    # those of ReLoRA; None in the first phase
-    decided: tuple[Decision, ...] = ()  # what led to it, the last one last
+    grow: str | None = None  # entry of GROWTHS that makes its layers, or "adapters" (the state gets
+    # ReLoRA's adapters); None in the first phase
+    decided: tuple[Decision, ...] = ()  # the decisions that led to it, in order
 
     def cut(self, decision: Decision) -> tuple["Phase", "Phase"]:
-        """The phase until a decision, and what is left of it."""
+        """Split the phase at a decision into the part before and the part after."""
         config = with_model(self.config, decision.model, f"step {decision.step}")
         rest = Phase(config, decision.step, self.end, "stack", (*self.decided, decision))
         return self._replace(end=decision.step), rest
 
 
 def phases_of(c: Resolved, vocab_size: int, mesh: Mesh) -> list[Phase]:
-    """The phases of a run, at least one.
+    """The phases of a run (at least one).
 
-    Raises UserError for a phase that cannot train, or that cannot grow into the next one.
+    Raises UserError for a phase that cannot be trained, or cannot grow into the next one.
     """
     found = declared_phases(c)
     for phase in found[:-1]:
@@ -77,17 +77,17 @@ def declared_phases(c: Resolved) -> list[Phase]:
 
 
 def full_rank_steps(c: Resolved) -> int:
-    """Steps of ReLoRA's warm start, 0 without one."""
+    """Steps of ReLoRA's full-rank warm start; 0 without ReLoRA."""
     return c.finetune.warm_start if isinstance(c.finetune, ReLoRAConfig) else 0
 
 
 def full_rank(c: Resolved) -> Resolved:
-    """The configuration of that warm start."""
+    """The configuration of ReLoRA's warm start, which trains all parameters."""
     return c.model_copy(update={"finetune": FullConfig()})
 
 
 def config_at(c: Resolved, step: int, decided: Sequence[Decision] = ()) -> Resolved:
-    """The configuration with the model that trains at a step. decided: during the run."""
+    """The configuration with the model trained at `step`. decided: decisions taken in the run."""
     phases = declared_phases(c)
     phase = next((p for p in phases if step <= p.end), phases[-1])
     for decision in decided:
@@ -97,7 +97,7 @@ def config_at(c: Resolved, step: int, decided: Sequence[Decision] = ()) -> Resol
 
 
 def with_model(c: Resolved, model: Mapping[str, JsonValue], field: str) -> Resolved:
-    """The configuration with changed fields of the model. Its UserErrors begin with `field`."""
+    """The configuration with changed model fields. Its UserErrors begin with `field`."""
     tree = c.model_dump(mode="json")
     if unknown := sorted(model.keys() - tree["model"].keys()):
         raise UserError(f"{field}.model: there is no model.{unknown[0]}")
@@ -108,8 +108,8 @@ def with_model(c: Resolved, model: Mapping[str, JsonValue], field: str) -> Resol
 
 
 def check_grows(one: Resolved, other: Resolved, vocab_size: int, field: str) -> None:
-    """Raises UserError unless the next model has the same parameters, stacked over as many layers
-    or more."""
+    """Raise UserError unless the next model has the same parameters, with at least as many
+    layers."""
     before, after = (flatten(split(Transformer(c.model, vocab_size))[1]) for c in (one, other))
     for name in sorted(before.keys() ^ after.keys()):
         only = "this phase" if name in before else "the next phase"

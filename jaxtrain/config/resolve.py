@@ -1,4 +1,4 @@
-"""What follows from the depth and the token budget; anything set by hand wins."""
+"""Values derived from the depth and the token budget; values set by hand win."""
 
 import functools
 import math
@@ -34,14 +34,14 @@ from jaxtrain.parallel.mesh import check_divides, make_mesh, num_batch_shards
 from jaxtrain.settings import UserError
 from jaxtrain.train.config import ResolvedTrain
 
-REFERENCE_DEPTH = 12  # the model whose batch and rates the rules start from
+REFERENCE_DEPTH = 12  # depth of the model that the batch and learning-rate rules start from
 MOST_PARAMETERS = 10**14
-MOST_STEP_TOKENS = 2**28  # some times the largest that anyone has trained with
-BATCH_POWER = 0.383  # how the best batch grows with the horizon (Bergsma et al. 2025)
+MOST_STEP_TOKENS = 2**28  # several times the largest batch that anyone has trained with
+BATCH_POWER = 0.383  # exponent of the best batch over training tokens (Bergsma et al. 2025)
 
 
 class Resolved(Sections):
-    """A configuration with nothing left open: what a run is made from, and saved with."""
+    """A configuration without open fields; a run is built from it and saved with it."""
 
     model: ResolvedModel
     train: ResolvedTrain
@@ -57,15 +57,15 @@ def vocab_size_of(data: DataConfig) -> int:
 def horizon(model: ResolvedModel, vocab_size: int, ratio: float) -> float:
     """Training tokens: ratio x (matrices + head), nanochat's scaling parameters.
 
-    Of a mixture, only the experts of one token count. Modules of multi-token prediction do not: a
-    model has the same horizon with and without them.
+    With MoE, only the active experts count. Multi-token prediction modules do not count, so a model
+    has the same horizon with and without them.
     """
     model = model.model_copy(update={"mtp": None})
     return ratio * active(model, split(Transformer(model, vocab_size))[1])
 
 
 def check_size(model: ResolvedModel, vocab_size: int) -> None:
-    """Raises UserError for a model that is larger than any machine, before numbers overflow."""
+    """Raise UserError for a model larger than any machine, before integers overflow."""
     specs = split(Transformer(model, vocab_size))[1]
     count = sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs))
     if count > MOST_PARAMETERS:
@@ -76,14 +76,14 @@ def check_size(model: ResolvedModel, vocab_size: int) -> None:
 
 
 def reference_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
-    """The d12 of the same family."""
+    """The model of depth 12 with otherwise the same settings."""
     sizes = {"depth": REFERENCE_DEPTH, "width": None, "heads": None, "kv_heads": None}
-    sizes |= {"share_layers": None}  # which have the FLOPs of layers with weights of their own
+    sizes |= {"share_layers": None}  # shared layers cost the FLOPs of unshared ones
     return resolve_model(c.model_copy(update={**sizes, "hidden": None}), sequence_length)
 
 
 def batch_tokens(tokens: float, reference: float) -> int:
-    """Tokens of a step for this many training tokens: the reference's batch grown by the power."""
+    """Tokens per step for `tokens` training tokens: the reference batch, scaled by BATCH_POWER."""
     return 2 ** round(math.log2(Scale().batch_tokens * (tokens / reference) ** BATCH_POWER))
 
 
@@ -130,26 +130,26 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
         named = {f"rows a device in stage {number} of data.stages": rows}
         check_divides("mesh.batch_overlap", c.mesh.batch_overlap, named)
     steps = t.steps or max(1, sizes.steps(tokens))
-    # muP takes the rates from its base width to this one by itself.
+    # muP itself scales the learning rates from its base width to this one.
     width = model.base_width if model.init == "mup" else model.width
     scale = Scale(width, step_tokens, tokens / reference, dial.rates(tokens / ratio))
     train = {"batch_size": batch, "device_batch_size": device_batch, "steps": steps}
     train |= {"tokens_per_parameter": ratio}
     optim = resolve_optimizer(c.optim, scale)
-    whole = sizes.tokens(steps) // step_tokens  # steps of the whole batch
+    whole = sizes.tokens(steps) // step_tokens  # equivalent number of full-batch steps
     optim = optim.model_copy(update={"schedule": shorten_warmup(optim.schedule, max(1, whole))})
     derived = {
         "model": model.model_dump(),
         "train": {**t.model_dump(), **train},
         "optim": optim.model_dump(),
     }
-    if not model.causal:  # an encoder writes no samples
+    if not model.causal:  # an encoder cannot generate samples
         derived["sample"] = {**c.sample.model_dump(), "prompts": ()}
     return Resolved.model_validate({**c.model_dump(), **derived})
 
 
 def check_structure(c: Config | Resolved, model: ResolvedModel, mesh: Mesh) -> None:
-    """Raises UserError for a model that does not go with the other sections, or with the mesh."""
+    """Raise UserError for a model that is incompatible with the other sections or the mesh."""
     t = c.train
     check_compatible(c.model_copy(update={"model": model}), mesh.shape)
     for stage in (None, *c.data.stages):
@@ -164,7 +164,7 @@ def check_structure(c: Config | Resolved, model: ResolvedModel, mesh: Mesh) -> N
 
 
 def step_sizes(c: Config | Resolved, batch: int, shards: int = 1) -> BatchSizes:
-    """The size of each step. UserError for one that does not divide over the devices."""
+    """The batch size of each step. Raises UserError for one that does not divide over `shards`."""
     for number, stage in enumerate(c.data.stages, 1):
         if (stage.batch_size or batch) % shards:
             raise UserError(
@@ -175,14 +175,14 @@ def step_sizes(c: Config | Resolved, batch: int, shards: int = 1) -> BatchSizes:
 
 
 def largest_divisor(rows: int, most: int) -> int:
-    """Rows of a device's microbatch: as many as divide `rows`, at most `most`."""
+    """Largest divisor of `rows` that is at most `most`: the rows of a device's microbatch."""
     return next(n for n in range(min(rows, most), 0, -1) if rows % n == 0)
 
 
 def with_ramps(c: Config, batch: int) -> Config:
-    """With the stages that `data.length_ramp` and `data.batch_ramp` stand for.
+    """The configuration with `data.length_ramp` and `data.batch_ramp` expanded into `data.stages`.
 
-    batch: rows of a whole step.
+    batch: sequences of a full step.
     """
     ramps = {
         "length_ramp": lambda ramp: length_stages(ramp, c.train.sequence_length),
@@ -201,8 +201,8 @@ def with_ramps(c: Config, batch: int) -> Config:
 
 
 def inserted(c: Config) -> dict[str, int]:
-    """What the objective or tuning puts into the model. UserError where the model has other such
-    parts already."""
+    """Modules that the objective or finetuning adds to the model: field -> size. Raises UserError
+    if the model already has conflicting ones."""
     if isinstance(c.objective, MTPConfig):
         if c.model.mtp not in (None, c.objective.depth):
             raise UserError(
@@ -238,9 +238,9 @@ def inserted(c: Config) -> dict[str, int]:
 
 
 def check_shapes(mesh: Mesh, model: ResolvedModel, sequence_length: int) -> None:
-    """Raises UserError for a mesh axis that does not divide what it splits.
+    """Raise UserError for a mesh axis that does not divide the dims that it shards.
 
-    Key/value heads are free: fewer than the devices of `tensor` stay whole.
+    Key/value heads need not divide: if there are fewer than `tensor` devices, they are replicated.
     """
     dims = {
         "tensor": {"model.heads": model.heads, "model.hidden": model.hidden},
@@ -256,7 +256,7 @@ def check_shapes(mesh: Mesh, model: ResolvedModel, sequence_length: int) -> None
 def override(c: Resolved, overrides: Sequence[str], used: Sequence[str] = ("",)) -> Resolved:
     """A resolved configuration with `key.path=value` overrides; nothing is derived again.
 
-    used: what the fields begin with that will be read. Raises UserError for one of no use.
+    used: path prefixes of the fields that are read. Raises UserError for any other field.
     """
     check_once(overrides)
     for given in overrides:
@@ -272,9 +272,9 @@ def override(c: Resolved, overrides: Sequence[str], used: Sequence[str] = ("",))
 
 
 def rules(c: BaseModel, resolved: BaseModel, prefix: str = "") -> dict[str, str]:
-    """Path -> rule of each field that was open and is not any more.
+    """Path -> rule of each field that was derived.
 
-    The rule is what the field's description says its default is.
+    The rule is the text after "default " in the field's description.
     """
     found: dict[str, str] = {}
     for name, field in type(c).model_fields.items():
@@ -287,7 +287,7 @@ def rules(c: BaseModel, resolved: BaseModel, prefix: str = "") -> dict[str, str]
 
 
 def resolved_text(c: Config) -> str:
-    """The resolved tree as YAML for --print-config, the rule behind each derived value."""
+    """The resolved tree as YAML for --print-config; derived values have their rule as a comment."""
     vocab_size = vocab_size_of(c.data)
     r = resolve(c, vocab_size)
     found, path, lines = rules(c, r), [], [summary(r, vocab_size)]
@@ -301,8 +301,8 @@ def resolved_text(c: Config) -> str:
 
 
 def fit_line(c: Config) -> str | None:
-    """The fit behind the horizon, and behind batch and rates where it says them; None where the
-    horizon is set by hand."""
+    """A line about the scaling fit that sets the horizon, and the batch and learning rates if it
+    has laws for them. None if the horizon is set by hand."""
     if c.train.steps or c.train.tokens_per_parameter:
         return None
     dial = read_dial(c.train.scaling_fit)
@@ -317,7 +317,7 @@ def fit_line(c: Config) -> str | None:
 
 
 def decay_line(c: Config, r: Resolved) -> str | None:
-    """What a run says of a decay that was derived and is not the d12's."""
+    """A line about a derived weight decay that differs from the d12's; else None."""
     before, after = c.optim, r.optim
     if not isinstance(before, MuonConfig) or not isinstance(after, MuonConfig):
         return None
@@ -330,7 +330,7 @@ def decay_line(c: Config, r: Resolved) -> str | None:
 
 
 def warmup_line(c: Config, r: Resolved) -> str | None:
-    """What a run says of a warm-up that was longer than the run."""
+    """A line about a warm-up that was shortened to fit the run; else None."""
     before, after = c.optim.schedule.warmup_steps, r.optim.schedule.warmup_steps
     if before == after:
         return None
@@ -341,7 +341,7 @@ def warmup_line(c: Config, r: Resolved) -> str | None:
 
 
 def summary(r: Resolved, vocab_size: int) -> str:
-    """A comment line: parameters, tokens, and how a step is accumulated."""
+    """A YAML comment with parameters, tokens, and microbatches per step."""
     t = r.train
     mesh = make_mesh(r.mesh)
     shards, stages = num_batch_shards(mesh), mesh.shape["pipeline"]

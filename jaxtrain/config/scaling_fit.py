@@ -1,4 +1,4 @@
-"""What the depth dial takes from a fit of scaling laws: `train.scaling_fit`."""
+"""Settings that the depth dial takes from a scaling-law fit: `train.scaling_fit`."""
 
 import math
 from pathlib import Path
@@ -29,7 +29,7 @@ class Power(Settings):
 
 
 class Dial(Settings):
-    """The rules that a fit sets; those that it leaves out are nanochat's."""
+    """The rules of the depth dial that a fit sets; nanochat's rules apply for the others."""
 
     name: str = Field(description="of the study or project")
     source: str = Field(description="where the figures come from")
@@ -42,20 +42,20 @@ class Dial(Settings):
     )
 
     def batch(self, tokens: float) -> int | None:
-        """Tokens of a step for so many training tokens, a power of two; None without a law."""
+        """Tokens per step for `tokens` training tokens, a power of two; None without a law."""
         if self.batch_tokens is None:
             return None
         return 2 ** max(0, round(math.log2(self.batch_tokens(tokens))))
 
     def rates(self, parameters: float) -> float:
-        """Factor on the derived learning rates."""
+        """Factor on the derived learning rates for a number of parameters."""
         return self.rate_multiplier(parameters) if self.rate_multiplier else 1.0
 
 
 def read_dial(name: str) -> Dial:
     """The dial of a fit.json, or of a shipped fit by its name.
 
-    Raises UserError for a file that is none, and for a fit that says no ratio.
+    Raises UserError for a missing or invalid file, and for a fit without a dial.
     """
     path = SHIPPED / f"{name}.json"
     if Path(name).suffix or Path(name).parent != Path(".") or not path.is_file():

@@ -1,4 +1,4 @@
-"""The manual's support matrix, from the table in `compatible.py`.
+"""The manual's support matrix, generated from the table in `compatible.py`.
 
 `python -m jaxtrain.config.support_matrix > docs/reference/support-matrix.md` writes the page.
 """
@@ -39,18 +39,18 @@ All axes can be combined, where the model's sizes divide, except: stages of unli
 
 
 def overrides_of(feature: str, *axes: str) -> list[str]:
-    """The command line of one cell: a feature on two devices along an axis, or along each of some.
+    """The overrides of one cell: a feature with two devices along each of `axes`.
 
     The feature's own values win: low-communication training keeps its replicas along `data`.
     """
     examples = [one for axis in axes for one in split_example(FEATURES[axis].example)]
-    # Of the other axes each takes that of data away.
+    # The examples of the other axes set mesh.data=1; drop that if `data` is among the axes.
     mesh = [one for one in examples if "data" not in axes or one != "mesh.data=1"]
     return mesh + split_example(FEATURES[feature].example)
 
 
 def split_example(example: str) -> list[str]:
-    """`a=1 b={c: 2}` as overrides: a space inside braces does not end one."""
+    """Split `a=1 b={c: 2}` into overrides; a space inside braces does not split."""
     parts: list[str] = []
     for word in example.split():
         if parts and parts[-1].count("{") > parts[-1].count("}"):
@@ -61,8 +61,8 @@ def split_example(example: str) -> list[str]:
 
 
 def cell(feature: str, axis: str) -> list[Refusal]:
-    """The rows of the table that refuse a feature along an axis; none: it is supported."""
-    # The shape of the mesh is given here, so that axes share what is loaded.
+    """The refusals of a feature along an axis; empty if it is supported."""
+    # The mesh shape is passed separately, so that all axes share one cached configuration.
     sizes = tuple(f"mesh.{name}=" for name in AXES)
     without_sizes = (one for one in overrides_of(feature, axis) if not one.startswith(sizes))
     return refusals(loaded(*without_sizes), MESH | {axis: 2})
@@ -85,7 +85,7 @@ def table(head: list[str], lines: list[list[str]]) -> str:
 
 
 def page() -> str:
-    """The Markdown of the whole page."""
+    """The whole page as Markdown."""
     axes = [
         [
             FEATURES[name].label,

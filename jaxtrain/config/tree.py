@@ -1,4 +1,4 @@
-"""The configuration tree; each section's model lives beside the code that it drives."""
+"""The configuration tree. Each section's model is defined next to the code that it configures."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from jaxtrain.train.config import TrainConfig
 
 
 def section(model: type[BaseModel]) -> Any:
-    """A section that is `model` by default; the schema names its variant."""
+    """A section with `model` as its default; the schema shows the default variant's name."""
     tag = tag_of(model)
     return Field(
         default_factory=model, json_schema_extra={"default": {"name": tag}} if tag else None
@@ -30,7 +30,7 @@ def section(model: type[BaseModel]) -> Any:
 
 
 class Sections(Settings):
-    """What a configuration and its resolved form have in common."""
+    """Sections that are the same in a configuration and in its resolved form."""
 
     run: RunConfig = section(RunConfig)
     data: DataConfig = section(DataConfig)

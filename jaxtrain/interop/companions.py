@@ -1,4 +1,4 @@
-"""What goes along with the weights: tokenizer, chat template, settings of generation."""
+"""Files saved with the weights: tokenizer, chat template, generation config."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from jaxtrain.interop.tokenizer_json import bos_name, tokenizer_json, with_bos
 from jaxtrain.settings import UserError, read_object
 from jaxtrain.storage.disk import write_json, write_whole
 
-FOLDER = "huggingface"  # inside model/: what a checkpoint brought along
+FOLDER = "huggingface"  # inside model/: the auxiliary files of the original checkpoint
 AUX_FILES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "chat_template.json",
@@ -22,14 +22,14 @@ AUX_FILES = (
 
 
 class Prompting(NamedTuple):
-    """How text for a model begins and ends."""
+    """Whether a prompt starts with BOS, and which tokens end an answer."""
 
     bos: bool  # a prompt starts with the BOS token
-    stops: tuple[int, ...]  # tokens that end a text, BOS among them
+    stops: tuple[int, ...]  # stop tokens, BOS among them
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy those files that a checkpoint folder has to another folder."""
+    """Copy the auxiliary files of a checkpoint folder, as far as they exist, to another folder."""
     target.mkdir(parents=True, exist_ok=True)
     for name in AUX_FILES:
         if (source / name).is_file():
@@ -37,21 +37,21 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def read_json(path: Path) -> Json:
-    """A JSON file's object; {} if there is none."""
+    """The object in a JSON file; {} if the file does not exist."""
     return read_object(path) if path.is_file() else {}
 
 
 def check_aux_files(folder: Path) -> None:
-    """UserError for one of those files that cannot be read, before the model is put to use."""
+    """Raise UserError for an auxiliary JSON file that cannot be read, before the model is used."""
     for name in AUX_FILES:
         if name.endswith(".json"):
             read_json(folder / name)
 
 
 def tokenizer_of(folder: Path, rows: int) -> Tokenizer:
-    """The tokenizer of a checkpoint whose embedding has so many rows.
+    """The tokenizer of a checkpoint whose embedding has `rows` rows.
 
-    Special tokens beyond the embedding are left out (Gemma 3 1B's stand for pictures).
+    Special tokens with ids beyond the embedding are dropped (Gemma 3 1B has image tokens there).
     """
     file = folder / FILES["huggingface"]
     if file.is_file():
@@ -75,7 +75,10 @@ def tokenizer_of(folder: Path, rows: int) -> Tokenizer:
 
 
 def prompting(model_dir: Path, tokenizer: Tokenizer) -> Prompting:
-    """As the checkpoint says that a model comes from; our own models take BOS for both."""
+    """BOS and stop tokens from the original checkpoint's files.
+
+    Models without such files start with BOS and stop at BOS.
+    """
     folder = model_dir / FOLDER
     stops, bos = {tokenizer.bos_id}, True
     if not folder.is_dir():
@@ -89,17 +92,17 @@ def prompting(model_dir: Path, tokenizer: Tokenizer) -> Prompting:
 
 
 def chat_template(model_dir: Path) -> str | None:
-    """The Jinja template of conversations that came along with a model."""
+    """The Jinja chat template of the checkpoint that a model was made from."""
     return template_in(model_dir / FOLDER)
 
 
 def template_in(folder: Path) -> str | None:
-    """The Jinja template of a checkpoint, of three places that it may have."""
+    """The Jinja chat template of a checkpoint; three files may hold it."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text()
     for name in ("chat_template.json", "tokenizer_config.json"):
         template = read_json(folder / name).get("chat_template")
-        if isinstance(template, list):  # several, by name
+        if isinstance(template, list):  # several named templates
             named = {one["name"]: one["template"] for one in template}
             template = named.get("default")
         if template:
@@ -108,7 +111,7 @@ def template_in(folder: Path) -> str | None:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """The tokens that a checkpoint's template may name: bos_token, eos_token, ..."""
+    """Special tokens that a checkpoint's chat template may use: bos_token, eos_token, ..."""
     found = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, token in read_json(folder / name).items():
@@ -119,8 +122,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def chat_files(template: str, special: dict[str, str], end: int, out: Path) -> None:
-    """Write into an exported checkpoint the template that it was trained with, and the token that
-    ends an answer."""
+    """Write the chat template used in training, and the end-of-answer token, into an exported
+    checkpoint."""
     write_whole(out / "chat_template.jinja", template)
     settings = read_json(out / "tokenizer_config.json")
     settings.pop("chat_template", None)
@@ -131,18 +134,18 @@ def chat_files(template: str, special: dict[str, str], end: int, out: Path) -> N
 
 
 def tokenizer_files(tokenizer: Tokenizer, model_dir: Path, out: Path) -> None:
-    """Write what transformers needs of a tokenizer, and what the checkpoint brought along.
+    """Write the tokenizer files of transformers, and the original checkpoint's auxiliary files.
 
-    Raises UserError, before anything is written, for one that has no tokenizer.json.
+    Raises UserError, before anything is written, if the tokenizer cannot be a tokenizer.json.
     """
     text, bos = tokenizer_json(tokenizer), bos_name(tokenizer)
     settings = read_json(model_dir / FOLDER / "tokenizer_config.json")
     if not settings:
         settings = {"bos_token": bos, "eos_token": bos}
-        settings |= {"clean_up_tokenization_spaces": False}  # older versions do, unasked
+        settings |= {"clean_up_tokenization_spaces": False}  # older versions default to True
         settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     elif tokenizer.name == "sentencepiece":
-        # LlamaTokenizer would put a pipeline of its own in the place of tokenizer.json's.
+        # LlamaTokenizer would replace the pipeline of tokenizer.json by its own.
         if settings.get("add_bos_token", True):
             text = with_bos(text, bos, tokenizer.bos_id)
         settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -156,5 +159,5 @@ def tokenizer_files(tokenizer: Tokenizer, model_dir: Path, out: Path) -> None:
 
 
 def _listed(ids: Any) -> list[int]:
-    """Token ids that are given as one, several or none."""
+    """A list of token ids from a single id, a list or None."""
     return [int(i) for i in (ids if isinstance(ids, list) else [ids]) if i is not None]

@@ -1,7 +1,7 @@
-"""Quantized matrices as compressed-tensors lays them out, which transformers and vLLM open.
+"""Quantized matrices in the compressed-tensors layout, which transformers and vLLM read.
 
-`pack-quantized`: integers plus 2^(bits-1), the earlier input in the lower bits of an int32, along
-each output's inputs. `int-quantized`: int8, with inputs that are rounded to int8 at run time.
+`pack-quantized`: integers plus 2^(bits-1), packed into int32 along the input dim; earlier inputs
+take the lower bits. `int-quantized`: int8, with activations quantized to int8 at run time.
 `float-quantized`: float8 e4m3. Scales are [out, groups].
 Layout: https://github.com/vllm-project/compressed-tensors
 """
@@ -23,7 +23,7 @@ Write = Callable[[np.ndarray], np.ndarray]  # ours [K, N] -> theirs [N, K]
 
 
 def quantization_config(weights: Mapping[str, QuantizedWeight]) -> dict[str, Any]:
-    """The section of config.json. Raises UserError for forms that the layout has not."""
+    """`quantization_config` of config.json. Raises UserError for formats the layout lacks."""
     kinds = {type(weight) for weight in weights.values()}
     if lost := sorted(kind.__name__ for kind in kinds - BITS.keys()):
         raise UserError(
@@ -59,7 +59,7 @@ def quantization_config(weights: Mapping[str, QuantizedWeight]) -> dict[str, Any
 
 
 def group_size(weights: Mapping[str, QuantizedWeight]) -> int:
-    """The inputs that share a scale, of all matrices. Raises UserError where they differ."""
+    """Group size (inputs per scale) of all matrices. Raises UserError if the sizes differ."""
     sizes = {
         2 * w.codes.shape[-2] // w.scales.shape[-2]: name
         for name, w in weights.items()
@@ -77,7 +77,7 @@ def group_size(weights: Mapping[str, QuantizedWeight]) -> int:
 def tensors_of(
     name: str, weight: QuantizedWeight, write: Write, dtype: np.dtype
 ) -> dict[str, np.ndarray]:
-    """The tensors of one layer's matrix, called NAME.weight. dtype: of the scales."""
+    """The tensors that store one layer's matrix NAME.weight. dtype: of the scales."""
     if isinstance(weight, Int4Weight):
         codes, scales = np.asarray(weight.integers()), np.asarray(weight.scales)
     elif isinstance(weight, Int8Weight | StoredFloat8Weight | DynamicInt8Weight):
@@ -98,7 +98,7 @@ def tensors_of(
 
 
 def pack_int32(codes_NK: np.ndarray, bits: int) -> np.ndarray:
-    """int32 [N, ceil(K bits / 32)] of signed codes int8 [N, K]."""
+    """Pack signed codes, int8 [N, K], into int32 [N, ceil(K bits / 32)]."""
     each = 32 // bits
     wide = (codes_NK.astype(np.int16) + 2 ** (bits - 1)).astype(np.uint32)
     wide = np.pad(wide, ((0, 0), (0, -wide.shape[1] % each)))

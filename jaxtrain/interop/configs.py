@@ -1,4 +1,4 @@
-"""config.json <-> ModelConfig: both spellings of transformers (4 and 5) in, and out."""
+"""config.json <-> ModelConfig, in the spellings of transformers 4 and 5."""
 
 import json
 import math
@@ -20,36 +20,36 @@ from jaxtrain.interop.keys import (
 from jaxtrain.model import ModelConfig, ResolvedModel, make_plan, resolve_model
 from jaxtrain.settings import UserError
 
-# Fields that say how a model starts or runs, not what it computes.
+# Fields about initialization and execution, which do not change what a model computes.
 EXECUTION = {
     "init", "base_width", "embedding_dtype", "attention", "deterministic_attention", "kernels",
     "scan_layers", "fp8", "fp8_hidden", "fp8_epilogue", "fp8_history", "remat", "remat_short",
     "stochastic_depth", "frozen_layers", "token_dropping", "ffn_tiles", "document_mask",
 }  # fmt: skip
-# Fields that a family may express by others; `lost_features` compares their effect.
+# Fields that a family may express through other fields; `lost_features` compares their effect.
 DERIVED = {
     "vocab_multiple", "context_length", "window_pattern", "short_window", "last_layer_full",
     "qk_scale", "attention_scale", "rope_base_short",
 }  # fmt: skip
 FREE = EXECUTION | DERIVED
-# What tuning or the objective put into a model.
+# Modules that finetuning or the objective add to a model.
 ADDED_MODULES = ("adapter", "prompt", "prefix", "mtp")
 
 
 def family_of(config: Json) -> Family:
-    """The row of FAMILIES that a config.json belongs to."""
+    """The entry of FAMILIES that a config.json belongs to."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(
             f"config.json: model_type {kind} is not known; there are {', '.join(sorted(FAMILIES))}"
         )
-    if kind == "mistral" and "layer_types" in config:  # so does transformers read it
+    if kind == "mistral" and "layer_types" in config:  # as transformers does
         return FAMILIES["ministral"]
     return FAMILIES[kind]
 
 
 def model_fields(config: Json) -> Json:
-    """The fields of ModelConfig that a config.json asks for; UserError names what has none."""
+    """ModelConfig fields for a config.json. Raises UserError naming a key that has no field."""
     family = family_of(config)
     if config.get("quantization_config"):
         check_value("quantization_config", config["quantization_config"], SECTION)
@@ -73,7 +73,7 @@ def model_fields(config: Json) -> Json:
     fields |= window_fields(family, given)
     if family.rope_base is not None:
         fields |= rope_fields(family, given)
-    fields["vocab_multiple"] = given["vocab_size"]  # all its rows, whatever the tokenizer has
+    fields["vocab_multiple"] = given["vocab_size"]  # all embedding rows, whatever the tokenizer
     return {k: v for k, v in fields.items() if v is not None or k in ("logit_softcap",)}
 
 
@@ -81,7 +81,7 @@ def model_fields(config: Json) -> Json:
 
 
 class Kind(NamedTuple):
-    """What a value of a config.json must be, in words and as a test."""
+    """A kind of config.json value: its description and a test."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -97,7 +97,7 @@ LIST = Kind("a list of texts", lambda x: isinstance(x, list) and {*map(type, x)}
 NUMBERS = Kind(
     "a list of numbers above 0", lambda x: isinstance(x, list | tuple) and all(map(NUMBER.fits, x))
 )
-# By our names, or by theirs where we have none; all others of `Family.keys` are whole numbers.
+# By our names, or by theirs if we have none. All other keys of `Family.keys` are whole numbers.
 KINDS = {
     "depth": Kind("a whole number from 1 to 10,000", lambda x: WHOLE.fits(x) and x <= 10**4),
     "norm_eps": NUMBER, "logit_softcap": NUMBER, "attention_softcap": NUMBER, "tied_head": TRUTH,
@@ -114,7 +114,7 @@ NEVER_NULL = {
 
 
 def check_values(family: Family, given: Json) -> None:
-    """UserError for a value that is not what its field holds, such as a number in quotes."""
+    """Raise UserError for a value of the wrong kind, such as a number in quotes."""
     ours = {key: name for name, key in family.keys.items()}
     unread = WINDOWS if family.windows == "none" else set[str]()
     for key, value in given.items():
@@ -130,7 +130,7 @@ def check_value(key: str, value: object, kind: Kind, null: bool = False) -> None
 
 def check_activation(family: Family, given: Json) -> None:
     allowed = family.activation[1]
-    # Gemma's configs have one key or the other, or both.
+    # Gemma's configs have either key or both.
     for key in {family.activation[0]: 0, "hidden_activation": 0, "hidden_act": 0}:
         kind = given.get(key)
         if kind is not None and kind not in allowed:
@@ -143,7 +143,7 @@ def check_activation(family: Family, given: Json) -> None:
 
 
 def layer_types(family: Family, given: Json) -> list[str]:
-    """SLIDING or FULL for each layer. UserError for what transformers would not compute either."""
+    """SLIDING or FULL for each layer. Raises UserError for a config that transformers rejects."""
     depth, window = given[family.keys["depth"]], given.get("sliding_window")
     if family.windows == "none" or (family.windows == "all" and window is None):
         return [FULL] * depth
@@ -162,7 +162,7 @@ def layer_types(family: Family, given: Json) -> list[str]:
 
 
 def usual_types(family: Family, given: Json, window: int | None) -> list[str]:
-    """Those of a config.json that does not list them."""
+    """Default layer types of a config.json that does not list them."""
     depth = given[family.keys["depth"]]
     if family.pattern:
         every = given.get("sliding_window_pattern") or family.pattern
@@ -172,7 +172,7 @@ def usual_types(family: Family, given: Json, window: int | None) -> list[str]:
 
 
 def window_fields(family: Family, given: Json) -> Json:
-    """A window of theirs counts the query's own key, one of ours does not."""
+    """Sliding-window fields. Their window counts the query's own key; ours does not."""
     types = layer_types(family, given)
     unknown = sorted(set(types) - {SLIDING, FULL})
     if unknown:
@@ -193,9 +193,10 @@ def window_fields(family: Family, given: Json) -> Json:
 
 
 def rope_fields(family: Family, given: Json) -> Json:
-    """Bases and stretching, of `rope_parameters` (5), `rope_theta` and `rope_scaling` (4) or both.
+    """RoPE bases and scaling from `rope_parameters` (5), `rope_theta` and `rope_scaling` (4), or
+    both.
 
-    UserError where the two say different things: either release would read another model.
+    Raises UserError if the two disagree: the two releases would read different models.
     """
     new, old = given.get("rope_parameters") or {}, given.get("rope_scaling") or {}
     if family.per_type_rope:
@@ -226,7 +227,7 @@ def rope_fields(family: Family, given: Json) -> Json:
 
 
 def rope_scaling(given: Json, config: Json) -> Json | None:
-    """The section `model.rope_scaling` for a rope_parameters or rope_scaling of theirs."""
+    """The section `model.rope_scaling` for transformers' `rope_parameters` or `rope_scaling`."""
     kind = given.get("rope_type") or given.get("type") or "default"
     original = given.get("original_max_position_embeddings") or config["max_position_embeddings"]
     if given.get("partial_rotary_factor") not in (None, 1.0):
@@ -248,7 +249,7 @@ def rope_scaling(given: Json, config: Json) -> Json | None:
 
 
 def yarn(given: Json, original: int, context: int) -> Json:
-    """YaRN's section; DeepSeek's two scales of the scores become one factor."""
+    """The YaRN section. DeepSeek's `mscale` and `mscale_all_dim` become one attention factor."""
     factor: float = given.get("factor") or context / original
     fields: Json = {"name": "yarn", "factor": factor, "original_context": original}
     keys = ("beta_fast", "beta_slow", "attention_factor", "truncate")
@@ -261,7 +262,7 @@ def yarn(given: Json, original: int, context: int) -> Json:
 
 
 def longrope(given: Json, original: int, context: int) -> Json:
-    """LongRoPE's section."""
+    """The LongRoPE section."""
     for key in ("short_factor", "long_factor"):
         check_value(key, given.get(key), NUMBERS)
     fields: Json = {"name": "longrope", "original_context": original}
@@ -281,10 +282,11 @@ def needed(given: Json, key: str) -> int | float:
 
 
 def to_config(c: ResolvedModel, family: Family, vocab_size: int) -> Json:
-    """The config.json of a model, for transformers 4 and 5; UserError if the family lacks it.
+    """The config.json of a model, for transformers 4 and 5. Raises UserError for a feature that
+    the family lacks.
 
-    What is written is read again, and has to be the same model: a field that no family knows has
-    its default there, whatever it is here.
+    The result is parsed again and compared with `c`. A field that config.json cannot express then
+    has its default, and the comparison finds the difference.
     """
     config: Json = {"architectures": [family.architecture], "model_type": family.model_type}
     config |= {key: getattr(c, ours) for ours, key in family.keys.items()}
@@ -292,7 +294,7 @@ def to_config(c: ResolvedModel, family: Family, vocab_size: int) -> Json:
     if family.biases:
         config["attention_bias"] = c.qkv_bias
     if family.scale_key:
-        config[family.scale_key] = max(1, round(attention_scale(c) ** -2))  # has to be whole
+        config[family.scale_key] = max(1, round(attention_scale(c) ** -2))  # must be an integer
     plan = make_plan(c)
     windows = [spec.window for spec in plan if spec.window is not None]
     if family.windows != "none":
@@ -301,7 +303,7 @@ def to_config(c: ResolvedModel, family: Family, vocab_size: int) -> Json:
         config["layer_types"] = [FULL if spec.window is None else SLIDING for spec in plan]
         if "use_sliding_window" in family.window_keys:
             config["use_sliding_window"] = bool(windows)
-        elif not windows:  # transformers makes the mask of layers that are not there
+        elif not windows:  # transformers builds the sliding mask even if no layer uses it
             config["sliding_window"] = family.defaults["sliding_window"]
     if family.rope_base is not None:
         config["rope_parameters"] = rope = rope_parameters(c, family)
@@ -315,7 +317,7 @@ def to_config(c: ResolvedModel, family: Family, vocab_size: int) -> Json:
 
 
 def read_again(config: Json, c: ResolvedModel) -> ResolvedModel:
-    """The model that is read from a config.json, for texts as long as those of c."""
+    """The model that a config.json describes, resolved for the context length of `c`."""
     try:
         return resolve_model(ModelConfig.model_validate(model_fields(config)), c.context_length)
     except ValidationError as error:
@@ -324,16 +326,16 @@ def read_again(config: Json, c: ResolvedModel) -> ResolvedModel:
 
 
 def without_added_modules(c: ResolvedModel) -> ResolvedModel:
-    """The model as it was before something was put into it."""
+    """The model without the modules that finetuning or the objective added."""
     return c.model_copy(update=dict.fromkeys(ADDED_MODULES))
 
 
 def rope_parameters(c: ResolvedModel, family: Family) -> Json:
-    """Theirs, of our bases and stretching."""
+    """transformers' `rope_parameters` for our RoPE bases and scaling."""
     full: Json = {"rope_theta": c.rope_base, "rope_type": "default"}
     if c.rope_scaling is not None:
-        kind = c.rope_scaling.name  # of these two, only what is not the paper's choice
-        bare = kind in ("yarn", "longrope")
+        kind = c.rope_scaling.name
+        bare = kind in ("yarn", "longrope")  # write only values that differ from the paper's
         section = c.rope_scaling.model_dump(mode="json", exclude={"name"}, exclude_defaults=bare)
         if "original_context" in section:
             section["original_max_position_embeddings"] = section.pop("original_context")
@@ -345,7 +347,7 @@ def rope_parameters(c: ResolvedModel, family: Family) -> Json:
 
 
 def rope_of_4(rope: Json) -> Json:
-    """What transformers 4 reads instead of `rope_parameters`: it would take its defaults."""
+    """Keys for transformers 4, which ignores `rope_parameters` and would use its defaults."""
     full, short = rope.get(FULL, rope), rope.get(SLIDING)
     scaling = {key: value for key, value in full.items() if key != "rope_theta"}
     found: Json = {"rope_theta": full["rope_theta"]}
@@ -354,14 +356,14 @@ def rope_of_4(rope: Json) -> Json:
 
 
 def attention_scale(c: ResolvedModel) -> float:
-    """The factor on attention scores that a configuration comes to."""
+    """The factor on attention scores that a configuration results in."""
     return c.attention_scale or (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.head_dim)
 
 
 def lost_features(a: ResolvedModel, b: ResolvedModel) -> list[str]:
-    """`field value` of a where b computes something else."""
+    """`field value` of each feature of `a` that `b` computes differently."""
     names = [name for name in ResolvedModel.model_fields if name not in FREE]
-    if a.weight_form and a.weight_form.for_training:  # what it trains are plain matrices
+    if a.weight_form and a.weight_form.for_training:  # the trained result is plain matrices
         names.remove("weight_form")
     if a.position_embedding == b.position_embedding == "learned":
         names = [name for name in names if not name.startswith("rope_")]
@@ -381,14 +383,14 @@ def lost_features(a: ResolvedModel, b: ResolvedModel) -> list[str]:
 
 
 def alike(a: object, b: object) -> bool:
-    """Equal, or numbers equal but for rounding."""
+    """Whether two values are equal, floats up to rounding."""
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=1e-6)
     return a == b
 
 
 def fitting_family(c: ResolvedModel, vocab_size: int, wanted: str | None) -> tuple[Family, Json]:
-    """The family that has all of a model's features (or the one that is asked for), its config."""
+    """The first family with all features of a model, or the `wanted` one, and its config.json."""
     if wanted is not None:
         family = family_of({"model_type": wanted})
         return family, to_config(c, family, vocab_size)

@@ -20,7 +20,7 @@ from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.params import Specs
 from jaxtrain.weights.quantized import QuantizedWeight
 
-VOCABULARY = {"embed": 0, "head": 1}  # the dim that has padding
+VOCABULARY = {"embed": 0, "head": 1}  # the padded dim
 
 
 def export_weights(
@@ -34,10 +34,10 @@ def export_weights(
     shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write config.json and model.safetensors, or shards of at most so many bytes and their index.
+    """Write config.json and model.safetensors, or shards of at most `shard_bytes` and their index.
 
-    metadata: entries of the files' `__metadata__`, beside the format.
-    params: arrays as `specs` declares them; rows of the vocabulary beyond config's are left out.
+    metadata: further entries of the files' `__metadata__`, which always has the format.
+    params: arrays as `specs` declares them; vocabulary rows beyond config's are left out.
     Raises UserError, before anything is written, for a parameter that the family has no tensor for.
     """
     section = check_tensors(family, config, specs, params)
@@ -73,7 +73,7 @@ def export_weights(
     for i, names in enumerate(groups):
         file = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" if groups[1:] else WEIGHTS
         table = {name: sizes[name] for name in names}
-        if packed:  # small enough to be made twice
+        if packed:  # quantized tensors are small enough to be computed twice
             made = (found for name in names for found in tensors(name).items())
             table = {name: (x.dtype, x.shape) for name, x in made}
         pieces = (x for name in names for x in tensors(name).values())
@@ -88,8 +88,11 @@ def export_weights(
 
 
 def check_tensors(family: Family, config: Json, specs: Specs, params: Params) -> Json:
-    """What config.json says of quantized matrices. Writes nothing; UserError for a parameter that
-    the family has no tensor for, and for matrices that the layout cannot hold."""
+    """The config.json section of quantized matrices; writes nothing.
+
+    Raises UserError for a parameter without a tensor in the family, and for matrices that the
+    layout cannot hold.
+    """
     flat = unpadded(specs, config)
     if lost := sorted(flat.keys() - places(family, flat).keys()):
         raise UserError(f"the family {family.model_type} has no tensor for {', '.join(lost)}")
@@ -97,21 +100,21 @@ def check_tensors(family: Family, config: Json, specs: Specs, params: Params) ->
 
 
 def quantized_matrices(params: Params) -> dict[str, QuantizedWeight]:
-    """Those of the parameters, by name."""
+    """The quantized matrices among the parameters, by name."""
     return {name: x for name, x in flatten(params).items() if isinstance(x, QuantizedWeight)}
 
 
 def unpadded(specs: Specs, config: Json) -> dict[str, ParamSpec]:
-    """The declarations by name, with the vocabulary of the checkpoint's config.json."""
+    """ParamSpecs by name, with the vocabulary size of the checkpoint's config.json."""
     rows = config["vocab_size"]
     return {name: without_padding(name, spec, rows) for name, spec in flatten(specs).items()}
 
 
 def quantized_section(family: Family, packed: Mapping[str, QuantizedWeight]) -> Json:
-    """What config.json says of quantized matrices.
+    """The config.json section of quantized matrices.
 
-    UserError for what transformers does not open (5.x): GPT-2 has no Linear layers, and NanoChat
-    draws initial values for matrices that packed layers do not have.
+    Raises UserError for models that transformers (5.x) cannot load quantized: GPT-2 has no Linear
+    layers, and NanoChat initializes matrices that packed layers do not have.
     """
     if not packed:
         return {}
@@ -137,15 +140,15 @@ def packed_tensors(
     write: Change,
     head_dim: int,
 ) -> dict[str, np.ndarray]:
-    """The tensors of a layer's matrix. name: of the one that they stand for."""
+    """The tensors that store a layer's quantized matrix. name: of the unquantized tensor."""
     one = jax.tree.map(lambda x: x[layer], stack) if is_stacked(spec) else stack
-    columns = spec.shape[-1]  # of a head, without padding
+    columns = spec.shape[-1]  # without the vocabulary padding of a head
     theirs = lambda x: write(x[..., :columns], head_dim)
     return tensors_of(name.removesuffix(".weight"), one, theirs, dtype)
 
 
 def without_padding(name: str, spec: ParamSpec, rows: int) -> ParamSpec:
-    """The declaration as a checkpoint has it: its vocabulary is not padded."""
+    """The ParamSpec without vocabulary padding, as in a Hugging Face checkpoint."""
     if name not in VOCABULARY:
         return spec
     shape = list(spec.shape)

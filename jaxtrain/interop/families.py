@@ -1,7 +1,7 @@
-"""The model families that Hugging Face and this package share: one row each.
+"""The model families that Hugging Face and this package share: one table entry each.
 
-A family says which fields of ModelConfig it fixes, how its config.json spells the others, and what
-its tensors are called. A new one is a row, if the Transformer has its features.
+A family lists the fields of ModelConfig that it fixes, the config.json keys of the others, and the
+names of its tensors. A new family is a new entry if the Transformer has its features.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ Values = Mapping[str, tuple[Any, ...] | None]  # a key -> the values that it may
 
 
 class Row(NamedTuple):
-    """A tensor of a checkpoint, and our parameters that lie in it side by side.
+    """A tensor of a checkpoint, and our parameters that it holds concatenated.
 
-    `theirs` has {} for the layer; `layout` names a row of `layouts.LAYOUTS`.
+    `theirs` has {} for the layer index; `layout` is a key of `layouts.LAYOUTS`.
     """
 
     ours: tuple[str, ...]
@@ -25,8 +25,8 @@ class Row(NamedTuple):
 class Family(NamedTuple):
     """`fixed`: fields of ModelConfig; `keys`: our field -> theirs.
 
-    `defaults`: what transformers takes for each key that is read and absent, its class's own
-    (tests/interop/make_defaults.py). `neutral`: keys that change nothing here, beside those of
+    `defaults`: the values that transformers' config class uses for absent keys
+    (tests/interop/make_defaults.py). `neutral`: keys that change nothing here, in addition to
     `keys.NEUTRAL`, with the values that they may have (None: any).
     """
 
@@ -36,21 +36,21 @@ class Family(NamedTuple):
     keys: dict[str, str]
     defaults: dict[str, Any]
     rows: tuple[Row, ...]
-    rope_base: float | None = 10_000.0  # of a config.json that has none
-    embed_root: bool = False  # embeddings are multiplied by the root of the width
+    rope_base: float | None = 10_000.0  # default if config.json has none; None: no RoPE
+    embed_root: bool = False  # embeddings are multiplied by sqrt(width)
     biases: tuple[str, ...] = ()  # fields that `attention_bias` switches
-    scale_key: str | None = None  # scores are divided by the root of this
+    scale_key: str | None = None  # scores are divided by the square root of this value
     windows: str = "none"  # none, all (sliding_window in each layer), types (layer_types)
-    window_keys: tuple[str, ...] = ()  # what says which layers have one
-    pattern: int | None = None  # without layer_types, one layer of so many is full
-    per_type_rope: bool = False  # S layers have rotary positions of their own
+    window_keys: tuple[str, ...] = ()  # keys that select the layers with a window
+    pattern: int | None = None  # without layer_types, every pattern-th layer is full
+    per_type_rope: bool = False  # sliding-window (S) layers have their own RoPE settings
     whole_heads: bool = False  # heads must divide the width
     neutral: Values = MappingProxyType({})
     prefix: str = "model."
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
 
 
-# Everything that a plain decoder has not, as fields of ModelConfig.
+# ModelConfig fields that switch off all features beyond a plain decoder.
 PLAIN = {
     "ffn": "swiglu", "qk_norm": False, "norm_gain": True, "embed_norm": False,
     "logit_softcap": None,
@@ -69,7 +69,7 @@ CAPS = {"logit_softcap": "final_logit_softcapping", "attention_softcap": "attn_l
 def defaults(
     vocab: int, width: int, hidden: int, depth: int, heads: int, kv_heads: int | None, context: int
 ) -> dict[str, Any]:
-    """The sizes that a family's class has by default, and what most have in common."""
+    """Default sizes of a family's config class, and defaults that most families share."""
     return {
         "vocab_size": vocab, "hidden_size": width, "intermediate_size": hidden,
         "num_hidden_layers": depth, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
@@ -99,7 +99,7 @@ ENDS = (
 
 
 def gains(layout: str, names: dict[str, str]) -> tuple[Row, ...]:
-    """The norms' rows, the last norm's and those of queries and keys among them."""
+    """Rows of the norms' gains, including the final norm and the QK norms."""
     inside = (
         Row((BLOCK + ours,), f"{LAYER}{theirs}.weight", layout) for ours, theirs in names.items()
     )
@@ -161,7 +161,7 @@ LLAMA = Family(
     defaults(32000, 4096, 11008, 32, 32, None, 2048) | SILU | {"attention_bias": False}
     | {"mlp_bias": False},
     LLAMA_ROWS, biases=("qkv_bias", "out_bias"), whole_heads=True,
-    # SmolLM's name of its own reordering of the heads, which it does not use.
+    # rope_interleaved is a SmolLM key for a head reordering that it does not use.
     neutral={**NO_WINDOW, "is_llama_config": None, "rope_interleaved": (None, False)},
 )  # fmt: skip
 MISTRAL = Family(
@@ -192,7 +192,7 @@ OF_GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "attention_bias": Fals
 GEMMA = Family(
     "gemma", "GemmaForCausalLM", PLAIN | {"ffn": "geglu"}, KEYS,
     defaults(256000, 3072, 24576, 28, 16, 16, 8192) | OF_GEMMA | {"hidden_act": TANH_GELU[0]},
-    # Its first releases say "gelu" and mean the approximation by tanh.
+    # Gemma's first releases say "gelu" but mean the tanh approximation.
     GEMMA_ROWS, embed_root=True, biases=("qkv_bias", "out_bias"), neutral=NO_WINDOW,
     activation=("hidden_act", (*TANH_GELU, "gelu")),
 )  # fmt: skip
@@ -215,7 +215,7 @@ GEMMA3 = GEMMA2._replace(
     | {"vocab_size": 262208, "max_position_embeddings": 131072, "final_logit_softcapping": None},
     rope_base=1_000_000.0, per_type_rope=True, pattern=6,
     window_keys=("sliding_window", "layer_types", "sliding_window_pattern"),
-    # transformers has this key of Gemma 2 and does not apply it: nobody can have meant another.
+    # transformers keeps this Gemma 2 key but does not apply it, so no checkpoint can depend on it.
     neutral={"attn_logit_softcapping": (None,), "_sliding_window_pattern": None},
 )  # fmt: skip
 GPT2 = Family(

@@ -1,4 +1,4 @@
-"""Our parameters as one GGUF file, which llama.cpp runs; written tensor by tensor.
+"""Export of our parameters to one GGUF file for llama.cpp, written tensor by tensor.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -31,7 +31,7 @@ from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.params import Specs
 
 FileType = gguf.LlamaFileType
-# What `--outtype` names: the type of matrices, and `general.file_type`. llama.cpp's Q4_K_S is the
+# Values of `--outtype`: the type of matrices, and `general.file_type`. llama.cpp's Q4_K_S is the
 # nearest to a file of plain Q4_K: it has the head in Q6_K, and some matrices in Q5_K.
 OUTTYPES = {
     "f32": (Type.F32, FileType.ALL_F32),
@@ -40,14 +40,14 @@ OUTTYPES = {
     "q8_0": (Type.Q8_0, FileType.MOSTLY_Q8_0),
     "q4_k": (Type.Q4_K, FileType.MOSTLY_Q4_K_S),
 }
-# For rows that are no multiple of a type's block, as llama-quantize has it.
+# Types for rows that are no multiple of a type's block size, as in llama-quantize.
 FALLBACK = {Type.Q4_K: Type.Q5_0, Type.Q5_0: Type.F16, Type.Q8_0: Type.F16}
-ROWS = 1 << 22  # weights that are encoded at once
+ROWS = 1 << 22  # weights encoded at a time
 MOST_F16 = 65504.0
 
 
 class FileTensor(NamedTuple):
-    """A tensor of the file: its shape, its type, and a function that makes it in float32."""
+    """A tensor of the file: its shape, its type, and a function that computes it in float32."""
 
     shape: tuple[int, ...]
     type: Type
@@ -55,7 +55,7 @@ class FileTensor(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Of the tensors of a type: how many, their weights, and the sum of squares and of errors."""
+    """Quantization loss of all tensors of a type: counts, sum of squares, sum of squared errors."""
 
     tensors: int = 0
     weights: int = 0
@@ -75,9 +75,9 @@ class Loss(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a file holds: bytes, weights, and what rounding lost by type.
+    """Summary of a written file: bytes, weights, and quantization loss by type.
 
-    shortened: the context ends with the sliding window, which the architecture does not have.
+    shortened: the context is cut to the sliding window, which the architecture does not support.
     """
 
     architecture: str
@@ -92,7 +92,7 @@ class Written(NamedTuple):
 
 
 class FamilyModel(NamedTuple):
-    """A model and how its family lays it out. config: that of `configs.fitting_family`."""
+    """A model, its family and its config.json as returned by `configs.fitting_family`."""
 
     family: Family
     config: Json
@@ -108,10 +108,10 @@ def write_gguf(
     outtype: str,
     facts: Mapping[str, object],
 ) -> Written:
-    """Write a whole file or none. outtype: one of OUTTYPES.
+    """Write a GGUF file atomically. outtype: one of OUTTYPES.
 
-    facts: name, bos, eos, eot, pad (token ids), add_bos, chat_template, each if there is one.
-    Raises UserError, before anything is written, for a model that llama.cpp computes otherwise.
+    facts: name, bos, eos, eot, pad (token ids), add_bos, chat_template; all are optional.
+    Raises UserError, before anything is written, for a model that llama.cpp computes differently.
     """
     arch = architecture_of(source.family.model_type, source.model)
     kind, file_type = OUTTYPES[outtype]
@@ -125,7 +125,7 @@ def write_gguf(
     for name, piece in pieces.items():
         size = int(np.prod(piece.shape))
         block, each = gguf.GGML_QUANT_SIZES[piece.type]
-        like = np.dtype(np.float32)  # its shape alone counts
+        like = np.dtype(np.float32)  # not uint8: the shape counts weights, not bytes
         writer.add_tensor_info(name, piece.shape, like, size // block * each, piece.type)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
@@ -144,7 +144,7 @@ def write_gguf(
 def write_pieces(
     writer: gguf.GGUFWriter, part: Path, pieces: Mapping[str, FileTensor]
 ) -> dict[str, Loss]:
-    """The whole file, and what rounding lost by type. OSError if the disk held less of it."""
+    """Write the file; returns the quantization loss by type. Raises OSError if the disk is full."""
     writer.write_header_to_file(part)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -163,7 +163,7 @@ def write_pieces(
 
 
 def add_facts(writer: gguf.GGUFWriter, facts: Mapping[str, object]) -> None:
-    """What is not of the model's shape: each fact by the writer's function of that name."""
+    """Write the metadata that does not depend on the model's shape, each by a GGUFWriter method."""
     adders: dict[str, Callable] = {
         "name": writer.add_name, "bos": writer.add_bos_token_id, "eos": writer.add_eos_token_id,
         "eot": writer.add_eot_token_id, "pad": writer.add_pad_token_id,
@@ -180,7 +180,7 @@ def add_facts(writer: gguf.GGUFWriter, facts: Mapping[str, object]) -> None:
 
 
 def pieces_of(arch: Architecture, source: FamilyModel, kind: Type) -> dict[str, FileTensor]:
-    """The tensors in the order of the file, by llama.cpp's names. UserError for one without."""
+    """The tensors in file order, by llama.cpp's names. Raises UserError for one without a name."""
     family, params = source.family, source.params
     flat, arrays = unpadded(source.specs, source.config), flatten(params)
     if packed := quantized_matrices(params):
@@ -215,18 +215,18 @@ def pieces_of(arch: Architecture, source: FamilyModel, kind: Type) -> dict[str, 
 
 
 def known_bias(arch: Architecture, name: str) -> bool:
-    """Whether llama.cpp reads a tensor: all but biases that an architecture lacks."""
+    """Whether llama.cpp reads a tensor. It reads all but the biases that an architecture lacks."""
     middle = name.removesuffix(".bias").split(".")[-1]
     return not name.endswith(".bias") or middle in arch.biases
 
 
 def is_turned(row: Row, dims: int) -> bool:
-    """Whether a matrix of ours [in, out] is theirs as [out, in]; embeddings are rows already."""
+    """Whether our matrix [in, out] is stored as [out, in]; embeddings are not transposed."""
     return dims == 2 and "embed" not in row.ours[0]
 
 
 def file_shape(row: Row, shapes: list[tuple[int, ...]], family: Family) -> tuple[int, ...]:
-    """Of a tensor in the file, from those of its parts."""
+    """The shape of a tensor in the file, from the shapes of the parameters it concatenates."""
     whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
     return whole[::-1] if is_turned(row, len(whole)) else whole
 
@@ -234,9 +234,9 @@ def file_shape(row: Row, shapes: list[tuple[int, ...]], family: Family) -> tuple
 def maker(
     arch: Architecture, row: Row, name: str, parts: list, model: ResolvedModel
 ) -> Callable[[], np.ndarray]:
-    """A function that makes a tensor in float32, as llama.cpp multiplies it.
+    """A function that computes a tensor in float32, in llama.cpp's layout.
 
-    Gains stay ours: a file holds 1 + w where Gemma's checkpoints hold w.
+    Norm gains are written as ours: 1 + w where Gemma's checkpoints hold w.
     """
     paired = arch.paired and name.split(".")[-2] in ("attn_q", "attn_k")
 
@@ -251,13 +251,14 @@ def maker(
 
 
 def interleaved(x: np.ndarray, head_dim: int) -> np.ndarray:
-    """The channels of each head, in the last dim, with those that turn together as neighbours."""
+    """Reorder each head's channels (last dim) so that RoPE rotates adjacent pairs, not halves."""
     halves = x.reshape(*x.shape[:-1], -1, 2, head_dim // 2)
     return halves.swapaxes(-1, -2).reshape(x.shape)
 
 
 def stored_type(name: str, shape: tuple[int, ...], kind: Type) -> Type:
-    """Vectors and learned positions stay float32; rows of no whole number of blocks fall back."""
+    """The type a tensor is stored in. Vectors and learned positions stay float32. Rows that are no
+    multiple of the block size use a fallback type."""
     if len(shape) == 1 or name == "position_embd.weight":
         return Type.F32
     while shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
@@ -273,7 +274,7 @@ def check_range(name: str, x: np.ndarray, kind: Type) -> None:
 
 
 def encoded(x: np.ndarray, kind: Type) -> tuple[np.ndarray, Loss]:
-    """A tensor as it lies in the file, and what its rounding lost; some rows at a time."""
+    """Encode a tensor some rows at a time; returns its bytes and its quantization loss."""
     rows = x.reshape(-1, x.shape[-1])
     step, parts, square, error = max(1, ROWS // rows.shape[1]), [], 0.0, 0.0
     for i in range(0, len(rows), step):

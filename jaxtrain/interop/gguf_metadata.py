@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model, and which models llama.cpp computes as we do.
+"""GGUF metadata of a model, and the check that llama.cpp computes the model as we do.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -19,12 +19,12 @@ LINEAR = ("linear",)
 
 
 class Architecture(NamedTuple):
-    """An architecture of llama.cpp (`general.architecture`), which one or more families are.
+    """An architecture of llama.cpp (`general.architecture`), shared by one or more families.
 
-    `paired`: rotary positions turn neighbouring channels, not those of two halves. `scaling`: the
-    names of `model.rope_scaling` that it computes. `biases`: the tensors that may have one.
-    `every`: of the layers with windows, one of so many is full; None: it has no windows.
-    `head`: whether it reads a head of its own.
+    `paired`: RoPE rotates adjacent channels, not the two halves. `scaling`: the supported names of
+    `model.rope_scaling`. `biases`: the tensors that may have a bias. `every` = n: each n-th layer
+    has full attention, the others a sliding window; None: no windows. `head`: whether an untied
+    output head is supported.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Architecture(NamedTuple):
     paired: bool = False
     every: int | None = None
     head: bool = True
-    large: int | None = None  # layers of the model whose scores have a factor of their own
+    large: int | None = None  # depth of the model size that has its own attention scale
 
 
 QKV = ("attn_q", "attn_k", "attn_v")
@@ -63,7 +63,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(family: str, c: ResolvedModel) -> Architecture:
-    """The architecture of a model; UserError, in one line, where llama.cpp computes another one."""
+    """The architecture of a model. Raises a one-line UserError if llama.cpp would differ."""
     if family not in ARCHITECTURES:
         raise UserError(
             f"llama.cpp has no architecture for models of the family {family}; GGUF is written for "
@@ -76,7 +76,7 @@ def architecture_of(family: str, c: ResolvedModel) -> Architecture:
 
 
 def missing_feature(arch: Architecture, c: ResolvedModel) -> str | None:
-    """What the model has and the architecture does not, if there is such a thing."""
+    """A feature of the model that the architecture lacks; None if it has all."""
     scaling = c.rope_scaling
     if scaling and scaling.name not in arch.scaling and c.position_embedding == "rotary":
         has = f"only {', '.join(arch.scaling)}" if arch.scaling else "none"
@@ -98,7 +98,7 @@ def missing_feature(arch: Architecture, c: ResolvedModel) -> str | None:
 
 
 def context_length(arch: Architecture, c: ResolvedModel) -> int:
-    """Tokens of context: not beyond a window that llama.cpp does not apply."""
+    """Context length in tokens, cut to the shortest window if llama.cpp does not apply windows."""
     windows = [] if arch.every else [x.window for x in make_plan(c) if x.window is not None]
     return min([c.context_length, *(window + 1 for window in windows)])
 
@@ -106,7 +106,7 @@ def context_length(arch: Architecture, c: ResolvedModel) -> int:
 def add_model_facts(
     writer: gguf.GGUFWriter, arch: Architecture, c: ResolvedModel, rows: int
 ) -> None:
-    """The sizes and settings of a model. rows: tokens of the vocabulary, padding included."""
+    """Write sizes and settings of a model. rows: vocabulary size, padding included."""
     writer.add_vocab_size(rows)
     writer.add_context_length(context_length(arch, c))
     writer.add_embedding_length(c.width)
@@ -132,7 +132,7 @@ def add_model_facts(
 
 
 def add_windows(writer: gguf.GGUFWriter, every: int, c: ResolvedModel) -> None:
-    """The window and the layers that have it; theirs counts the query's own key, ours does not."""
+    """Write the window size and its layers. Their window counts the query's own key, ours not."""
     windows = [spec.window for spec in make_plan(c)]
     sliding = [window is not None for window in windows]
     own = {w for w in windows if w is not None}
@@ -142,7 +142,7 @@ def add_windows(writer: gguf.GGUFWriter, every: int, c: ResolvedModel) -> None:
 
 
 def add_rope(writer: gguf.GGUFWriter, c: ResolvedModel) -> None:
-    """The bases of rotary positions and their stretching."""
+    """Write the RoPE base and RoPE scaling."""
     writer.add_rope_dimension_count(c.head_dim)
     writer.add_rope_freq_base(c.rope_base)
     scaling = c.rope_scaling
@@ -154,13 +154,13 @@ def add_rope(writer: gguf.GGUFWriter, c: ResolvedModel) -> None:
         writer.add_rope_scaling_orig_ctx_len(scaling.original_context)
         writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
         writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
-        if scaling.attention_factor is not None:  # theirs multiplies the paper's
+        if scaling.attention_factor is not None:  # llama.cpp's multiplies the paper's factor
             usual = 1 + 0.1 * math.log(scaling.factor)
             writer.add_rope_scaling_attn_factors(scaling.attention_factor / usual)
 
 
 def rope_divisors(c: ResolvedModel) -> np.ndarray | None:
-    """float32 [H / 2]: what Llama 3's stretching divides each frequency by, if the model has it."""
+    """Divisors of the frequencies under Llama 3 RoPE scaling, float32 [H / 2]; else None."""
     if c.rope_scaling is None or c.rope_scaling.name != "llama3":
         return None
     at = jnp.zeros((1, 1), jnp.int32)

@@ -1,6 +1,6 @@
-"""Our tokenizers as a GGUF file describes them: `gpt2` (byte-level BPE) or `llama` (sentencepiece).
+"""Tokenizers in GGUF metadata: `gpt2` (byte-level BPE) or `llama` (sentencepiece).
 
-llama.cpp has its own code for both. A tokenizer that it would read in another way is unreadable.
+llama.cpp implements both itself. A tokenizer that it would run differently raises UserError.
 """
 
 import json
@@ -15,11 +15,11 @@ from jaxtrain.data.tokenizer.tokenizer import BYTES_BOS, SPACE, byte_alphabet
 from jaxtrain.settings import UserError
 
 Type = gguf.TokenType
-UNUSED_SCORE = -1e4  # of tokens that no text has
+UNUSED_SCORE = -1e4  # score of tokens that never occur in a text
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 BEHIND = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# How a text is cut into words, as tokenizer.json spells it, and whether a word that is a token is
-# never cut (`ignore_merges`) -> llama.cpp's name for both.
+# (Pre-tokenizer regexes in tokenizer.json, `ignore_merges`: a word that is a token is never split)
+# -> llama.cpp's name of the pair.
 PRE_TOKENIZERS = {
     (("gpt2",), False): "gpt-2",
     (("digit", "gpt2"), False): "smollm",
@@ -27,12 +27,12 @@ PRE_TOKENIZERS = {
     ((CONTRACTIONS + r"\p{N}{1,3}" + BEHIND,), False): "dbrx",
     ((CONTRACTIONS + r"\p{N}" + BEHIND,), False): "qwen2",
 }
-# Of a tokenizer.json in the style of sentencepiece: what changes spaces alone.
+# Steps of a sentencepiece-style tokenizer.json that change only spaces.
 OF_SPACES = {"Sequence", "Prepend", "Replace", "Metaspace", "Split"}
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of a GGUF file; `unused` fills ids that no token has."""
+    """The tokens of a GGUF file; ids without a token are [PADi] of type UNUSED."""
 
     model: str  # gpt2, llama
     tokens: list[str]
@@ -45,8 +45,8 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary_of(tokenizer: Tokenizer, rows: int) -> Vocabulary:
-    """The vocabulary of a model whose embedding has so many rows. UserError where llama.cpp would
-    read texts in another way."""
+    """The vocabulary of a model whose embedding has `rows` rows. Raises UserError if llama.cpp
+    would tokenize differently."""
     if tokenizer.name == "bytes":
         found = of_bytes()
     elif tokenizer.name == "sentencepiece":
@@ -76,10 +76,10 @@ def add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
 
 
 def of_bytes() -> Vocabulary:
-    """Each byte is a token, however a text is cut into words, and no two become one."""
+    """A vocabulary of single bytes without merges; the pre-tokenizer makes no difference."""
     tokens = [*byte_alphabet(), BYTES_BOS]
     types = [int(Type.NORMAL)] * 256 + [int(Type.CONTROL)]
-    never = f"{BYTES_BOS} {BYTES_BOS}"  # llama.cpp opens no such file without a merge
+    never = f"{BYTES_BOS} {BYTES_BOS}"  # llama.cpp rejects a gpt2 vocabulary without a merge
     return Vocabulary("gpt2", tokens, types, "qwen2", [never])
 
 
@@ -120,7 +120,7 @@ def of_sentencepiece(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def written(token: str, kind: int) -> str:
-    """Symbols that are never cut are looked for in the text as it stands, with its spaces."""
+    """A token's text in the file. User-defined symbols match the raw text, so they keep spaces."""
     return token.replace(SPACE, " ") if kind == Type.USER_DEFINED else token
 
 
@@ -173,7 +173,7 @@ def is_byte_piece(piece: str) -> bool:
 
 
 def steps_of(section: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as a list of single ones, in order."""
+    """The steps of a normalizer or pre-tokenizer, with nested sequences flattened."""
     if section is None:
         return []
     if section["type"] != "Sequence":
@@ -185,7 +185,7 @@ def steps_of(section: dict[str, Any] | None) -> list[dict[str, Any]]:
 def pre_tokenizer(
     style: list[dict[str, Any]], ignore_merges: bool, normalizer: dict[str, Any] | None
 ) -> str:
-    """llama.cpp's name for a way to cut texts into words."""
+    """llama.cpp's name of a pre-tokenizer."""
     changes = {step["type"] for step in steps_of(normalizer)} - {"NFC"}  # Qwen's; theirs has none
     if changes:
         raise unreadable(f"its tokenizer.json has the normalizer {', '.join(sorted(changes))}")
@@ -211,10 +211,10 @@ def pre_tokenizer(
 def scores_of(
     pairs: list[tuple[str, ...]], vocabulary: dict[str, int], added: dict[int, Any]
 ) -> dict[int, float]:
-    """The score of each token that merges make: minus its place in the order of the merges.
+    """The score of each merged token: minus its rank in the order of the merges.
 
-    sentencepiece ranks pieces, tokenizer.json pairs: both are the same where all ways to cut a
-    piece into two have successive ranks. UserError where they have not.
+    sentencepiece ranks pieces, tokenizer.json ranks pairs. Both are equal if all splits of a piece
+    into two have successive ranks. Raises UserError otherwise.
     """
     scores: dict[int, float] = {}
     last = None

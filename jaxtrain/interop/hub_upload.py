@@ -1,4 +1,4 @@
-"""A folder becomes a repository of huggingface.co (extra `hf`)."""
+"""Upload of a folder as a repository of huggingface.co (extra `hf`)."""
 
 import re
 from pathlib import Path
@@ -11,16 +11,16 @@ NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)  # OWNER/NAME
 
 @runtime_checkable
 class HubClient(Protocol):
-    """What is used of `huggingface_hub.HfApi`."""
+    """The methods of `huggingface_hub.HfApi` that are used."""
 
     def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> object: ...
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> object: ...
 
 
 def open_hub(name: str) -> HubClient:
-    """The client, of one who may write. UserError for a name that is none, or without a login.
+    """A logged-in client. Raises UserError for an invalid repository name or without a login.
 
-    Asked before a checkpoint is written, for that may take long.
+    Called before a checkpoint is written, since writing may take long.
     """
     if not NAME.fullmatch(name) or ".." in name or "--" in name or name.endswith(".git"):
         raise UserError(f"--push-to-hub {name}: must be OWNER/NAME, as me/my-model")
@@ -33,7 +33,7 @@ def open_hub(name: str) -> HubClient:
     client = huggingface_hub.HfApi()
     try:
         client.whoami()
-    except Exception as error:  # the hub's errors have no common base beside the network's
+    except Exception as error:  # hub and network errors have no common base class
         raise UserError(
             f"--push-to-hub: the hub does not know you ({error_line(error)}): `hf auth login`, or "
             "set HF_TOKEN to a token that may write"
@@ -42,10 +42,9 @@ def open_hub(name: str) -> HubClient:
 
 
 def upload(client: HubClient, folder: Path, name: str, public: bool) -> str:
-    """Upload all files of a folder in one commit; the URL of the repository.
+    """Upload all files of a folder in one commit; returns the URL of the repository.
 
-    A repository that is not there is made, private unless `public`. UserError where the hub
-    refuses.
+    A missing repository is created, private unless `public`. Raises UserError if the hub refuses.
     """
     try:
         client.create_repo(name, private=not public, exist_ok=True)

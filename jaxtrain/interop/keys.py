@@ -1,6 +1,6 @@
-"""The keys that a config.json may have: what is read, and what is known to change nothing.
+"""The keys that a config.json may have: those that are read, and those known to change nothing.
 
-Any other is refused by its name, since a model that computes something else would be accepted.
+Any other key raises an error that names it, since it could change what the model computes.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from jaxtrain.settings import UserError
 
 Json = dict[str, Any]
 SLIDING, FULL = "sliding_attention", "full_attention"
-# What a model is trained, run or saved with. Their values do not matter.
+# Keys about training, running or saving a model. Their values do not matter.
 ABOUT_RUNNING = (
     "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path",
     "architectures", "attention_dropout", "attn_implementation", "auto_map", "bos_token_id",
@@ -22,7 +22,7 @@ ABOUT_RUNNING = (
     "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "unk_token_id",
     "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
 )  # fmt: skip
-# What old releases saved with the model and now is in generation_config.json.
+# Keys that old releases saved with the model and that now are in generation_config.json.
 ABOUT_GENERATION = (
     "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
     "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
@@ -31,7 +31,7 @@ ABOUT_GENERATION = (
     "remove_invalid_values", "repetition_penalty", "suppress_tokens", "temperature", "top_k",
     "top_p", "typical_p",
 )  # fmt: skip
-# Features of other models, with the values that leave them out.
+# Features of other models, with the values that switch them off.
 LEFT_OUT: Values = {
     "add_cross_attention": (None, False),
     "cross_attention_hidden_size": (None,),
@@ -46,12 +46,12 @@ LEFT_OUT: Values = {
     "use_bidirectional_attention": (None, False),
 }
 NEUTRAL: Values = {**dict.fromkeys((*ABOUT_RUNNING, *ABOUT_GENERATION)), **LEFT_OUT}
-# Around the language model of Gemma 3 from 4B on: what sees.
+# Keys of the vision part of Gemma 3 from 4B on.
 AROUND: Values = dict.fromkeys(
     ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index")
     + ("image_token_index", "boi_token_id", "eoi_token_id", "image_token_id")
 )
-# Of a section of rotary positions: for each type, what is read.
+# Keys of a RoPE section: those of every type, and those of each type.
 OF_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 ROPE_TYPES = {
     "default": (),
@@ -68,17 +68,17 @@ ROPE_TYPES = {
         "original_max_position_embeddings",
     ),
 }  # fmt: skip
-# Saved by some with positions of any type, and read with none.
+# Keys that some checkpoints save in a RoPE section of any type; nothing reads them.
 NEUTRAL_IN_ROPE: Values = {"finetuned": None}
 
 
 def read_keys(family: Family) -> set[str]:
-    """The keys of a family's config.json that say what the model is."""
+    """The keys of a family's config.json that define the model."""
     keys = {"model_type", "vocab_size", family.activation[0], *family.keys.values()}
     keys |= {*family.window_keys, *([family.scale_key] if family.scale_key else ())}
     if family.biases:
         keys.add("attention_bias")
-    if family.embed_root:  # Gemma's have one key or the other, or both
+    if family.embed_root:  # Gemma's configs have either key or both
         keys |= {"hidden_act", "hidden_activation"}
     if family.rope_base is not None:
         keys |= {"rope_theta", "rope_scaling", "rope_parameters"}
@@ -88,7 +88,7 @@ def read_keys(family: Family) -> set[str]:
 
 
 def check_keys(family: Family, config: Json) -> None:
-    """UserError for the first key that is neither read nor known to change nothing."""
+    """Raise UserError for the first key that is neither read nor known to change nothing."""
     read = read_keys(family)
     known = {**NEUTRAL, **family.neutral}
     types = config.get("layer_types")
@@ -99,7 +99,8 @@ def check_keys(family: Family, config: Json) -> None:
 
 
 def check_against(read: set[str], known: Values, config: Json, of: str) -> None:
-    """UserError for the first key that is in neither, or has another value than it may."""
+    """Raise UserError for the first key in neither `read` nor `known`, or with a value that
+    `known` does not allow."""
     for key, value in config.items():
         if key in read or value is None:
             continue
@@ -119,16 +120,16 @@ def depth(family: Family, config: Json) -> int:
 
 
 def check_rope_keys(section: Json, kind: str) -> None:
-    """The same, of a section of rotary positions of a known type."""
+    """Raise UserError for an unsupported key in a RoPE section of type `kind`."""
     read = {*OF_ROPE, *ROPE_TYPES[kind]}
     check_against(read, NEUTRAL_IN_ROPE, section, f"in rotary positions of type {kind}")
 
 
 def text_part(config: Json) -> Json:
-    """The language model's part of a config.json (Gemma 3 from 4B on also sees pictures)."""
+    """The language model's section of a config.json (Gemma 3 from 4B on also has a vision one)."""
     if config.get("model_type") != "gemma3":
         return config
-    # Of the two places, transformers ties the head by the outer one.
+    # Both levels may have tie_word_embeddings; transformers uses the outer one.
     shared = ("dtype", "torch_dtype", "quantization_config")
     check_against(
         {"model_type", "text_config", "tie_word_embeddings"}, {**NEUTRAL, **AROUND},

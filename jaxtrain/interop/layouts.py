@@ -1,4 +1,4 @@
-"""How one parameter lies in a checkpoint's tensor: pairs of functions, theirs -> ours and back."""
+"""Layouts of a parameter in a checkpoint's tensor: pairs of functions, theirs -> ours and back."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,16 +11,16 @@ Change = Callable[[np.ndarray, int], np.ndarray]  # (array of one layer, head di
 
 
 class Layout(NamedTuple):
-    """`read` makes ours of theirs, `write` theirs of ours."""
+    """`read` converts their array to ours, `write` ours to theirs."""
 
     read: Change
     write: Change
 
 
 def swap_rotary_halves(x: np.ndarray, head_dim: int) -> np.ndarray:
-    """The halves of each head's channels exchanged; the channels are the last dim of x.
+    """Swap the two halves of each head's channels, which are the last dim of x.
 
-    NanoChat rotates by minus the angle: the same function with the halves of q and k exchanged.
+    NanoChat rotates by minus the angle, which equals our RoPE with the halves of q and k swapped.
     """
     halves = x.reshape(*x.shape[:-1], -1, 2, head_dim // 2)
     return halves[..., ::-1, :].reshape(x.shape)

@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint as our parameters: on a mesh, or in our own model file.
+"""Loading a Hugging Face checkpoint as our parameters, onto a mesh or into our own model file.
 
-One tensor at a time: read from its mapped file, checked, laid out as ours, and put into its place
-of the stack over layers. No second copy of the model is ever in host memory.
+Tensors are loaded one at a time: read from the memory-mapped file, checked, converted to our
+layout, and written into the stack over layers. Host memory never holds a second copy of the model.
 """
 
 import functools
@@ -30,31 +30,31 @@ from jaxtrain.storage.location import is_url, local
 from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.params import Specs
 
-# Buffers that old checkpoints hold, and what sees pictures in Gemma 3.
+# Buffers in old checkpoints, and the vision tensors of Gemma 3.
 IGNORED = re.compile(
     r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^(model\.)?(vision_tower|multi_modal_projector)\."
 )
-AHEAD = 4  # layers that are prepared while one is used
+AHEAD = 4  # layers read ahead of the one in use
 REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 
 
-Shardings = dict[str, Any]  # one of jax's for each parameter
-Store = Callable[[str, Any], Any]  # (name, array) -> the array, or another form of it
+Shardings = dict[str, Any]  # a jax Sharding for each parameter
+Store = Callable[[str, Any], Any]  # (name, array) -> the array, or a quantized form of it
 
 
 class Source(NamedTuple):
-    """A checkpoint folder that was looked at, without any tensor read."""
+    """An opened checkpoint folder: config and tensor headers, no tensor data."""
 
     folder: Path
     family: Family
-    config: Json  # its config.json, the part of the language model
-    fields: Json  # of ModelConfig
-    tensors: dict[str, Stored]  # by the names of the family
+    config: Json  # its config.json, the language model's section
+    fields: Json  # fields of ModelConfig
+    tensors: dict[str, Stored]  # by the family's tensor names
 
 
 class TensorSlice(NamedTuple):
-    """Where one of our parameters lies in a checkpoint: its row, and its columns of it."""
+    """Location of one of our parameters in a checkpoint: its `Row`, and its range of columns."""
 
     row: Row
     start: int
@@ -64,7 +64,7 @@ class TensorSlice(NamedTuple):
 def hub_of(path: str) -> tuple[str, str | None] | None:
     """(OWNER/NAME, revision) of a repository of huggingface.co; None for a folder on disk.
 
-    A revision (branch, tag or commit) follows after an @; without one it is the main branch.
+    A revision (branch, tag or commit) follows after an @; the default is the main branch.
     """
     found = None if Path(path).expanduser().is_dir() else REPOSITORY.fullmatch(path)
     return found and (found[1], found[2])
@@ -72,14 +72,14 @@ def hub_of(path: str) -> tuple[str, str | None] | None:
 
 @functools.cache
 def folder_at(url: str) -> Path:
-    """The local copy of a model at a URL, as it is when the process first asks."""
+    """Local copy of the model at a URL, downloaded once per process."""
     folder = local(url)
     fetch_model(folder)
     return folder
 
 
 def find_folder(path_or_repo: str) -> Path:
-    """A folder on disk, or the local copy of one at a URL or of a repository of huggingface.co."""
+    """A folder on disk, or the local copy of a URL or of a repository of huggingface.co."""
     if is_url(path_or_repo):
         return folder_at(path_or_repo)
     repository = hub_of(path_or_repo)
@@ -96,7 +96,7 @@ def find_folder(path_or_repo: str) -> Path:
     name, revision = repository
     try:
         folder = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=PATTERNS)
-    except Exception as error:  # the hub's errors have no common base beside the network's
+    except Exception as error:  # hub and network errors have no common base class
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"there is no folder {path_or_repo}, and huggingface.co does not give it: {first}"
@@ -105,7 +105,7 @@ def find_folder(path_or_repo: str) -> Path:
 
 
 def pin_revision(path: str) -> str:
-    """A repository with the commit that it is at now, OWNER/NAME@COMMIT; a folder as it is."""
+    """OWNER/NAME@COMMIT with the repository's current commit; a folder is returned unchanged."""
     repository = hub_of(path)
     if repository is None:
         return path
@@ -113,18 +113,18 @@ def pin_revision(path: str) -> str:
 
 
 def origin(path: str | None) -> dict[str, str]:
-    """What files that are made from a pinned repository say of it; {} for a folder."""
+    """Metadata that names the pinned repository a file was made from; {} for a folder."""
     name, revision = (path and hub_of(path)) or ("", None)
     return {"base_model": name, "base_model_revision": revision} if revision else {}
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one of Hugging Face's (ours have a config.yaml)."""
+    """Whether a folder is a Hugging Face checkpoint (our model folders have a config.yaml)."""
     return (folder / "config.json").is_file()
 
 
 def open_checkpoint(folder: Path) -> Source:
-    """Read config.json and the headers; UserError for what is not supported."""
+    """Read config.json and the tensor headers. Raises UserError for an unsupported model."""
     if not is_checkpoint(folder):
         raise UserError(f"{folder} has no config.json: it is no checkpoint of Hugging Face")
     config = text_part(read_object(folder / "config.json"))
@@ -137,14 +137,14 @@ def open_checkpoint(folder: Path) -> Source:
 
 
 def own_name(name: str, family: Family) -> str:
-    """A tensor's name as the causal model of the family has it."""
+    """A tensor's name in the family's causal LM class."""
     name = name.replace("language_model.", "", 1)
     if name.startswith((family.prefix, "lm_head.")) or IGNORED.search(name):
         return name
     return family.prefix + name
 
 
-# ---- where everything lies -------------------------------------------------------------------
+# ---- tensor locations ------------------------------------------------------------------------
 
 
 def is_stacked(spec: ParamSpec) -> bool:
@@ -157,7 +157,7 @@ def shape_of(spec: ParamSpec) -> tuple[int, ...]:
 
 
 def places(family: Family, flat: dict[str, ParamSpec]) -> dict[str, TensorSlice]:
-    """Each of our parameters -> where it lies."""
+    """Each of our parameters -> its location in the checkpoint."""
     found = {}
     for row in family.rows:
         if row.ours[0] in flat:
@@ -169,7 +169,7 @@ def places(family: Family, flat: dict[str, ParamSpec]) -> dict[str, TensorSlice]
 
 
 def expected(family: Family, flat: dict[str, ParamSpec]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor that a checkpoint of this model has."""
+    """Name -> shape of each tensor that a checkpoint of this model must have."""
     table = {}
     for row in family.rows:
         if row.ours[0] not in flat:
@@ -186,7 +186,7 @@ def expected(family: Family, flat: dict[str, ParamSpec]) -> dict[str, tuple[int,
 
 
 def check_tensors(source: Source, flat: dict[str, ParamSpec]) -> None:
-    """UserError for the first tensor that is missing, too much, of another shape or quantised."""
+    """Raise UserError for the first tensor that is missing, unexpected, misshapen or quantized."""
     wanted, got = expected(source.family, flat), source.tensors
     of = f"{source.folder}: a {source.family.model_type} model of its config.json"
     if new := sorted(flat.keys() - places(source.family, flat).keys()):
@@ -201,14 +201,14 @@ def check_tensors(source: Source, flat: dict[str, ParamSpec]) -> None:
             raise UserError(f"{of} has no tensor {name}, but the checkpoint does")
     for name, stored in got.items():
         if stored.dtype not in DTYPES:
-            read(name, stored)  # raises, and says what to do
+            read(name, stored)  # raises with advice
 
 
 # ---- reading ---------------------------------------------------------------------------------
 
 
 def layers_of(source: Source, place: TensorSlice, spec: ParamSpec) -> Iterator[np.ndarray]:
-    """The arrays of one parameter, a layer at a time, in the checkpoint's dtype."""
+    """Yield the arrays of one parameter, layer by layer, in the checkpoint's dtype."""
     layout = LAYOUTS[place.row.layout]
 
     def layer(i: int) -> np.ndarray:
@@ -216,7 +216,7 @@ def layers_of(source: Source, place: TensorSlice, spec: ParamSpec) -> Iterator[n
         x = layout.read(read(name, source.tensors[name]), source.fields["head_dim"])
         return x if place.width is None else x[..., place.start : place.start + place.width]
 
-    # A few layers ahead of the one in use: checking and transposing keep several cores busy.
+    # Read ahead a few layers: checking and transposing keep several cores busy.
     with ThreadPoolExecutor(AHEAD) as pool:
         waiting: deque[Future[np.ndarray]] = deque()
         for i in range(spec.shape[0]) if is_stacked(spec) else [0]:
@@ -234,11 +234,12 @@ def load_checkpoint(
     dtype: DTypeLike | None = None,
     store: Store = lambda name, x: x,
 ) -> Params:
-    """The parameters on their devices, in the declared dtypes (or `dtype`, of all but gains).
+    """Load parameters onto their devices in the declared dtypes, or all but gains and scalars in
+    `dtype`.
 
-    shardings: a tree as `specs`; None: the first device. store(name, array) may give each another
-    form as soon as it is there. Raises UserError naming the tensor that
-    is missing, too much, of another shape, quantised or not finite.
+    shardings: a tree like `specs`; None: the first device. `store(name, array)` may convert each
+    parameter (quantize it, say) as soon as it is loaded. Raises UserError naming a tensor that is
+    missing, unexpected, misshapen, quantized or not finite.
     """
     flat = flatten(specs)
     check_tensors(source, flat)
@@ -261,19 +262,19 @@ def load_checkpoint(
 
 
 def device_copy(x: np.ndarray, sharding: Sharding) -> jax.Array:
-    """On the device, in memory of its own: a CPU's array could else be the file's mapped pages,
-    which nothing may be written to when it is donated."""
+    """Copy x to device memory. On CPU an alias of the mapped file could be donated and written to,
+    but those pages are read-only."""
     return jax.device_put(x, sharding, may_alias=False)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def put_layer(stack: jax.Array, layer: jax.Array, at: jax.Array) -> jax.Array:
-    """The stack with one layer filled in; in place."""
+    """Write one layer into the stack; the stack is donated, so this is in place."""
     return jax.lax.dynamic_update_index_in_dim(stack, layer.astype(stack.dtype), at, 0)
 
 
 def of_one_layer(sharding: Sharding) -> Sharding:
-    """The placement of a layer of a stack."""
+    """The sharding of one layer, from that of the stack over layers."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
@@ -282,7 +283,10 @@ def of_one_layer(sharding: Sharding) -> Sharding:
 def our_file_layout(
     source: Source, specs: Specs
 ) -> tuple[dict[str, tuple[np.dtype, tuple[int, ...]]], Iterator[np.ndarray]]:
-    """Our model file's table, and its pieces in that order: in the checkpoint's dtype."""
+    """Our model file's table of dtypes and shapes, and its arrays in that order.
+
+    Gains and scalars are float32, all others have the checkpoint's dtype.
+    """
     flat = flatten(specs)
     check_tensors(source, flat)
     where = places(source.family, flat)

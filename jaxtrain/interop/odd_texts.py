@@ -1,10 +1,10 @@
-"""Texts on which two tokenizers that claim to be the same most often differ."""
+"""Texts on which two supposedly equal tokenizers most often differ."""
 
 import random
 from collections.abc import Sequence
 
-# Spaces of all kinds, controls, marks that combine, forms that normalisation changes, special
-# tokens written out, and plain words to stand between them.
+# Spaces of all kinds, control characters, combining marks, characters that normalization changes,
+# special tokens spelled out, and plain words to go between them.
 FRAGMENTS = (
     " ", "  ", "   ", "\t", "\n", "\r\n", "\n\n", "\u00a0", "\u3000", "\u2003", "\u200b", "\ufeff",
     "\u2581", "\u2028", "\u0085", "\x0b", "\0", "\x01", "\x1f", "\x7f", "\ufffd", "\u00ad",
@@ -18,13 +18,13 @@ FRAGMENTS = (
     "\U0001f468\u200d\U0001f469", "\U0001f1e9\U0001f1ea", "\u2764\ufe0f", "\U0001d400", "\ue000",
     "\U0010ffff",
 )  # fmt: skip
-LONGEST = 9  # fragments of one text
+LONGEST = 9  # most fragments in one text
 
 
 def odd_texts(count: int, more: Sequence[str] = ()) -> list[str]:
-    """`count` texts, always the same: empty, each fragment alone, then fragments at random.
+    """`count` texts, the same on every call: empty, each fragment alone, then random mixtures.
 
-    more: further fragments, as a model's own symbols.
+    more: further fragments, such as a model's own symbols.
     """
     fragments, draw = (*more, *FRAGMENTS), random.Random(0)
     texts = ["", *fragments]

@@ -1,6 +1,6 @@
 """LoRA adapters in peft's format: adapter_config.json and adapter_model.safetensors.
 
-A model that no family of Hugging Face fits has the same files, under names of its own.
+A model that fits no Hugging Face family has the same files, with our own module names.
 """
 
 import math
@@ -25,7 +25,7 @@ KINDS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitud
 
 
 def rows_of(c: ResolvedModel, names: set[str]) -> list[Row]:
-    """Where the matrices of these names lie in a checkpoint of the base."""
+    """Rows (checkpoint tensors of the base model) that hold the matrices of these names."""
     try:
         rows = fitting_family(without_added_modules(c), c.vocab_multiple, None)[0].rows
     except UserError:
@@ -40,7 +40,7 @@ def modules(flat: dict[str, Any]) -> set[str]:
 
 
 def columns(c: ResolvedModel, row: Row) -> dict[str, slice]:
-    """The columns of a row's tensor that each of our matrices has; side by side lie q, k and v."""
+    """Column range of each of our matrices in a checkpoint tensor; q, k and v may share one."""
     if len(row.ours) == 1:
         return {row.ours[0]: slice(None)}
     heads = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
@@ -49,14 +49,14 @@ def columns(c: ResolvedModel, row: Row) -> dict[str, slice]:
 
 
 def channels(c: ResolvedModel, row: Row, x: np.ndarray) -> np.ndarray:
-    """Output channels, the last dim of x, in the order of a checkpoint, or back in ours."""
+    """Convert output channels (last dim of x) between our order and the checkpoint's."""
     return swap_rotary_halves(x, c.head_dim) if row.layout == "turned linear" else x
 
 
 def check_adapter(c: ResolvedModel, params: Params, dora: bool) -> None:
-    """UserError for targets whose adapter has no form in peft's format, before they are trained.
+    """Raise UserError, before training, for targets whose adapter peft's format cannot express.
 
-    params: of `finetune.lora`, or their declarations.
+    params: LoRA parameters, or their ParamSpecs.
     """
     names = modules(flatten(params))
     for row in rows_of(c, names) if dora else ():
@@ -72,8 +72,8 @@ def check_adapter(c: ResolvedModel, params: Params, dora: bool) -> None:
 def write_adapter(folder: Path, c: ResolvedModel, params: Params, facts: Json) -> None:
     """Write the parameters of `finetune.lora` in float32.
 
-    facts: rank, alpha, rslora, dora, base and revision of the run. Matrices that a checkpoint keeps
-    side by side have one adapter there: the parts' ranks add up, and what does not train has zeros.
+    facts: rank, alpha, rslora, dora, base and revision of the run. Matrices that a checkpoint fuses
+    (QKV) get one adapter: their ranks add up, and untrained ones get zeros.
     """
     flat = {name: np.asarray(x) for name, x in flatten(params).items()}
     names = modules(flat)
@@ -124,7 +124,7 @@ def config_of(c: ResolvedModel, ranks: dict[str, int], facts: Json) -> Json:
 
 
 def block_diagonal(parts: list[np.ndarray]) -> np.ndarray:
-    """[r, out] of each as one [sum of r, sum of out]."""
+    """Block-diagonal matrix [sum of r, sum of out] of the parts [r, out]."""
     out = np.zeros([sum(p.shape[i] for p in parts) for i in (0, 1)], np.float32)
     row = column = 0
     for p in parts:
@@ -134,8 +134,10 @@ def block_diagonal(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def apply_rank_pattern(facts: Json, name: str, kind: str, x: np.ndarray) -> np.ndarray:
-    """`a` or `b` of a module with a rank or alpha of its own, as one with those of all others:
-    zeros up to the highest rank, and the rest of its factor in `b`."""
+    """Convert `a` or `b` of a module with its own rank or alpha to the common rank and alpha.
+
+    It is padded with zeros to the highest rank, and its remaining factor goes into `b`.
+    """
     module = name.rpartition(".lora_")[0]
 
     def own(key: str, default: Any) -> Any:
@@ -156,9 +158,9 @@ def apply_rank_pattern(facts: Json, name: str, kind: str, x: np.ndarray) -> np.n
 
 
 def read_adapter(folder: Path, c: ResolvedModel, like: Params) -> Params:
-    """An adapter as the parameters of `finetune.lora`, whose shapes `like` gives.
+    """Read an adapter as LoRA parameters with the shapes of `like`.
 
-    Raises UserError for a tensor that is missing, of another shape, or has no place.
+    Raises UserError for a tensor that is missing, misshapen or unexpected.
     """
     stored, wanted = read_header(folder / FILE), flatten(like)
     names, found, used = modules(wanted), {}, set[str]()

@@ -1,7 +1,7 @@
 """Virtual tokens in peft's format (PROMPT_TUNING, PREFIX_TUNING): one tensor, prompt_embeddings.
 
-Of a prompt it is [tokens, D], as the embeddings enter the layers: Gemma's factor on them is in it.
-Of a prefix it is [tokens, layers x 2 x kv_heads x head_dim], a layer's keys before its values.
+Prompt tuning: [tokens, D], as the layers read it, so Gemma's embedding scale is included.
+Prefix tuning: [tokens, layers x 2 x kv_heads x head_dim], a layer's keys before its values.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ def write_prompt_adapter(
         both = np.stack([channels(c, rows_of(c, {KEYS})[0], k), v], axis=1)  # [L, 2, P, KH]
         table = both.transpose(2, 0, 1, 3).reshape(k.shape[1], -1)
         special = {"peft_type": "PREFIX_TUNING", "prefix_projection": False}
-        special |= {"encoder_hidden_size": c.kv_heads * c.head_dim}  # of no use here
+        special |= {"encoder_hidden_size": c.kv_heads * c.head_dim}  # unused here
         sizes |= {"token_dim": c.kv_heads * c.head_dim, "num_attention_heads": c.kv_heads}
     config = {"task_type": "CAUSAL_LM", "inference_mode": True, "base_model_name_or_path": base}
     config |= {"revision": revision}
@@ -44,7 +44,7 @@ def write_prompt_adapter(
 
 
 def read_prompt_adapter(folder: Path, c: ResolvedModel, like: Params) -> Params:
-    """An adapter of virtual tokens as the parameters of a run, whose shapes `like` gives.
+    """Read an adapter of virtual tokens as parameters with the shapes of `like`.
 
     Raises UserError for another tensor or shape.
     """

@@ -1,4 +1,4 @@
-"""Starting a run from another model: one of our runs or model folders, or a checkpoint."""
+"""Starting a run from another model: one of our runs or model folders, or an HF checkpoint."""
 
 import math
 from pathlib import Path
@@ -44,7 +44,7 @@ def model_folder(path: str) -> Path:
 
 
 def sections_of(path: str) -> dict[str, Json]:
-    """What a configuration takes over from the model that it starts from: model and tokenizer."""
+    """The config sections inherited from the model that a run starts from: model and tokenizer."""
     try:
         folder = model_folder(path)
     except UserError as error:
@@ -68,7 +68,7 @@ def sections_of(path: str) -> dict[str, Json]:
 
 
 def section_of(folder: Path, name: str) -> Json:
-    """A section of the configuration that a model of ours was made from."""
+    """A section of the config.yaml of one of our models."""
     section = read_saved(folder / "config.yaml").get(name)
     if not isinstance(section, dict):
         raise UserError(f"{folder / 'config.yaml'} is damaged: it has no section {name}")
@@ -76,7 +76,7 @@ def section_of(folder: Path, name: str) -> Json:
 
 
 def chat_of(path: str) -> tuple[str | None, dict[str, str]]:
-    """The chat template of that model, if it has one, and the tokens that templates name."""
+    """The chat template of the model at `path`, if any, and the special tokens it may use."""
     folder = model_folder(path)
     if not is_checkpoint(folder):
         for source in chat_sources(section_of(folder, "data").get("train", {})):
@@ -85,10 +85,10 @@ def chat_of(path: str) -> tuple[str | None, dict[str, str]]:
     return template_in(folder), special_tokens(folder)
 
 
-# Of a mixture of experts, what training adds and how it runs.
+# MoE fields about losses and execution, which do not change what the model computes.
 MOE_TRAINING_FIELDS = {"aux_loss", "z_loss", "remat"}
-# What may differ from the model that a run starts from: how it runs, how far it looks back and
-# stretches its positions to do so, and what tuning puts in (`scaling.inserted` checks that).
+# Fields that may differ from the model that a run starts from: execution, context length and RoPE
+# scaling, and the modules that finetuning adds (`config.resolve.inserted` checks those).
 MAY_DIFFER = EXECUTION | {
     "context_length",
     "rope_scaling",
@@ -99,7 +99,7 @@ MAY_DIFFER = EXECUTION | {
 
 
 def merge_sections(theirs: Json, given: Json) -> Json:
-    """A section with what is given in it; a section in it that is of the same kind, likewise."""
+    """Merge `given` into a section; subsections merge if they have the same `name`."""
 
     def one(before: Any, now: Any) -> Any:
         sections = isinstance(before, dict) and isinstance(now, dict)
@@ -110,10 +110,10 @@ def merge_sections(theirs: Json, given: Json) -> Json:
 
 
 def conflicts(theirs: Json, given: Json, whole_rows: bool) -> list[str]:
-    """Given fields of a model that would compute something else with the weights of `theirs`.
+    """Given model fields that would change what the weights of `theirs` compute.
 
-    whole_rows: the rows of its vocabulary are `vocab_multiple`. Values that are not valid are left
-    to the validation that follows.
+    whole_rows: the embedding has exactly `vocab_multiple` rows (an HF checkpoint). Invalid values
+    are left to the validation that follows.
     """
     try:
         model = ModelConfig.model_validate(theirs)
@@ -140,7 +140,7 @@ def conflicts(theirs: Json, given: Json, whole_rows: bool) -> list[str]:
 
 
 def same(name: str, has: Any, now: Any, model: ModelConfig) -> bool:
-    """Whether two values of a field are the same function of the model."""
+    """Whether two values of a field give the same function of the model."""
     says_nothing = {
         "qk_scale": not model.qk_norm,
         "rope_base": model.position_embedding == "learned",
@@ -155,17 +155,17 @@ def same(name: str, has: Any, now: Any, model: ModelConfig) -> bool:
     return has == now or says_nothing.get(name, False)
 
 
-TRAINED = ("sentencepiece", "huggingface", "nanochat")  # tokenizers, without a file
-LENGTH = 2048  # train.sequence_length by default, if the context of the model allows
+TRAINED = ("sentencepiece", "huggingface", "nanochat")  # tokenizers trained if no file is given
+LENGTH = 2048  # default of train.sequence_length; a shorter context replaces it
 
 
 def inherit_config(tree: Json, path: str) -> None:
-    """Fill a plain configuration in with those sections; what it says itself wins.
+    """Fill a plain configuration with the inherited sections; its own values win.
 
-    A repository gets the commit that it is at: the run that goes on shall be the one that began.
-    A tokenizer is taken over, too, unless a file is named.
-    Sources of conversations take over the chat template and the special tokens. Raises UserError
-    for a `model` that is another function than the weights were trained for.
+    A repository is pinned to its current commit, so that a resumed run uses the same model. The
+    tokenizer is inherited unless a file is named. Chat sources inherit the chat template and the
+    special tokens. Raises UserError for a `model` section that would change what the weights
+    compute.
     """
     tree["train"]["init_from"] = path = pin_revision(path)
     sections = sections_of(path)
@@ -184,7 +184,7 @@ def inherit_config(tree: Json, path: str) -> None:
         train.setdefault("sequence_length", context)
     data = tree.setdefault("data", {})
     given = data.get("tokenizer")
-    # One that would be trained on this run's text is never that of the weights.
+    # A tokenizer trained on this run's text would not match the weights.
     if not isinstance(given, dict) or (given.get("name") in TRAINED and not given.get("path")):
         data["tokenizer"] = sections["data"]["tokenizer"]
     for source in chat_sources(data):
@@ -194,7 +194,7 @@ def inherit_config(tree: Json, path: str) -> None:
 
 
 def check_tokenizer(path: str, tokenizer: Tokenizer) -> None:
-    """Raise UserError if a model of ours was trained with another tokenizer."""
+    """Raise UserError if one of our models was trained with another tokenizer."""
     folder = model_folder(path)
     if is_checkpoint(folder) or load_tokenizer(folder).fingerprint == tokenizer.fingerprint:
         return
@@ -207,9 +207,9 @@ def check_tokenizer(path: str, tokenizer: Tokenizer) -> None:
 def load_init_params(
     path: str, specs: Specs, shardings: Shardings, store: Store = lambda name, x: x
 ) -> Params:
-    """The parameters to start from, on the mesh, in the declared dtypes.
+    """Load the initial parameters onto the mesh, in the declared dtypes.
 
-    store(name, array) may give each another form as soon as it is there.
+    `store(name, array)` may convert each parameter (quantize it, say) as soon as it is loaded.
     """
     folder = model_folder(path)
     if is_checkpoint(folder):
@@ -244,8 +244,8 @@ def load_base(
     store: Store = lambda name, x: x,
     seed: int = 0,
 ) -> Params:
-    """`load_init_params`; modules of multi-token prediction that the model there does not have
-    begin with initial values."""
+    """`load_init_params`, with multi-token prediction modules initialized if the model at `path`
+    has none."""
     new = {n: specs[n] for n in ("mtp",) if n in specs and not has_params(path, {n: specs[n]})}
     part = lambda tree: {name: tree[name] for name in tree if name not in new}
     base = load_init_params(path, part(specs), part(shardings), store)
@@ -256,7 +256,7 @@ def load_base(
 
 
 def has_params(path: str, specs: Specs) -> bool:
-    """Whether a model of ours has parameters of these names."""
+    """Whether one of our models has all parameters of `specs`."""
     folder = model_folder(path)
     return (
         not is_checkpoint(folder) and flatten(specs).keys() <= read_header(folder / WEIGHTS).keys()
@@ -264,7 +264,7 @@ def has_params(path: str, specs: Specs) -> bool:
 
 
 def copy_aux_files(path: str, model_dir: Path) -> None:
-    """What a checkpoint brought along goes with the model that was trained from it."""
+    """Copy a checkpoint's auxiliary files to the model that was trained from it."""
     folder = model_folder(path)
     source = folder if is_checkpoint(folder) else folder / FOLDER
     if source.is_dir():

@@ -1,8 +1,8 @@
 """Safetensors files read and written one tensor at a time, never a whole file in memory.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and
-byte range of each tensor), and the tensors' bytes. What is written here has a checksum of each
-tensor among the header's metadata; files of others have none.
+byte range of each tensor), and the tensors' bytes. Files written here have a checksum of each
+tensor in the header's metadata; files written by other software have none.
 """
 
 import json
@@ -25,7 +25,7 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# Integers and float8, in which quantized matrices are stored.
+# Integer and float8 dtypes of quantized matrices.
 PACKED = {
     "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
@@ -39,23 +39,23 @@ EXPONENTS = {
     "BF16": (np.uint16, 0x7F80),
     "F32": (np.uint32, 0x7F800000),
 }
-MOST_HEADER = 10**8  # bytes, as the format has it
+MOST_HEADER = 10**8  # bytes, the format's own limit
 SHARD_BYTES = 5 * 10**9
-SUMS = "crc32"  # the key of the metadata: a JSON object, `sums.crc32` of each tensor by its name
+SUMS = "crc32"  # metadata key of a JSON object: tensor name -> `sums.crc32` of its bytes
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies."""
+    """Location of a tensor in a file, with its dtype and shape."""
 
     file: Path
     dtype: str  # as safetensors names it
     shape: tuple[int, ...]
     offset: int
-    crc32: str | None = None  # `sums.crc32` of its bytes, where the file says it
+    crc32: str | None = None  # `sums.crc32` of its bytes, if the file has one
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """All tensors of a checkpoint folder: one file, or the shards that its index names."""
+    """Headers of all tensors of a checkpoint folder: of one file, or of the shards in its index."""
     if (folder / INDEX).is_file():
         index = read_object(folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not all(type(name) is str for name in index.values()):
@@ -84,7 +84,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
 
 def other_formats(folder: Path) -> str:
-    """What to do with weights that are not safetensors."""
+    """Advice for weights that are not safetensors."""
     pickled = sorted(path.name for path in folder.glob("*_model*.bin"))
     if not pickled:
         return "other formats are not read"
@@ -95,7 +95,7 @@ def other_formats(folder: Path) -> str:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of one file. Raises UserError where they do not fill it, each byte once."""
+    """Headers of the tensors of one file. Raises UserError unless they cover it without overlap."""
     header, start = open_header(path)
     crc32 = checksums(header.pop("__metadata__", {}), path)
     tensors, places = {}, list[tuple[int, int, str]]()
@@ -119,7 +119,7 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def checked_entry(path: Path, name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
-    """dtype, shape and byte range of a tensor. Raises UserError for what is none of them."""
+    """dtype, shape and byte range of a header entry. Raises UserError if they are malformed."""
     facts = entry if isinstance(entry, dict) else {}
     dtype, shape, place = facts.get("dtype"), counts(facts, "shape"), counts(facts, "data_offsets")
     if isinstance(dtype, str) and shape is not None and place is not None and len(place) == 2:
@@ -133,14 +133,14 @@ def checked_entry(path: Path, name: str, entry: object) -> tuple[str, tuple[int,
 
 
 def counts(facts: dict[str, Any], key: str) -> list[int] | None:
-    """A list of whole numbers from 0 on; None for anything else."""
+    """The value of `key` if it is a list of integers >= 0, else None."""
     given = facts.get(key)
     fits = isinstance(given, list) and all(type(n) is int and n >= 0 for n in given)
     return given if fits else None
 
 
 def checksums(metadata: object, path: Path) -> dict[str, Any]:
-    """Those of the tensors, by their names; none in a file that others wrote."""
+    """Checksums by tensor name; empty for a file written by other software."""
     if not isinstance(metadata, dict) or not all(type(x) is str for x in metadata.values()):
         raise UserError(f"{path} is damaged: __metadata__ of its header must be texts by names")
     found = parse_json(metadata.get(SUMS, "{}"), f"{path}: {SUMS} of its header")
@@ -150,7 +150,7 @@ def checksums(metadata: object, path: Path) -> dict[str, Any]:
 
 
 def metadata_of(path: Path) -> dict[str, str]:
-    """What a file says of itself, beside its tensors."""
+    """The `__metadata__` of a file."""
     return open_header(path)[0].get("__metadata__") or {}
 
 
@@ -176,7 +176,7 @@ def open_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; ValueError for a name that it has twice."""
+    """A JSON object as a dict. Raises ValueError for a duplicate name."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -186,10 +186,10 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read(name: str, stored: Stored, packed: bool = False) -> np.ndarray:
-    """The tensor, mapped from its file. packed: it may be a part of a quantized matrix.
+    """The tensor, memory-mapped from its file. packed: allow the dtypes of quantized matrices.
 
-    Raises UserError for a dtype that is no plain floating-point number, for bytes that differ from
-    the checksum in the file, and for NaN and infinity.
+    Raises UserError for any other dtype than plain floating point (see `packed`), for bytes that
+    differ from the checksum in the file, and for NaN or infinity.
     """
     if stored.dtype not in (KNOWN if packed else DTYPES):
         raise UserError(
@@ -201,7 +201,7 @@ def read(name: str, stored: Stored, packed: bool = False) -> np.ndarray:
     def look(block: np.ndarray) -> tuple[str, bool]:
         return f"{zlib.crc32(block):08x}" if stored.crc32 else "", finite(block, stored.dtype)
 
-    seen = list(sums.in_blocks(x, look))  # both in one pass: a file may come from a slow disk
+    seen = list(sums.in_blocks(x, look))  # both checks in one pass: the disk may be slow
     if stored.crc32 and "".join(crc32 for crc32, _ in seen) != stored.crc32:
         raise UserError(
             f"{stored.file}: {name} is damaged: its bytes are not those that were written (CRC-32)"
@@ -212,16 +212,16 @@ def read(name: str, stored: Stored, packed: bool = False) -> np.ndarray:
 
 
 def mapped(stored: Stored) -> np.ndarray:
-    """The tensor as its file's own pages; they leave memory with the last reference to it."""
+    """The tensor as a memory map of its file; it is unmapped with its last reference."""
     if 0 in stored.shape:
         return np.zeros(stored.shape, KNOWN[stored.dtype])
     return np.memmap(stored.file, KNOWN[stored.dtype], "r", stored.offset, stored.shape)
 
 
 def finite(x: np.ndarray, dtype: str) -> bool:
-    """Whether no exponent is all ones; in pieces, so that no mask of the whole is made.
+    """Whether no exponent is all ones; checked in chunks, so that no full-size mask is allocated.
 
-    x: the numbers, or their bytes.
+    x: the values, or their bytes.
     """
     if dtype in PACKED:
         return True  # float8's NaN is a code that no method writes; integers have none
@@ -234,7 +234,7 @@ def finite(x: np.ndarray, dtype: str) -> bool:
 
 
 def transposed(x: np.ndarray) -> np.ndarray:
-    """A contiguous transpose; in blocks, and as integers where numpy is slow (bfloat16)."""
+    """A contiguous transpose, copied in blocks as integers, since numpy is slow for bfloat16."""
     bits = x.view(f"u{x.itemsize}")
     out, step = np.empty(x.shape[::-1], bits.dtype), 256
     for i in range(0, x.shape[0], step):
@@ -249,9 +249,9 @@ def write(
     pieces: Iterable[np.ndarray],
     metadata: dict[str, str],
 ) -> None:
-    """Write a file atomically: its table, then all bytes in the table's order, piece by piece.
+    """Write a file atomically: its header, then all bytes in the table's order, piece by piece.
 
-    The same arguments give the same bytes. The header gets its checksums when the rest is written.
+    The same arguments give the same bytes. The checksums are filled into the header last.
     """
     places: dict[str, slice] = {}
     at = 0
@@ -265,7 +265,7 @@ def write(
     try:
         with part.open("w+b") as file:
             file.write(head)
-            for piece in pieces:  # `tofile` would not say that the disk is full
+            for piece in pieces:  # `tofile` would not report a full disk
                 file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
             written = file.tell() - len(head)
             assert written == at, (path, written, at)
@@ -286,7 +286,7 @@ def header_of(
     metadata: Mapping[str, str],
     crc32: Mapping[str, str],
 ) -> bytes:
-    """The first bytes of a file: the length of the header, and the header."""
+    """The header of a file as bytes, preceded by its length."""
     names = {dtype: name for name, dtype in KNOWN.items()}
     said = dict(metadata) | {SUMS: json.dumps(crc32, separators=(",", ":"))}
     header: dict[str, object] = {"__metadata__": dict(sorted(said.items()))}
@@ -302,7 +302,7 @@ def header_of(
 def shards(
     table: Mapping[str, tuple[np.dtype, tuple[int, ...]]], limit: int = SHARD_BYTES
 ) -> Iterator[list[str]]:
-    """The names in order, in groups of at most `limit` bytes (or of one tensor)."""
+    """Yield the names in order, in groups of at most `limit` bytes (or of one larger tensor)."""
     group: list[str] = []
     filled = 0
     for name, (dtype, shape) in table.items():

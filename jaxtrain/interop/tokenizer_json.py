@@ -1,7 +1,7 @@
-"""Any of our tokenizers as a tokenizer.json of Hugging Face.
+"""Export of our tokenizers as a Hugging Face tokenizer.json.
 
-Its ids are those of ours, but that `tokenizers` reads a special token that is written out in a text
-as that token unless it is told not to (`split_special_tokens=True` in transformers).
+It gives the same ids, with one exception: `tokenizers` encodes a special token spelled out in a
+text as that token, unless `split_special_tokens=True` (in transformers).
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from jaxtrain.data.tokenizer.tokenizer import BYTES_BOS, SPACE, byte_alphabet
 from jaxtrain.interop.odd_texts import odd_texts
 from jaxtrain.settings import UserError
 
-NEVER = -1e4  # log-probability of a piece that is not in texts
+NEVER = -1e4  # log-probability of a piece that never occurs in a text
 MANY = 1 << 16
-CHECKED = 1000  # odd texts that are encoded in both ways
+CHECKED = 1000  # odd texts encoded by both tokenizers
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> str:
-    """The text of a tokenizer.json that encodes and decodes as `tokenizer` does."""
+    """The content of a tokenizer.json that encodes and decodes as `tokenizer` does."""
     if tokenizer.name == "huggingface":
         return tokenizer.model.decode()
     made = from_bytes() if tokenizer.name == "bytes" else from_sentencepiece(tokenizer)
@@ -30,7 +30,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> str:
 
 
 def bos_name(tokenizer: Tokenizer) -> str:
-    """How its tokenizer.json calls the BOS token."""
+    """The name of the BOS token in the tokenizer.json."""
     if tokenizer.name == "bytes":
         return BYTES_BOS
     if tokenizer.name == "sentencepiece":
@@ -41,7 +41,7 @@ def bos_name(tokenizer: Tokenizer) -> str:
 
 
 def with_bos(text: str, bos: str, index: int) -> str:
-    """A tokenizer.json that puts the BOS token before each text."""
+    """The tokenizer.json `text`, changed to put the BOS token before each text."""
     inner = tokenizers.Tokenizer.from_str(text)
     inner.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, index)]
@@ -50,7 +50,7 @@ def with_bos(text: str, bos: str, index: int) -> str:
 
 
 def from_bytes() -> tokenizers.Tokenizer:
-    """A vocabulary of the 256 bytes in the order of their values, and BOS."""
+    """A byte tokenizer: the 256 bytes in the order of their values, and BOS."""
     vocabulary = {letter: byte for byte, letter in enumerate(byte_alphabet())} | {BYTES_BOS: 256}
     inner = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -60,7 +60,10 @@ def from_bytes() -> tokenizers.Tokenizer:
 
 
 def from_sentencepiece(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
-    """The same ids for every text, special tokens in it aside; UserError where there is no way."""
+    """A tokenizer with the same ids for every text, special tokens aside.
+
+    Raises UserError if `tokenizers` cannot reproduce the sentencepiece model.
+    """
     facts = sentencepiece_facts(tokenizer.model)
     if reason := unlike(facts, tokenizer.model):
         raise refused(reason)
@@ -81,14 +84,14 @@ def from_sentencepiece(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     ids = range(processor.get_piece_size())
     special = [i for i in ids if processor.is_control(i) or processor.is_unknown(i)]
     inner.add_special_tokens([AddedToken(processor.id_to_piece(i), special=True) for i in special])
-    symbols = [AddedToken(symbol) for symbol in facts.user if " " not in symbol]  # else never met
+    symbols = [AddedToken(symbol) for symbol in facts.user if " " not in symbol]  # else no match
     inner.add_tokens(symbols)
     check_ids(inner, processor, facts.user)
     return inner
 
 
 def unlike(facts: ModelFacts, model: bytes) -> str | None:
-    """What a model does that a tokenizer.json cannot say, if it does such a thing."""
+    """A feature of the model that a tokenizer.json cannot express; None if there is none."""
     if facts.kind not in ("bpe", "unigram"):
         return f"its model_type {facts.kind} has no counterpart; bpe and unigram have"
     if facts.normalizer != "identity":
@@ -114,7 +117,7 @@ def refused(reason: str) -> UserError:
 
 
 def bpe(processor: sentencepiece.SentencePieceProcessor, facts: ModelFacts) -> models.BPE:
-    """Its merges are all splits of each piece, ranked by the piece's score."""
+    """A BPE model whose merges are all splits of each piece, ranked by the piece's score."""
     ids = range(processor.get_piece_size())
     vocabulary = {processor.id_to_piece(i): i for i in ids}
     whole = set(facts.user)
@@ -136,7 +139,7 @@ def bpe(processor: sentencepiece.SentencePieceProcessor, facts: ModelFacts) -> m
 
 
 def unigram(processor: sentencepiece.SentencePieceProcessor, facts: ModelFacts) -> models.Unigram:
-    """Its pieces with their scores; those that no text has are never the likeliest."""
+    """A unigram model of the pieces; special and byte pieces score too low to be chosen."""
     vocabulary = []
     for i in range(processor.get_piece_size()):
         apart = processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)
@@ -158,7 +161,7 @@ def check_ids(
     processor: sentencepiece.SentencePieceProcessor,
     symbols: Sequence[str],
 ) -> None:
-    """Raises UserError for an odd text whose ids are not those of the model."""
+    """Raise UserError for an odd text that gets other ids than from the sentencepiece model."""
     texts = odd_texts(CHECKED, symbols)
     inner.encode_special_tokens = True
     found = inner.encode_batch_fast(texts, add_special_tokens=False)

@@ -8,7 +8,7 @@ STAGES = ("run", "fit", "plan", "coordinates")
 
 
 def scaling_parser() -> Parser:
-    """Of `jaxtrain scaling`: a study of scaling laws, or a coordinate check."""
+    """Parser of `jaxtrain scaling`: a study of scaling laws, or a coordinate check."""
     parser = Parser(
         "jaxtrain scaling",
         description="Scaling laws. run: train the missing runs of a study, fit, predict the "

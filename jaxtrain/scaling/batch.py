@@ -1,4 +1,4 @@
-"""The critical batch size, from steps and examples to equal losses.
+"""The critical batch size, from the steps and examples that runs need to equal losses.
 
 McCandlish et al. 2018 (arXiv:1812.06162): (S / S_min - 1) (E / E_min - 1) = 1, with S steps and
 E = S x batch examples (here tokens); the critical batch size is E_min / S_min.
@@ -25,35 +25,35 @@ from jaxtrain.settings import UserError
 
 
 class TradeOff(NamedTuple):
-    """Of one loss: the fewest steps, and the fewest tokens, that come to it."""
+    """S_min and E_min of one target loss: the fewest steps and the fewest tokens to reach it."""
 
     least_steps: float
     least_tokens: float
 
     @property
     def critical(self) -> float:
-        """The critical batch size in tokens: at it twice the fewest steps take twice the fewest
-        tokens."""
+        """The critical batch size in tokens, at which a run takes twice the fewest steps and twice
+        the fewest tokens."""
         return self.least_tokens / self.least_steps
 
     def steps(self, batch_tokens: float) -> float:
-        """Steps to the loss with so many tokens a step."""
+        """Steps to the loss with `batch_tokens` tokens per step."""
         return self.least_steps * (1 + self.critical / batch_tokens)
 
 
 class CriticalBatch(NamedTuple):
-    """Of one target loss."""
+    """Critical batch size of one target loss, and the points that it is fitted to."""
 
     loss: float
     batch_tokens: list[float]
     steps: list[float]
     fit: TradeOff
     critical: Interval
-    left_out: int  # resamples without a fit
+    left_out: int  # resamples that allow no fit
 
 
 def fit_trade_off(batch_tokens: Vector, steps: Vector) -> TradeOff:
-    """Least squares of log steps. UserError for fewer than three different batch sizes."""
+    """Least squares fit of log steps. Raises UserError for fewer than three batch sizes."""
     if len(np.unique(batch_tokens)) < 3:
         raise UserError(
             "the critical batch size needs 3 different batch sizes or more that come to the loss, "
@@ -80,8 +80,10 @@ def fit_trade_off(batch_tokens: Vector, steps: Vector) -> TradeOff:
 
 
 def steps_to(point: Point, loss: float) -> float | None:
-    """Steps where a run's validation curve first comes to a loss, by straight lines in log steps;
-    None if it never does, or has from its first validation on."""
+    """Steps at which a run's validation curve first reaches a loss, interpolated in log steps.
+
+    None if it never does, or if its first validation is below the loss already.
+    """
     below = next((i for i, one in enumerate(point.losses) if one <= loss), None)
     if not below:
         return None
@@ -92,7 +94,7 @@ def steps_to(point: Point, loss: float) -> float | None:
 
 
 def fewest_steps(points: Sequence[Point], loss: float) -> dict[tuple[int, int], float]:
-    """(batch tokens, seed) -> steps to the loss by the best learning rate."""
+    """(batch tokens, seed) -> steps to the loss with the best learning rate."""
     found: dict[tuple[int, int], float] = {}
     for one in points:
         steps = steps_to(one, loss)
@@ -103,7 +105,7 @@ def fewest_steps(points: Sequence[Point], loss: float) -> dict[tuple[int, int], 
 
 
 def targets_of(points: Sequence[Point], count: int) -> list[float]:
-    """Losses from early to the last that each batch size comes to with its best learning rate."""
+    """`count` target losses, from early in training to the lowest that every batch size reaches."""
     ends: dict[int, float] = {}
     for one in points:
         ends[one.batch_tokens] = min(min(one.losses), ends.get(one.batch_tokens, math.inf))
@@ -116,7 +118,7 @@ def targets_of(points: Sequence[Point], count: int) -> list[float]:
 def critical_batches(
     points: Sequence[Point], targets: int, bootstrap: Bootstrap
 ) -> list[CriticalBatch]:
-    """At each target loss that three batch sizes come to."""
+    """Critical batch sizes at each target loss that at least three batch sizes reach."""
     found = []
     for loss in targets_of(points, targets):
         reached = fewest_steps(points, loss)
@@ -137,6 +139,6 @@ def critical_batches(
 
 
 def batch_law(found: Sequence[CriticalBatch]) -> PowerLaw:
-    """The critical batch size in tokens, by the fewest tokens to the loss."""
+    """Power law of the critical batch size (in tokens) over the fewest tokens to the loss."""
     tokens = np.array([one.fit.least_tokens for one in found])
     return fit_power_law(tokens, np.array([one.fit.critical for one in found]))

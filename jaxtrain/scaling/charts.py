@@ -33,7 +33,7 @@ figcaption i { white-space: nowrap; }
 
 
 class ChartCurve(NamedTuple):
-    """One thing that is drawn. style: curve, band (dashed) or marks. color: index of a colour."""
+    """One series of a chart. style: curve, band (dashed) or marks. color: index of a colour."""
 
     label: str
     x: Sequence[Number]
@@ -52,13 +52,13 @@ class Axis(NamedTuple):
     end: Number
 
     def at(self, value: Number) -> Number:
-        """SVG units; beyond the ends, the ends."""
+        """The position of a value in SVG units, clipped to just beyond the ends of the axis."""
         a, b, v = (math.log(x) if self.log else x for x in (self.low, self.high, value))
         share = min(max((v - a) / (b - a), -0.02), 1.02)
         return round(self.start + share * (self.end - self.start), 1)
 
     def ticks(self) -> list[Number]:
-        """Round values: 1, 2, 5 times powers of ten, or powers of ten alone."""
+        """Round tick values: 1, 2, 5 times powers of ten, or fewer if they are too many."""
         if not self.log:
             return ticks(self.low, self.high)
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
@@ -88,9 +88,9 @@ def log_chart(
     log_y: bool = False,
     y_from: Sequence[Number] | None = None,
 ) -> str:
-    """A figure over a logarithmic x; empty without curves.
+    """A figure with a logarithmic x axis; "" without curves.
 
-    y_from: values that the y axis spans, where the curves go beyond them.
+    y_from: values that set the range of the y axis, if curves may go beyond it.
     """
     curves = [one for one in curves if len(one.x)]
     if not curves:
@@ -124,13 +124,13 @@ def log_chart(
 
 
 def between(low: Number, high: Number, count: int = 60) -> list[float]:
-    """Values from low to high, equally far apart in logarithms."""
+    """`count` log-spaced values from low to high."""
     ratio = high / low
     return [low * ratio ** (i / (count - 1)) for i in range(count)]
 
 
 def short(value: Number) -> str:
-    """A number in few characters."""
+    """A value formatted in few characters."""
     if abs(value) >= 1e15:
         return f"{value:.3g}".replace("e+", "e")
     if value >= 1000:

@@ -58,7 +58,7 @@ def one_of(targets: Sequence[str], what: str) -> str:
 
 
 def run_study(study: Study, planner: Planner, out: Path | None) -> int:
-    """Train what is missing, fit, predict the held-out run, train it, fit again."""
+    """Train the missing runs, fit, predict the held-out run, train it, fit again."""
     runs, held_out = planner.runs(), planner.held_out()
     check_tokens(study, planner, [*runs, *filter(None, [held_out])])
     for number, run in enumerate(runs, 1):
@@ -82,7 +82,7 @@ def run_study(study: Study, planner: Planner, out: Path | None) -> int:
 
 
 def train_one(planner: Planner, run: PlannedRun, number: str) -> bool:
-    """Train, or go on with, a run; False where a signal stopped it."""
+    """Train or resume a run; returns False if a signal stopped it."""
     folder = planner.study.folder / run.name
     if has_ended(folder):
         return True
@@ -101,7 +101,7 @@ def train_one(planner: Planner, run: PlannedRun, number: str) -> bool:
 
 
 def check_tokens(study: Study, planner: Planner, runs: Sequence[PlannedRun]) -> None:
-    """Prepare the data, and refuse runs that would read it too often."""
+    """Prepare the data. Raises UserError for a run that needs too many epochs."""
     config = planner.config(runs[0]).data
     with show_progress(data_console()) as progress:
         prepared = data.prepare(config, progress=progress)
@@ -157,7 +157,7 @@ def fit_study(study: Study, planner: Planner, out: Path | None) -> int:
 
 
 def fit_runs(run_dirs: Sequence[Path], counting: Counting | None, out: Path | None) -> int:
-    """Fit run directories that no study planned."""
+    """Fit run directories that do not belong to a study."""
     of = counting or "matrices_and_head"
     points = with_budgets([point_of(one, "loss", of) for one in run_dirs])
     tree, fits = record_of(points, of, "loss", Bootstrap(), 2, {"name": "runs"})

@@ -1,7 +1,7 @@
-"""muP's coordinate check: how large activations are by width or depth, after a few steps.
+"""muP's coordinate check: RMS of activations by width or depth, after a few steps.
 
 Yang & Hu 2021 and Yang et al. 2022 (arXiv:2203.03466, appendix D.1): under muP the size of each
-activation, and of its change by the first steps, does not depend on the width.
+activation, and of its change over the first steps, does not depend on the width.
 """
 
 import argparse
@@ -30,26 +30,26 @@ from jaxtrain.storage.disk import write_json
 from jaxtrain.train.fit import fit
 from jaxtrain.weights.params import Params
 
-LEVEL = 0.95  # of the intervals of slopes
-TOLERANCE = 0.1  # of a slope: 7% for a model of twice the width
+LEVEL = 0.95  # confidence level of the slopes' intervals
+TOLERANCE = 0.1  # tolerated slope: 7% larger RMS for twice the width
 WIDTHS = (64, 128, 256)
 Verdict = Literal["flat", "grows", "shrinks", "unclear"]
 Activations = dict[str, list[Array]]
 
 
 class ActivationChange(NamedTuple):
-    """One activation of one model. change: of the RMS of the difference that the steps make."""
+    """RMS of one activation of one model, before and after training steps."""
 
     kind: str
     size: int  # width or depth
     seed: int
     before: float  # RMS at the start
     after: float  # RMS after the steps
-    change: float  # RMS of the difference
+    change: float  # RMS of the difference (after - before)
 
 
 class Slope(NamedTuple):
-    """How log RMS grows with log size."""
+    """Slope of log RMS over log size."""
 
     kind: str
     what: str  # before, after, change
@@ -58,7 +58,7 @@ class Slope(NamedTuple):
 
 
 class Recorder(nnx.Module):
-    """A part of the model that notes what it puts out."""
+    """Wrapper of a module that records its outputs."""
 
     def __init__(self, part: nnx.Module, name: str, sink: "Sink"):
         self.part, self.name, self.sink = part, name, sink
@@ -71,7 +71,7 @@ class Recorder(nnx.Module):
 
 
 class Sink:
-    """What the recorders have noted, by name; layers in order."""
+    """Outputs that the recorders collected, by name; layers in order."""
 
     def __init__(self) -> None:
         self.found: Activations = {}
@@ -80,8 +80,8 @@ class Sink:
 def activations(
     graphdef: nnx.GraphDef[Transformer], params: Params, tokens_BT: Int[Array, "B T"]
 ) -> Activations:
-    """Outputs of attention and feed-forward network of each layer, the embedding, the stream
-    behind the last layer, and the logits."""
+    """Outputs of each layer's attention and FFN, the embedding, the residual stream after the last
+    layer, and the logits."""
     sink, network = Sink(), nnx.merge(graphdef, params)
     for name in ("attention", "ffn"):
         part = getattr(network.blocks, name)
@@ -94,14 +94,14 @@ def activations(
 
 
 def rms(arrays: Sequence[Array]) -> Float[Array, ""]:
-    """The root mean square over all entries of arrays of one shape."""
+    """The root mean square over all entries of arrays of equal shape."""
     return jnp.sqrt(jnp.mean(jnp.stack([jnp.mean(jnp.square(x)) for x in arrays])))
 
 
 def activation_rms(
     graphdef: nnx.GraphDef[Transformer], first: Params, last: Params, tokens_BT: Int[Array, "B T"]
 ) -> dict[str, tuple[float, float, float]]:
-    """Kind -> RMS with the first parameters, with the last, and of the difference."""
+    """Kind -> RMS of the activations with `first`, with `last`, and RMS of their difference."""
 
     @jax.jit
     def figures(first: Params, last: Params) -> dict[str, tuple[Array, Array, Array]]:
@@ -123,7 +123,7 @@ def loss(network: Transformer, batch: data.Batch) -> Array:
 
 
 def batches_of(model: Model, config: Config) -> Iterator[data.Batch]:
-    """The training batches of a configuration, without documents' borders."""
+    """The training batches of a configuration, without segment ids and positions."""
     prepared = data.prepare(config.data)
     t = model.config.train
     loader = data.train_batches(
@@ -137,7 +137,7 @@ def batches_of(model: Model, config: Config) -> Iterator[data.Batch]:
 
 
 def measure_activations(config: Config, steps: int, size: int) -> list[ActivationChange]:
-    """The activations of one model on its first batch, before and after so many steps on others."""
+    """Activations of one model on its first batch, before and after `steps` steps on later ones."""
     model, seed = build(config), config.run.seed
     text = batches_of(model, config)
     tokens_BT = jnp.asarray(next(text).tokens_BT)
@@ -149,7 +149,7 @@ def measure_activations(config: Config, steps: int, size: int) -> list[Activatio
 
 
 def slopes(found: Sequence[ActivationChange]) -> list[Slope]:
-    """Of each kind: log RMS over log size, least squares, with Student's interval."""
+    """Least-squares slope of log RMS over log size for each kind, with Student's t interval."""
     lines = []
     for kind in dict.fromkeys(one.kind for one in found):
         for what in ("before", "after", "change"):
@@ -159,7 +159,7 @@ def slopes(found: Sequence[ActivationChange]) -> list[Slope]:
 
 
 def slope_of(points: Sequence[tuple[int, float]]) -> tuple[Interval, Verdict]:
-    """Slope and verdict; unclear without three points of two sizes."""
+    """Slope and verdict; "unclear" with fewer than three points or two sizes."""
     if len(points) < 3 or len({size for size, _ in points}) < 2:
         return Interval(math.nan, -math.inf, math.inf), "unclear"
     x, y = np.log(np.array(points, float)).T
@@ -173,7 +173,7 @@ def slope_of(points: Sequence[tuple[int, float]]) -> tuple[Interval, Verdict]:
 
 
 def verdict_of(slope: Interval) -> Verdict:
-    """flat: the interval is within TOLERANCE of zero; grows, shrinks: it is beyond."""
+    """flat: the whole interval is within TOLERANCE of zero; grows, shrinks: all of it is beyond."""
     if -TOLERANCE <= slope.low and slope.high <= TOLERANCE:
         return "flat"
     if slope.low > TOLERANCE:
@@ -222,7 +222,7 @@ def check_coordinates(name: str, overrides: tuple[str, ...], a: argparse.Namespa
 
 
 def flat(one: Slope) -> dict[str, Any]:
-    """A slope as JSON holds it."""
+    """A slope as a JSON object; infinite values become null."""
     finite = lambda x: x if math.isfinite(x) else None
     slope = {name: finite(value) for name, value in one.slope._asdict().items()}
     return {"kind": one.kind, "what": one.what, **slope, "verdict": one.verdict}

@@ -1,4 +1,4 @@
-"""The fits of a study's runs, as one record: fit.json."""
+"""All fits of a study's runs, the content of fit.json."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from jaxtrain.settings import UserError
 
 
 class Law(NamedTuple):
-    """y = coefficient * x^exponent, each with its interval."""
+    """y = coefficient * x^exponent, both with intervals."""
 
     coefficient: Interval
     exponent: Interval
@@ -36,34 +36,34 @@ class Law(NamedTuple):
 
 
 class Minimum(NamedTuple):
-    """The lowest loss along one axis, of runs that are else alike."""
+    """The lowest loss along one axis, among runs that share the value `at`."""
 
     at: float  # FLOPs, parameters or tokens that the runs share
     best: Interval  # x of the lowest loss
-    tokens: float  # training tokens there
+    tokens: float  # training tokens at the minimum
     curve: Parabola
-    left_out: int  # resamples whose parabola has no minimum
+    left_out: int  # resamples that allow no parabola
 
 
 class Minima(NamedTuple):
-    """Minima, and how the best x grows with what they share."""
+    """Minima, and the power laws of the best x and of the tokens over the shared value."""
 
     minima: list[Minimum]
-    best: Law | None  # of those inside the range of their runs; None for fewer than two
+    best: Law | None  # from minima inside the range of their runs; None for fewer than two
     tokens: Law | None
-    ratio: Interval | None  # tokens for each x at the minima, their geometric mean
+    ratio: Interval | None  # geometric mean of tokens / x over the minima
 
 
 class Parametric(NamedTuple):
-    """The parametric law, an interval for each unknown."""
+    """The parametric law, with an interval for each unknown."""
 
     E: Interval
     A: Interval
     B: Interval
     alpha: Interval
     beta: Interval
-    flops_per: float  # FLOPs of a run for each parameter and token, the runs' median
-    residual: float  # root mean square of the residuals of log losses
+    flops_per: float  # FLOPs per parameter and token, median of the runs
+    residual: float  # RMS of the residuals of log losses
     optimal: list["Optimal"]
 
     @property
@@ -72,7 +72,7 @@ class Parametric(NamedTuple):
 
 
 class Optimal(NamedTuple):
-    """The compute-optimal model of a budget, by the parametric law."""
+    """The compute-optimal model of a budget according to the parametric law."""
 
     flops: float
     parameters: Interval
@@ -80,7 +80,7 @@ class Optimal(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Of a run that has not been trained."""
+    """Predicted loss of a run that is not trained yet."""
 
     run: str
     parameters: float
@@ -88,7 +88,7 @@ class Prediction(NamedTuple):
     flops: float
     loss: Interval
     level: float
-    runs: list[str]  # that it is made from
+    runs: list[str]  # runs that it is fitted to
 
 
 def arrays(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -107,8 +107,11 @@ def fit_minima(
     axis: Callable[[Point], float],
     bootstrap: Bootstrap,
 ) -> Minima | None:
-    """A parabola in log `axis` for each value of `shared` with three different x or more, and the
-    power laws through their minima. Resamples keep the runs of each value. None without any."""
+    """Fit a parabola in log `axis` per value of `shared`, and power laws through their minima.
+
+    A value needs runs with at least three different x; returns None if no value has them.
+    Resamples draw within the runs of each value.
+    """
     groups: dict[float, list[Point]] = {}
     for one in points:
         groups.setdefault(shared(one), []).append(one)
@@ -140,13 +143,13 @@ def _parts(points: Sequence[Point], labels: Sequence[int], rows: Rows) -> list[l
 
 
 def _minimum(at: float, points: Sequence[Point], axis: Callable[[Point], float]) -> Minimum | None:
-    """None for too few different x; a parabola without a minimum counts only as whole."""
+    """The minimum of one group of runs; None for fewer than three different x."""
     x = np.array([axis(p) for p in points], float)
     if len(np.unique(x)) < 3:
         return None
     curve = fit_parabola(x, np.array([p.loss for p in points]))
     tokens = np.array([float(p.tokens) for p in points])
-    slope, level = np.polyfit(np.log(x), np.log(tokens), 1)  # as FLOPs for each token grow with it
+    slope, level = np.polyfit(np.log(x), np.log(tokens), 1)  # tokens vary with FLOPs per token
     there = math.exp(float(level + slope * math.log(curve.best)))
     return Minimum(at, Interval(curve.best, curve.best, curve.best), there, curve, 0)
 
@@ -167,7 +170,7 @@ def _laws(minima: Sequence[Minimum]) -> tuple[PowerLaw | None, PowerLaw | None, 
 def _law_intervals(
     laws: Sequence[tuple[PowerLaw | None, PowerLaw | None, float]], bootstrap: Bootstrap
 ) -> tuple[Law | None, Law | None, Interval | None]:
-    """laws: of the runs, and of each resample."""
+    """Intervals of both laws and of the ratio. laws: those of the runs, then of each resample."""
     whole, drawn = laws[0], laws[1:]
 
     def interval(i: int) -> Law | None:
@@ -196,15 +199,15 @@ def law_interval(one: PowerLaw, drawn: Sequence[PowerLaw], bootstrap: Bootstrap)
 
 
 class ParametricFit(NamedTuple):
-    """The law of all runs, and those of their resamples."""
+    """The law fitted to all runs, and the laws fitted to their resamples."""
 
     law: ParametricLaw
     drawn: list[ParametricLaw]
-    residuals: np.ndarray  # log of the loss over the law's
+    residuals: np.ndarray  # log(loss / loss by the law)
 
 
 def bootstrap_parametric(points: Sequence[Point], bootstrap: Bootstrap) -> ParametricFit:
-    """UserError for too few runs."""
+    """Fit the parametric law to runs and to resamples. Raises UserError for too few runs."""
     n, d, loss = arrays(points)
     law = fit_parametric(n, d, loss)
     again = lambda rows: fit_parametric(n[rows], d[rows], loss[rows], law)
@@ -216,7 +219,7 @@ def bootstrap_parametric(points: Sequence[Point], bootstrap: Bootstrap) -> Param
 def parametric_of(
     fit: ParametricFit, points: Sequence[Point], budgets: Sequence[float], bootstrap: Bootstrap
 ) -> Parametric:
-    """Intervals of the unknowns, and the compute-optimal models of budgets."""
+    """Intervals of the unknowns, and the compute-optimal model of each budget."""
     k = float(np.median([p.flops / (p.parameters * p.tokens) for p in points]))
     unknowns = [
         bootstrap.interval(value, [one[i] for one in fit.drawn]) for i, value in enumerate(fit.law)
@@ -241,10 +244,10 @@ def predict(
     flops: float,
     bootstrap: Bootstrap,
 ) -> Prediction:
-    """The loss of a run by the law; its interval holds the law's uncertainty (resampled runs) and
-    that of one run (the residuals, resampled as well)."""
+    """Predict the loss of a run. The interval covers the law's uncertainty (resampled runs) and a
+    single run's noise (resampled residuals)."""
     random = np.random.default_rng(bootstrap.seed + 1)
-    # Five unknowns are fitted: residuals are too small by that.
+    # Fitting five unknowns makes the residuals too small; correct by the degrees of freedom.
     wide = math.sqrt(len(points) / max(1, len(points) - 5))
     errors = random.choice(fit.residuals, len(fit.drawn)) * wide
     drawn = [
@@ -259,7 +262,7 @@ def predict(
 
 
 class Fits(NamedTuple):
-    """Of a study; what its runs do not determine is None, and `missing` says why."""
+    """All fits of a study. A fit that the runs do not determine is None; `missing` says why."""
 
     isoflop: Minima | None
     parametric: Parametric | None
@@ -280,7 +283,7 @@ def grid_of(points: Sequence[Point]) -> list[Point]:
 
 
 def fit_all(points: Sequence[Point], targets: int, bootstrap: Bootstrap) -> Fits:
-    """Every fit that the runs determine. UserError where they determine none."""
+    """Every fit that the runs determine. Raises UserError if they determine none."""
     missing: dict[str, str] = {}
     grid, iso = grid_of(points), [p for p in of_kind(points, "isoflop") if p.budget]
     isoflop = fit_minima(iso, lambda p: p.budget or 0.0, lambda p: p.parameters, bootstrap)
@@ -312,8 +315,8 @@ def fit_all(points: Sequence[Point], targets: int, bootstrap: Bootstrap) -> Fits
 
 
 def best_rates(points: Sequence[Point]) -> list[Point]:
-    """Of each batch size, number of tokens and seed, the run with the lowest loss. Numbers of
-    tokens that differ by whole steps alone become one."""
+    """The run with the lowest loss for each batch size, number of tokens and seed. Token counts up
+    to 10% apart count as equal, since they are rounded to whole steps."""
     found: dict[tuple[int, int, int], Point] = {}
     horizons: list[int] = []
     for one in sorted(points, key=lambda p: p.tokens):
@@ -333,7 +336,7 @@ class Record(Protocol):
 
 
 def plain(value: Record) -> dict[str, Any]:
-    """Named tuples as objects, infinities as null: what JSON holds."""
+    """A JSON object of a named tuple: nested tuples as objects, infinities as null."""
     return {name: _plain(one) for name, one in value._asdict().items()}
 
 

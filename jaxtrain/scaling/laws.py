@@ -16,9 +16,9 @@ from scipy.optimize import minimize
 
 from jaxtrain.settings import UserError
 
-DELTA = 1e-3  # of the Huber loss on residuals of log losses
-LEAST_RUNS = 6  # for the five unknowns of the parametric law
-STARTS = 12  # of the grid that L-BFGS begins from, those with the lowest objective
+DELTA = 1e-3  # delta of the Huber loss on residuals of log losses
+LEAST_RUNS = 6  # fewest runs for the five unknowns of the parametric law
+STARTS = 12  # L-BFGS starts: the points of GRID with the lowest residuals
 BOUNDS = ((-60.0, 60.0), (-60.0, 60.0), (-12.0, 6.0), (0.0, 4.0), (0.0, 4.0))
 # Hoffmann et al., appendix D.3: log A, log B, log E, alpha, beta.
 GRID = tuple(
@@ -33,14 +33,14 @@ Rows = Int[np.ndarray, " n"]
 
 
 class Interval(NamedTuple):
-    """An estimate, and the ends of its interval."""
+    """An estimate with its interval."""
 
     value: float
     low: float
     high: float
 
     def holds(self, value: float) -> bool:
-        """Whether a value lies inside."""
+        """Whether a value lies inside the interval."""
         return self.low <= value <= self.high
 
 
@@ -55,12 +55,12 @@ class PowerLaw(NamedTuple):
 
 
 class Parabola(NamedTuple):
-    """loss = lowest + curvature * (log x - log best)^2, least squares."""
+    """loss = lowest + curvature * (log x - log best)^2, fitted by least squares."""
 
     best: float
     lowest: float
-    curvature: float  # not positive: there is no minimum
-    inside: bool  # whether the minimum lies between the least and the greatest x
+    curvature: float  # if <= 0 there is no minimum
+    inside: bool  # whether the minimum lies between the smallest and the largest x
 
     def __call__(self, x: float) -> float:
         return self.lowest + self.curvature * (math.log(x) - math.log(self.best)) ** 2
@@ -79,14 +79,14 @@ class ParametricLaw(NamedTuple):
         return self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta
 
     def optimal_parameters(self, flops: float, flops_per: float) -> float:
-        """N of the lowest loss, where a run costs `flops_per` x N x D FLOPs (about 6)."""
+        """N of the lowest loss at `flops`, if a run costs flops_per x N x D FLOPs (about 6 N D)."""
         a, b = max(self.alpha, 1e-9), max(self.beta, 1e-9)
         log_g = (math.log(a * max(self.A, 1e-30)) - math.log(b * max(self.B, 1e-30))) / (a + b)
         return bounded_exp(log_g + b / (a + b) * math.log(flops / flops_per))
 
 
 def bounded_exp(x: float) -> float:
-    """exp, within 1e-65 and 1e65: a resample may determine a law badly."""
+    """exp(x), clipped to 1e-65 .. 1e65, since a resample may determine a law badly."""
     return math.exp(min(max(x, -150.0), 150.0))
 
 
@@ -94,7 +94,7 @@ def bounded_exp(x: float) -> float:
 
 
 def fit_power_law(x: Vector, y: Vector) -> PowerLaw:
-    """Least squares in logarithms. UserError for fewer than two different x."""
+    """Least squares fit in logarithms. Raises UserError for fewer than two different x."""
     if len(np.unique(x)) < 2:
         raise UserError(
             f"a power law needs 2 different values or more, there is {len(np.unique(x))}"
@@ -104,7 +104,7 @@ def fit_power_law(x: Vector, y: Vector) -> PowerLaw:
 
 
 def fit_parabola(x: Vector, loss: Vector) -> Parabola:
-    """UserError for fewer than three different x."""
+    """Least squares fit in log x. Raises UserError for fewer than three different x."""
     if len(np.unique(x)) < 3:
         raise UserError(
             f"a parabola needs 3 different values or more, there are {len(np.unique(x))}"
@@ -121,7 +121,7 @@ def fit_parabola(x: Vector, loss: Vector) -> Parabola:
 
 
 class _Data(NamedTuple):
-    """Logarithms of N, D and L; the first two less their means, so that L-BFGS converges."""
+    """Logarithms of N, D and L; log N and log D are centred, so that L-BFGS converges."""
 
     n: np.ndarray
     d: np.ndarray
@@ -131,14 +131,14 @@ class _Data(NamedTuple):
 
 
 def _log_losses(p: np.ndarray, n: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """[..., 5] unknowns, and [n] runs -> [..., n, 3], the logarithms of the terms."""
+    """Logarithms of the law's three terms, [..., n, 3], for unknowns [..., 5] and runs [n]."""
     a, b, e, alpha, beta = np.moveaxis(p[..., None], -2, 0)
     terms = (a - alpha * n, b - beta * d, np.broadcast_to(e, (*p.shape[:-1], len(n))))
     return np.stack(terms, -1)
 
 
 def _objective(p: np.ndarray, data: _Data) -> tuple[float, np.ndarray]:
-    """Sum of Huber losses, and its gradient."""
+    """Sum of Huber losses and its gradient, both divided by DELTA."""
     terms = _log_losses(p, data.n, data.d)
     fitted = np.logaddexp.reduce(terms, -1)
     shares = np.exp(terms - np.expand_dims(fitted, -1))
@@ -154,10 +154,10 @@ def _objective(p: np.ndarray, data: _Data) -> tuple[float, np.ndarray]:
 def fit_parametric(
     parameters: Vector, tokens: Vector, loss: Vector, start: ParametricLaw | None = None
 ) -> ParametricLaw:
-    """Huber loss (delta 1e-3) of log residuals, by L-BFGS from a grid of starts.
+    """Minimize the Huber loss (delta 1e-3) of log residuals by L-BFGS from a grid of starts.
 
-    start: begin from there alone, as for a resample. UserError for fewer than LEAST_RUNS runs, or
-    fewer than three different parameters or tokens.
+    start: the only start, as for a resample. Raises UserError for fewer than LEAST_RUNS runs, or
+    fewer than three different sizes or token counts.
     """
     check_enough(parameters, tokens)
     n, d = np.log(parameters), np.log(tokens)
@@ -184,7 +184,7 @@ def fit_parametric(
 
 
 def check_enough(parameters: Vector, tokens: Vector) -> None:
-    """Raises UserError for runs that do not determine the parametric law."""
+    """Raise UserError for runs that do not determine the parametric law."""
     sizes, horizons = len(np.unique(parameters)), len(np.unique(tokens))
     if len(parameters) < LEAST_RUNS or sizes < 3 or horizons < 3:
         raise UserError(
@@ -198,15 +198,15 @@ def check_enough(parameters: Vector, tokens: Vector) -> None:
 
 
 class Bootstrap(NamedTuple):
-    """How intervals are made: percentiles over resamples of the runs."""
+    """Settings of bootstrap intervals: percentiles over resamples of the runs."""
 
     samples: int = 500
     level: float = 0.9
     seed: int = 0
 
     def interval(self, value: float, drawn: Sequence[float] | Vector) -> Interval:
-        """The percentile interval of the values of the resamples, without those that are not
-        finite; it always holds the estimate itself."""
+        """The percentile interval of the resamples' finite values, extended to contain the estimate
+        itself."""
         finite = np.asarray(drawn, float)
         finite = finite[np.isfinite(finite)]
         if not len(finite):
@@ -217,10 +217,10 @@ class Bootstrap(NamedTuple):
 
 
 def resamples(groups: Sequence[int] | Rows, bootstrap: Bootstrap) -> list[Rows]:
-    """Rows drawn with replacement, as many from each group as it has.
+    """Indices drawn with replacement; each group keeps its size.
 
-    groups: of each row, its group; all the same for a plain bootstrap. A seed draws the same rows
-    always.
+    groups: the group of each index; all equal for a plain bootstrap. The same seed draws the same
+    indices.
     """
     random, labels = np.random.default_rng(bootstrap.seed), np.asarray(groups)
     parts = [np.flatnonzero(labels == label) for label in np.unique(labels)]
@@ -231,7 +231,7 @@ def resamples(groups: Sequence[int] | Rows, bootstrap: Bootstrap) -> list[Rows]:
 
 
 def refitted[Fit](fit: Callable[[Rows], Fit], drawn: Sequence[Rows]) -> list[Fit]:
-    """The fits of the resamples; one that has too few different runs for a fit is left out."""
+    """The fits of the resamples, without those that have too few different runs."""
     found = []
     for rows in drawn:
         try:

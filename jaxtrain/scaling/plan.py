@@ -1,4 +1,4 @@
-"""The runs of a study: how long each is, what it counts and costs. Nothing is trained here."""
+"""The planned runs of a study: length, parameter counts and cost. Nothing is trained here."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,38 +15,38 @@ from jaxtrain.weights.params import Specs, count
 
 
 class ModelCounts(NamedTuple):
-    """Of one model."""
+    """Parameters and FLOPs of one model."""
 
-    parameters: dict[str, float]  # by what counts (`study.Counting`)
+    parameters: dict[str, float]  # by the way of counting (`study.Counting`)
     flops_per_token: float  # forward and backward
 
     def of(self, counting: Counting) -> float:
-        """Parameters by one of the counts."""
+        """The parameter count of one convention."""
         return self.parameters[counting]
 
 
 class PlannedRun(NamedTuple):
-    """A run of the study. Its name says its settings: the same settings are the same run."""
+    """A run of the study. Its name is made from its settings: equal settings are the same run."""
 
     name: str
-    kinds: tuple[str, ...]  # what it is for: isoflop, tokens, learning_rates, batch_sizes, held_out
+    kinds: tuple[str, ...]  # its uses: isoflop, tokens, learning_rates, batch_sizes, held_out
     size: ModelSize
     seed: int
     steps: int
     tokens: int
     flops: float
-    parameters: float  # by the study's count
-    batch_size: int  # rows of a step
+    parameters: float  # counted by the study's convention
+    batch_size: int  # sequences per step
     multiplier: float  # of the learning rates
-    budget: float | None  # FLOPs that were asked for
+    budget: float | None  # requested FLOPs
     overrides: tuple[str, ...]
 
 
 def model_counts(c: Resolved, vocab_size: int) -> ModelCounts:
-    """Parameters by each of the counts, and FLOPs (nanochat's convention).
+    """Parameters by each counting convention, and FLOPs per token (nanochat's convention).
 
-    matrices_and_head: matrices of the blocks and the head (nanochat's scaling parameters); only
-    the active experts. matrices: the same without the head. without_embeddings: all but the
+    matrices_and_head: matrices of the blocks and the head (nanochat's scaling parameters), with
+    only the active experts. matrices: the same without the head. without_embeddings: all but the
     embedding tables. total: all.
     """
     specs: Specs = split(Transformer(c.model, vocab_size))[1]
@@ -65,14 +65,14 @@ def model_counts(c: Resolved, vocab_size: int) -> ModelCounts:
 
 
 class Planner:
-    """Makes the runs of a study; a model is counted once."""
+    """Makes the runs of a study. The counts of each model are cached."""
 
     def __init__(self, study: Study):
         self.study = study
         self._known: dict[tuple[str, ...], tuple[Resolved, ModelCounts]] = {}
 
     def resolved(self, size: ModelSize, more: Sequence[str] = ()) -> tuple[Resolved, ModelCounts]:
-        """The configuration of a size, and its counts."""
+        """The resolved configuration of a model size, and its counts."""
         lines = (*self.study.overrides, *size_overrides(size), *more)
         if lines not in self._known:
             config = load_config(find_config(self.study.config), last_overrides(lines))
@@ -94,9 +94,9 @@ class Planner:
         more: tuple[str, ...] = (),
         rates_of: Resolved | None = None,
     ) -> PlannedRun:
-        """One run of so many FLOPs or tokens. UserError where that is too short.
+        """Plan one run of `flops` or `tokens`. Raises UserError if that is too few steps.
 
-        rates_of: whose learning rates are multiplied; default the run's own.
+        rates_of: the configuration whose learning rates are multiplied; default the run's own.
         """
         rows = (f"train.batch_size={batch_size}",) if batch_size else ()
         rows += ("train.device_batch_size=null",) if batch_size else ()
@@ -133,14 +133,14 @@ class Planner:
     def length(
         self, one: LearningRates | HeldOut, size: ModelSize
     ) -> tuple[float | None, float | None]:
-        """FLOPs or tokens of a run of a size; the other is None."""
+        """(FLOPs, tokens) of a run of a model size; one of the two is None."""
         if one.tokens_per_parameter is None:
             return one.flops, one.tokens
         parameters = self.resolved(size)[1].of(self.study.parameters)
         return None, one.tokens_per_parameter * parameters
 
     def runs(self) -> list[PlannedRun]:
-        """All but the held-out run; one that serves two kinds is there once."""
+        """All runs but the held-out one; a run that serves two kinds is listed once."""
         found: dict[str, PlannedRun] = {}
         for one in self._runs():
             if one.name in found:
@@ -185,7 +185,7 @@ class Planner:
             )  # fmt: skip
 
     def held_out(self) -> PlannedRun | None:
-        """The run that is predicted, of the first seed."""
+        """The run whose loss is predicted, with the first seed."""
         one = self.study.held_out
         if one is None:
             return None
@@ -193,7 +193,7 @@ class Planner:
         return self.run("held_out", one.size, self.study.seeds[0], flops=flops, tokens=tokens)
 
     def config(self, run: PlannedRun) -> Config:
-        """What `jaxtrain train` would be given for a run."""
+        """The configuration of a run, as for `jaxtrain train`."""
         lines = (
             "eval.every=null", "sample.prompts=[]", "sample.every=null", "checkpoint.final=false",
             "metrics.tensorboard=false", *self.study.overrides, *size_overrides(run.size),
@@ -209,7 +209,7 @@ def size_overrides(size: ModelSize) -> tuple[str, ...]:
 
 
 def last_overrides(lines: Sequence[str]) -> list[str]:
-    """Overrides without those that a later one replaces."""
+    """Overrides without those that a later one of the same key replaces."""
     return list({line.partition("=")[0].strip(): line for line in lines}.values())
 
 
@@ -223,7 +223,7 @@ def rate_overrides(c: Resolved, multiplier: float) -> tuple[str, ...]:
 
 
 def check_data(study: Study, runs: Sequence[PlannedRun], tokens: int) -> None:
-    """Raises UserError for a run of more tokens than the training data hold."""
+    """Raise UserError for a run that needs more than `most_epochs` epochs of the training data."""
     longest = max(runs, key=lambda run: run.tokens)
     if longest.tokens > study.most_epochs * tokens:
         raise UserError(
@@ -233,7 +233,7 @@ def check_data(study: Study, runs: Sequence[PlannedRun], tokens: int) -> None:
 
 
 def plan_text(study: Study, runs: Sequence[PlannedRun], done: set[str]) -> str:
-    """A line for each run, and what all that are missing cost."""
+    """A line for each run, and the cost of the missing runs."""
     lines = ["run                                     parameters      tokens  tokens/p    FLOPs"]
     for run in runs:
         mark = "done" if run.name in done else " ".join(run.kinds)

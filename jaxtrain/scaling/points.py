@@ -1,4 +1,4 @@
-"""What a finished run says: parameters, tokens, losses; from its directory alone."""
+"""Parameters, tokens and losses of a finished run, read from its directory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,16 +24,16 @@ class Point(NamedTuple):
     tokens: int
     flops: float
     loss: float  # of the whole validation split at the end, in the study's measure
-    batch_tokens: int  # of a step
+    batch_tokens: int  # tokens per step
     multiplier: float
     budget: float | None
     seconds: float
-    steps: tuple[int, ...] = ()  # of the validations
+    steps: tuple[int, ...] = ()  # steps of the validations
     losses: tuple[float, ...] = ()
 
 
 def has_ended(run_dir: Path) -> bool:
-    """Whether a run has come to its end, and was validated there."""
+    """Whether a run has finished and was validated at its last step."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return False
@@ -53,9 +53,9 @@ def validations(rows: Sequence[MetricsRow]) -> list[MetricsRow]:
 def point_of(
     run_dir: Path, measure: str, counting: Counting, planned: PlannedRun | None = None
 ) -> Point:
-    """The point of a finished run. planned: what a study wanted of it.
+    """The point of a finished run. planned: the study's plan of the run, if any.
 
-    Raises UserError for a run that is none, or is not finished.
+    Raises UserError for a directory that is no finished run, or has phases or stages.
     """
     if not has_ended(run_dir):
         raise UserError(f"{run_dir} is not a finished run with a validation loss at its end")
@@ -83,7 +83,7 @@ def sizes_of(c: Resolved, counting: Counting) -> tuple[float, int, float]:
 
 
 def with_budgets(points: Sequence[Point]) -> list[Point]:
-    """Runs that no study planned: those whose FLOPs are within 2% of each other share a budget."""
+    """Assign budgets to runs without a study: runs whose FLOPs are within 2% share a budget."""
     found: list[Point] = []
     for one in sorted(points, key=lambda point: point.flops):
         near = found and one.flops <= 1.02 * (found[-1].budget or 0)

@@ -29,7 +29,8 @@ from jaxtrain.storage.disk import write_json
 def write_prediction(
     path: Path, run: PlannedRun, points: Sequence[Point], bootstrap: Bootstrap
 ) -> None:
-    """The prediction of the held-out run, with the time; UserError if it has begun already."""
+    """Write the prediction of the held-out run, with the time. Raises UserError if that run has
+    begun already."""
     if (path.parent / run.name / "metrics.jsonl").exists():
         raise UserError(
             f"{path.parent / run.name} has begun and there is no {path.name}: a prediction comes "
@@ -47,7 +48,7 @@ def write_prediction(
 
 
 def read_prediction(path: Path) -> tuple[Prediction, str] | None:
-    """The prediction, and when it was made; None where there is none."""
+    """The prediction and the time it was made; None if there is no file."""
     if not path.is_file():
         return None
     tree = read_object(path)
@@ -69,7 +70,7 @@ def record_of(
     facts: dict[str, Any],
     held_out: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], Fits]:
-    """The tree of fit.json, and the fits. facts: of the study."""
+    """The content of fit.json, and the fits. facts: entries about the study."""
     fits = fit_all(points, targets, bootstrap)
     dial = dial_of(fits, counting, facts)
     tree = {
@@ -103,8 +104,8 @@ def held_out_of(
 
 
 def dial_of(fits: Fits, counting: Counting, facts: dict[str, Any]) -> Dial | None:
-    """What the depth dial takes from the fits; None where they do not say the ratio by the dial's
-    own count."""
+    """Settings of the depth dial from the fits. None if they give no tokens-per-parameter ratio by
+    the dial's own parameter count."""
     if counting != "matrices_and_head":
         return None
     ratio = fits.isoflop.ratio if fits.isoflop else None
@@ -118,7 +119,7 @@ def dial_of(fits: Fits, counting: Counting, facts: dict[str, Any]) -> Dial | Non
         "batch_tokens": fits.batch.best if fits.batch else None,
         "rate_multiplier": fits.learning_rate.best if fits.learning_rate else None,
     }
-    if not facts.get("rates_derived"):  # factors on rates that were set by hand say nothing here
+    if not facts.get("rates_derived"):  # multipliers of hand-set rates do not transfer
         laws["rate_multiplier"] = None
     trees = {
         name: {"coefficient": law.coefficient.value, "exponent": law.exponent.value}
@@ -132,5 +133,5 @@ def dial_of(fits: Fits, counting: Counting, facts: dict[str, Any]) -> Dial | Non
 
 
 def now() -> str:
-    """The time, in UTC."""
+    """The current time in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""scaling.html: one self-contained page about a study, and its summary in the terminal."""
+"""scaling.html: a self-contained page about a study; and the summary for the terminal."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -17,7 +17,7 @@ Tree = dict[str, Any]
 
 
 def write_fit_report(path: Path, tree: Tree, points: Sequence[Point], fits: Fits) -> Path:
-    """Write the page; returns its path. tree: of fit.json."""
+    """Write the page; returns its path. tree: the content of fit.json."""
     name = escape(str(tree["name"]))
     charts = [
         *isoflop_charts(fits.isoflop, points, tree["measure"]),
@@ -40,7 +40,7 @@ def write_fit_report(path: Path, tree: Tree, points: Sequence[Point], fits: Fits
 
 
 def summary_lines(tree: Tree, fits: Fits) -> list[str]:
-    """Lines for the terminal."""
+    """Summary lines for the terminal."""
     return [f"{name:34s} {value}" for name, value in fit_rows(tree, fits)]
 
 
@@ -48,7 +48,7 @@ def summary_lines(tree: Tree, fits: Fits) -> list[str]:
 
 
 def interval_text(one: Interval, form: Callable[[float], str] = short) -> str:
-    """value (low to high)."""
+    """Format as "value (low to high)"."""
     return f"{form(one.value)} ({form(one.low)} to {form(one.high)})"
 
 
@@ -57,7 +57,7 @@ def law_text(law: Law, x: str) -> str:
 
 
 def fit_rows(tree: Tree, fits: Fits) -> list[tuple[str, str]]:
-    """What was found, a row each."""
+    """Rows (name, value) of all results."""
     level = f"{tree['intervals']['level']:.0%} intervals, {tree['intervals']['samples']} resamples"
     rows = [("runs", f"{len(tree['runs'])}; {level}")]
     if missing := tree.get("missing_runs"):
@@ -103,7 +103,7 @@ def parametric_rows(p: Parametric) -> list[tuple[str, str]]:
 
 
 def held_out_rows(found: Tree | None) -> list[tuple[str, str]]:
-    """What was predicted, and what came."""
+    """Rows of the held-out run: the prediction and the outcome."""
     if not found:
         return []
     one, digits = found["prediction"], lambda x: f"{x:.4f}"
@@ -123,7 +123,7 @@ def held_out_rows(found: Tree | None) -> list[tuple[str, str]]:
 def parabola_curves(
     label: str, parabola: Parabola, xs: Sequence[float], runs: Sequence[Point], color: int
 ) -> list[ChartCurve]:
-    """The runs at xs, and the parabola through them if it has a minimum."""
+    """Marks of the runs at `xs`, and the parabola through them if it has a minimum."""
     marks = ChartCurve(label, xs, [p.loss for p in runs], "marks", color)
     if parabola.curvature <= 0:
         return [marks]

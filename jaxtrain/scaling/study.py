@@ -1,4 +1,4 @@
-"""What a study of scaling laws is made of: a YAML file."""
+"""The settings of a scaling-law study, a YAML file."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,19 +12,19 @@ from jaxtrain.storage.strict_yaml import read_yaml
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
-# Of a matrix of the blocks, the head, embeddings and the rest; see `scaling.plan.counts_of`.
+# Conventions of counting parameters; see `scaling.plan.model_counts`.
 Counting = Literal["matrices_and_head", "matrices", "without_embeddings", "total"]
 
 
 class ModelSize(Settings):
-    """A model of the study."""
+    """A model size of the study."""
 
     depth: int = Field(ge=1, description="layers")
     width: int | None = Field(None, ge=1, description="model width; default that of the depth dial")
 
 
 class IsoFLOP(Settings):
-    """Runs of equal training FLOPs and different sizes (Hoffmann et al. 2022, approach 2)."""
+    """Runs with equal training FLOPs and different sizes (Hoffmann et al. 2022, approach 2)."""
 
     budgets: tuple[Positive, ...] = Field(min_length=1, description="training FLOPs of a run")
     sizes: tuple[ModelSize, ...] = Field(min_length=1, description="models that each budget trains")
@@ -38,7 +38,7 @@ class Tokens(Settings):
 
 
 class LearningRates(Settings):
-    """Runs with other learning rates, for the best one by size."""
+    """Runs with different learning rates, to find the best one for each size."""
 
     sizes: tuple[ModelSize, ...] = Field(min_length=1, description="models")
     multipliers: tuple[Positive, ...] = Field(
@@ -57,8 +57,8 @@ class LearningRates(Settings):
 
 
 class BatchSizeGrid(Settings):
-    """Runs with other batch sizes, for the critical batch size (McCandlish et al.
-    2018, arXiv:1812.06162) and the best one."""
+    """Runs with different batch sizes, to find the best one and the critical batch size
+    (McCandlish et al. 2018, arXiv:1812.06162)."""
 
     size: ModelSize = Field(description="the model")
     tokens: tuple[Positive, ...] = Field(
@@ -84,7 +84,7 @@ class BatchSizeGrid(Settings):
 
 
 class HeldOut(Settings):
-    """A run that is larger than the others, and predicted before it is trained."""
+    """A run larger than the others, whose loss is predicted before it is trained."""
 
     size: ModelSize = Field(description="the model")
     flops: Positive | None = Field(None, description="training FLOPs of the run")
@@ -100,7 +100,7 @@ class HeldOut(Settings):
 
 
 class Intervals(Settings):
-    """How intervals are made: percentiles over resamples of the runs."""
+    """Settings of bootstrap intervals: percentiles over resamples of the runs."""
 
     samples: int = Field(500, ge=10, le=100_000, description="resamples")
     level: float = Field(0.9, gt=0, lt=1, description="share of the resamples inside")
@@ -143,7 +143,7 @@ class Study(Settings):
 
     @property
     def folder(self) -> Path:
-        """What holds the runs, the fit and the page."""
+        """The folder of the runs, the fit and the page."""
         return Path(self.directory) / self.name
 
     @model_validator(mode="after")
@@ -156,7 +156,7 @@ class Study(Settings):
 
 
 def check_run_length(one: LearningRates | HeldOut) -> None:
-    """Raises ValueError unless one of the fields that say a run's length is set."""
+    """Raise ValueError unless exactly one of flops, tokens and tokens_per_parameter is set."""
     given = (one.flops, one.tokens, one.tokens_per_parameter)
     if sum(value is not None for value in given) != 1:
         raise ValueError("set one of flops, tokens and tokens_per_parameter")
@@ -174,9 +174,9 @@ def find_study(name: str) -> Path:
 
 
 def load_study(path: Path, overrides: tuple[str, ...] = ()) -> Study:
-    """The study of a YAML file. overrides: key.path=value of all its runs, after its own.
+    """Load a study from a YAML file. overrides: key.path=value of all runs, after the study's own.
 
-    Raises UserError with a line for each thing that is wrong.
+    Raises UserError with one line per mistake.
     """
     tree = read_yaml(path)
     if not isinstance(tree, dict):
@@ -191,7 +191,7 @@ def load_study(path: Path, overrides: tuple[str, ...] = ()) -> Study:
 
 
 def study_error(path: Path, error: ErrorDetails) -> str:
-    """The line for one validation error."""
+    """The error line of one validation error."""
     where = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         return f"{path}: {where}: no such field; {section_fields(error['loc'])}"
@@ -200,7 +200,7 @@ def study_error(path: Path, error: ErrorDetails) -> str:
 
 
 def section_fields(loc: tuple[Any, ...]) -> str:
-    """What the section of a wrong key has."""
+    """The valid keys of the section that has an unknown key."""
     sections: dict[Any, type[Settings]] = {
         "isoflop": IsoFLOP, "tokens": Tokens, "learning_rates": LearningRates,
         "batch_sizes": BatchSizeGrid, "held_out": HeldOut, "intervals": Intervals,
