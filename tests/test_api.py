@@ -69,6 +69,7 @@ def test_train_two_steps_then_load(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded.params, jax.device_get(result.params))
 
 
+@pytest.mark.slow
 def test_log_likelihood_is_the_sum_over_logits(model):
     found = model.log_likelihood([*TEXTS, ("To be, or", " not to be")])
     ids = model.encode(TEXTS[0])

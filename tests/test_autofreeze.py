@@ -105,6 +105,7 @@ def freezes(run):
     return [(row["step"], row["frozen_layers"]) for row in rows if "frozen_layers" in row]
 
 
+@pytest.mark.slow
 def test_layers_freeze_during_a_run_and_then_stand_still(frozen):
     found = freezes(frozen)
     assert found and found[0][0] >= 4 and found == sorted(found)

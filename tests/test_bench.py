@@ -184,6 +184,7 @@ def test_a_chain_of_products_with_integer_codes(tmp_path):
     assert 1 < read["int8"] / weights < 1.1 and 1 < 2 * read["int4"] / weights < 1.1
 
 
+@pytest.mark.slow
 def test_a_bench_that_is_cut_short_has_its_rows(capsys):
     def rows():
         yield {"name": "a", "shape": "s", "backend": "b", "ms": 2.0, "tflops": 3.0}

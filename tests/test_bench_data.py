@@ -85,6 +85,7 @@ def test_the_memory_of_the_loader_is_sampled_while_it_reads(tmp_path, monkeypatc
     assert "--minutes 0.009: the memory is looked at every 0.1 s" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_memory_is_looked_at_often_enough_where_the_loader_stalls(monkeypatch):
     monkeypatch.setattr(soak, "EVERY", 0.05)
     monkeypatch.setattr(soak, "ROWS", 4)

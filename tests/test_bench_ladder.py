@@ -174,6 +174,7 @@ def fake_training(monkeypatch, loss):
     return ran
 
 
+@pytest.mark.slow
 def test_a_climb_records_every_rung_and_its_page(tmp_path, monkeypatch):
     """The loss falls by half a bit for each doubling, and by 0.1 for each rung."""
     names = LADDERS["quick"].names

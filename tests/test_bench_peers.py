@@ -164,6 +164,7 @@ def on_rows(folder):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_nanochat_trains_on_our_rows_and_leaves_a_run(scripts, checkout, tmp_path, monkeypatch):
     """The rows are those of the loader, the rates the configuration's; `race` reads it."""
     (scripts / "peer_nanochat_train.py").write_text(TRAINER)

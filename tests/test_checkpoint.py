@@ -33,6 +33,7 @@ def compiled_by(save):
     return len(found)
 
 
+@pytest.mark.slow
 def test_a_save_compiles_no_program_for_each_small_array_and_device(tmp_path, monkeypatch):
     mesh = jax.make_mesh((8,), ("data",))
     whole = NamedSharding(mesh, PartitionSpec())

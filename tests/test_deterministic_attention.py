@@ -22,7 +22,7 @@ def test_a_backend_that_cannot_is_one_line_for_the_user():
 
 
 @pytest.mark.parametrize(("deterministic", "kernels"), [(False, 2), (True, 3)])
-@pytest.mark.quick("True-3")
+@pytest.mark.slow
 def test_mosaic_takes_a_kernel_more(deterministic, kernels):
     def loss(q):
         y = parallel.attention(

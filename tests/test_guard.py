@@ -69,6 +69,7 @@ def small():
     return make_spec(resolved(**LLAMA | {"depth": 1}))
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_found_and_left_out_bit_for_bit(small):
     task, hyperparams = small
     for skip in (False, True):

@@ -45,6 +45,7 @@ def test_decoding_from_8_bits_stays_close(name, dtype, most):
     assert 0 < off < most
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_it(whole, capsys):
     command = [str(whole), "--tokens", "8", "--temperature", "0", "--cache-dtype", "int8"]
     assert generate.main(command) == 0

@@ -67,7 +67,6 @@ def record():
     return preflight.preflight("quickstart", [*MODEL, *mesh], 8, "H200")
 
 
-@pytest.mark.default_tier
 def test_bytes_by_kind(record):
     m, parameters = record["metrics"], record["workload"]["parameters"]
     assert m["parameters_bytes"] == pytest.approx(parameters * 4 / 4, rel=0.02)

@@ -176,6 +176,7 @@ def test_the_recipe_of_an_activation_policy_keeps_less_and_changes_no_gradient(m
     assert kept["narrow"] < kept["dots"] < kept["none"]
 
 
+@pytest.mark.slow
 def test_the_recipe_of_a_partition_trains_the_scales_alone():
     module = recipe("A partition")
     spec, _ = make_spec(depth=1)

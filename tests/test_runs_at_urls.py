@@ -111,6 +111,7 @@ def test_an_end_that_does_not_arrive_is_an_error_that_names_the_local_run(tmp_pa
     assert len(said) == 1 and SECRET not in said[0]
 
 
+@pytest.mark.slow
 def test_what_is_cut_on_the_way_is_not_used(tmp_path, s3):
     url, run = f"{s3.bucket()}/a", run_with_model(tmp_path / "a")
     publish(run, url)

@@ -18,6 +18,7 @@ def test_the_last_model_is_the_last_checkpoint(whole):
     assert (np.asarray(earlier.params["embed"]) != np.asarray(final.params["embed"])).any()
 
 
+@pytest.mark.slow
 def test_generate_continues_prompts(whole, capsys):
     command = [str(whole), "--tokens", "8", "--seed", "3", "--prompt", "ROMEO:", "--prompt", "I"]
     assert generate.main(command) == 0

@@ -106,6 +106,7 @@ def plain_measures(alone, tokens):
     return np.mean(rows, 0), mean / np.linalg.norm(mean)
 
 
+@pytest.mark.slow
 def test_measures_are_those_of_each_document_alone(model, alone):
     found = make_measurer(model, model.config, states=True).measure(documents())
     assert found.tokens_N.tolist() == list(SIZES)
@@ -118,6 +119,7 @@ def test_measures_are_those_of_each_document_alone(model, alone):
         np.testing.assert_allclose(found.states_ND[number], state_D, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_gradient_norm_is_that_of_the_head(model):
     """Of one token after BOS, by autodiff."""
     tokens = np.array([256, 65], np.int32)
@@ -190,6 +192,7 @@ def command(run, corpus, out, *more, names=SCORES, kind="jsonl"):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_columns_are_written_and_can_be_filtered_by(run, corpus, tmp_path, model, capsys):
     out = tmp_path / "scored.jsonl.zst"
     assert command(run, corpus, out) == 0
@@ -235,7 +238,7 @@ def test_a_parquet_file_keeps_its_columns(run, tmp_path):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e9])
-@pytest.mark.quick("0.0")
+@pytest.mark.slow
 def test_a_killed_scoring_goes_on(run, corpus, tmp_path, monkeypatch, capsys, seconds):
     monkeypatch.setattr("jaxtrain.data.files.reading.BLOCK", 500)
     monkeypatch.setattr("jaxtrain.data.store.encode.BATCH", 500)

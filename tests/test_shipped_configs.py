@@ -36,7 +36,7 @@ def test_a_shipped_config_says_how_to_run_it(name):
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-@pytest.mark.quick("quickstart")
+@pytest.mark.slow
 def test_a_shipped_config_takes_two_steps_when_shrunk(name, tmp_path, capfd):
     """The whole command, on the shipped corpus, with a model of nothing."""
     changes = {

@@ -68,6 +68,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(long, tmp_path):
 INTERRUPT = pytest.param(signal.SIGINT, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, INTERRUPT], ids=lambda n: n.name)
 def test_a_signal_stops_after_the_step_in_hand(whole, tmp_path, monkeypatch, number):
     real = MetricsWriter.push

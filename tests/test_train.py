@@ -245,6 +245,7 @@ def test_a_damaged_only_checkpoint_says_so(copy, capfd):
     assert "there is none before it" in refused(capfd, whole_overrides(copy))
 
 
+@pytest.mark.slow
 def test_a_nan_names_step_checkpoint_and_gradient(tmp_path, capfd):
     message = refused(
         capfd,
@@ -327,6 +328,7 @@ def test_a_vocabulary_that_the_text_cannot_fill(tmp_path, capfd):
     assert "vocab_size is 300, but the bytes and letters of this text need at least" in message
 
 
+@pytest.mark.slow
 def test_a_backend_that_cannot_serve_is_refused_with_its_reason(tmp_path, capfd):
     message = refused(capfd, run_overrides(tmp_path, model__attention="cudnn"))
     assert re.match(r"model\.attention: cudnn cannot serve float32.*: needs", message)
@@ -335,6 +337,7 @@ def test_a_backend_that_cannot_serve_is_refused_with_its_reason(tmp_path, capfd)
 ADVICE = r"set model\.remat=block or set optim\.offload\.name=host"
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_refused_before_it_runs(tmp_path, capfd, monkeypatch):
     device = SimpleNamespace(
         platform="cpu", device_kind="cpu", memory_stats=lambda: {"bytes_limit": 2**14}
@@ -360,6 +363,7 @@ def test_memory_that_runs_out_later_is_explained(tmp_path, capfd, monkeypatch):
 # ---- the rest of the switches ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_old_checkpoints_go_and_some_are_kept(tmp_path):
     """Of a run of two phases: the rows of its first step are half as long, its programs two."""
     fields = {"checkpoint__every": 1, "checkpoint__keep": 1, "checkpoint__keep_every": 2} | QUICK

@@ -62,7 +62,7 @@ def close_logits(method, found, wanted):
 
 
 @pytest.mark.parametrize("method", ["int4", "gptq", "w8a8"])
-@pytest.mark.quick("int4")
+@pytest.mark.slow
 def test_a_quantized_folder_is_held_packed_and_computes_as_its_arrays(
     run, text, tmp_path, capsys, method
 ):
@@ -199,7 +199,7 @@ def test_shapes_and_damage_are_one_line(run, tmp_path):
 
 
 @pytest.mark.parametrize(("bits", "precision"), [("int8", "float32"), ("int4", "bfloat16")])
-@pytest.mark.quick("int8-float32")
+@pytest.mark.slow
 def test_a_model_trained_with_rounding_is_quantized_to_itself(bits, precision, text, tmp_path):
     """`quantize` takes the group size of training; the exported arrays are the rounded ones."""
     form = {"name": f"fake_{bits}"} | ({"group_size": 8} if bits == "int4" else {})

@@ -211,6 +211,7 @@ def test_special_tokens_are_of_the_vocabulary(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_show_shows_what_the_model_sees(tmp_path, capsys):
     options = [f"data.cache_dir={tmp_path}", "data.augment.name=masking", "data.augment.rate=0.5"]
     options += ["data.tokenizer.special_tokens=['<mask>']", "train.sequence_length=64"]

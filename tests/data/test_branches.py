@@ -23,6 +23,7 @@ def sequence(generator, length):
     return generator.integers(0, 256, length).astype(np.int32)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_each_label_stands_behind_its_own_text(draw):
     generator = np.random.default_rng(draw.draw(st.integers(0, 99)))

@@ -157,6 +157,7 @@ def test_the_command_says_what_is_wrong(tmp_path, corpus, capsys):
     assert not (tmp_path / "p").exists()
 
 
+@pytest.mark.slow
 def test_the_bytes_do_not_depend_on_processes_nor_on_interruptions(tmp_path, corpus, monkeypatch):
     small_blocks(monkeypatch)
     source = config(tmp_path, corpus).train

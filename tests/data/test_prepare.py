@@ -196,6 +196,7 @@ def files_of(prepared):
     }
 
 
+@pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path, small, corpus):
     options, parts = corpus
     made = [

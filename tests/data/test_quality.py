@@ -245,6 +245,7 @@ def test_documents_are_compared_whatever_their_spaces_and_letters():
     assert reasons("gopher_quality", [wide(GOOD)]) == reasons("script", [wide(GOOD)]) == [None]
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(max_size=20), max_size=5))
 @example(
     ["\uff76\uff9e", "e\u0301\u0323", "\u3131\u314f", "\uac00\u11a8", "\uff21\u030a", "\ufdfa"]

@@ -97,7 +97,7 @@ def batches_of(c: DataConfig, count: int = 30):
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "padded"])
-@pytest.mark.quick("best_fit")
+@pytest.mark.slow
 def test_batches_are_those_of_a_folder(store, text, tmp_path, packing):
     options = {"packing": {"name": packing}}
     here = batches_of(config(tmp_path / "here", text, url=None, **options))
@@ -216,7 +216,7 @@ def test_secrets_and_places_that_cannot_be_written_are_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-@pytest.mark.quick("concat")
+@pytest.mark.slow
 def test_blocks_are_fetched_once_an_epoch_and_before_they_are_needed(
     store, text, tmp_path, monkeypatch, packing
 ):

@@ -45,6 +45,7 @@ def lm(model, monkeypatch):
 LONG = "A text that is longer than the context, " * 5
 
 
+@pytest.mark.slow
 def test_the_harness_model_answers_as_the_plain_model(lm, alone):
     pairs = [("Two and two make ", "four"), ("Two and two make ", "five"), ("", "b"), (LONG, "so")]
     found = lm.loglikelihood([Instance(pair) for pair in pairs])

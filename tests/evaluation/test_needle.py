@@ -86,6 +86,7 @@ def test_shares_are_of_texts_whose_number_is_found(run, monkeypatch, capsys):
     assert "depth 100%" in out and "100% / 100%" in out
 
 
+@pytest.mark.slow
 def test_a_model_is_asked(run):
     out = run / "asked.json"
     assert evaluate([str(run), "--needle", "200,256", "--limit", "2", "--out", str(out)]) == 0

@@ -50,6 +50,7 @@ def compilations():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.slow
 def test_a_candidate_has_the_bits_of_the_configuration_that_it_becomes(run):
     """And it is not compiled anew."""
     saved = load_saved(run)

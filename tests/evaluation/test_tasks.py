@@ -52,6 +52,7 @@ def hard_questions(alone):
         yield [Scored(some(2, 50), 1)]
 
 
+@pytest.mark.slow
 def test_packed_scores_are_those_of_each_sequence_alone(model, alone):
     asked = list(hard_questions(alone))
     scorer = make_scorer(model, model.config)
@@ -70,6 +71,7 @@ def test_packed_scores_are_those_of_each_sequence_alone(model, alone):
     assert greedy.sum() >= 2
 
 
+@pytest.mark.slow
 def test_programs_compile_in_threads_and_what_is_ready_is_scored_first(model, monkeypatch):
     """The first job's program comes last; its numbers still come first, and they are those of
     programs that are compiled one by one, when they are called."""

@@ -20,6 +20,7 @@ from jaxtrain.runs.report_data import tasks_section
 from jaxtrain.settings import UserError
 
 
+@pytest.mark.slow
 def test_the_command_saves_and_takes_up_what_is_there(model, bundle, capsys, monkeypatch):
     run = model.tokenizer_dir.parent
     command = [str(run), "--tasks", "core", "--bundle", str(bundle), "--limit", "5"]

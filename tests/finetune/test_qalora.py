@@ -45,7 +45,7 @@ def logits_of(graphdef, params):
 
 
 @pytest.mark.parametrize("targets", [("attention", "ffn"), ("q", "v")], ids=["all", "qv"])
-@pytest.mark.quick("qv")
+@pytest.mark.slow
 def test_the_merged_model_is_int4_and_has_the_logits_of_the_adapted_one(targets):
     """Codes and scales stay bit for bit; offsets alone change, those of the targets."""
     graphdef, partition, frozen, moved = trained(targets=targets)

@@ -140,7 +140,7 @@ def part_of(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.quick("lora-fa")
+@pytest.mark.slow
 def test_a_part_trains_alone_and_fits_a_batch(case):
     """Nothing but the part is in the gradient and in the optimizer's state."""
     partition, task, frozen, state, hyperparams = part_of(case)
@@ -166,6 +166,7 @@ def test_a_part_trains_alone_and_fits_a_batch(case):
     assert all(jax.tree.leaves(moved))
 
 
+@pytest.mark.slow
 def test_dora_begins_as_the_model_that_it_tunes():
     """Its magnitudes are the norms of the columns, for B is zero."""
     partition, _, frozen, state, _ = part_of("dora int8")

@@ -50,7 +50,7 @@ def asked(texts, names):
 
 
 @pytest.mark.parametrize(("name", "drafts"), [("plain", 0), ("nanochat", 3)])
-@pytest.mark.quick("plain-0")
+@pytest.mark.slow
 def test_each_request_of_a_mixed_batch_gets_what_its_merged_model_says(name, drafts):
     c, graphdef, specs, params = model(name)
     params = jax.device_put(params)
@@ -161,6 +161,7 @@ def test_on_two_devices_adapters_say_the_same(base, tmp_path):
 # ---- the server --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_model_of_a_request_is_the_base_or_an_adapter(base, tmp_path):
     run_dir = lora_run(tmp_path / "tuned", base, rank=2)
     with live(load_saved(base), adapters=(("pirate", run_dir),)) as one:

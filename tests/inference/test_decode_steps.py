@@ -117,6 +117,7 @@ def test_a_new_request_waits_for_one_call_at_most(calls):
     assert first_tokens + found == run(make_engine(), [Request("b", second, WARM)])["b"][0]
 
 
+@pytest.mark.slow
 def test_a_text_ends_inside_a_call():
     """At a stop token, a stop string, and its limit; what was computed beyond is not told."""
     (text,), engine = prompts(9), make_engine(options=several(16))
@@ -134,6 +135,7 @@ def test_a_text_ends_inside_a_call():
     assert engine.stats().pages_used == 0
 
 
+@pytest.mark.slow
 def test_a_grammar_is_asked_after_each_token(calls):
     pytest.importorskip("llguidance")
     engine = make_engine(options=several(8), stops=(60,))
@@ -192,6 +194,7 @@ def test_layers_that_are_arrays_of_their_own_change_nothing(name):
     assert tokens_of(engine, texts) == expected(name, texts, 10)
 
 
+@pytest.mark.slow
 def test_a_program_of_layers_apart_copies_none():
     """The largest array that it makes of weights would be a slice of a stack."""
     c, graphdef, specs, params = build(**MODELS["plain"] | {"depth": 2})

@@ -57,6 +57,7 @@ def requests_of(texts):
     return [Request(f"r{i}", text, MIX[i % len(MIX)]) for i, text in enumerate(texts)]
 
 
+@pytest.mark.slow
 def test_a_sample_depends_on_its_request_alone():
     """Not on neighbours, the slot, the prefix cache, or pages that ran out."""
     texts = prompts(3, 17, 9, 1, 20, 8, 17)
@@ -74,6 +75,7 @@ def test_a_sample_depends_on_its_request_alone():
     assert engine.stats().preemptions > 0
 
 
+@pytest.mark.slow
 def test_a_short_prompt_does_not_wait_for_a_long_one():
     engine = make_engine()
     long, short = requests_of(prompts(40, 3))
@@ -94,6 +96,7 @@ def test_a_sample_does_not_depend_on_chunks_or_the_prefix_cache():
     assert whole.stats().prefix_hits == 0
 
 
+@pytest.mark.slow
 def test_requests_join_at_any_step():
     texts = prompts(*LENGTHS)
     requests = requests_of(texts)
@@ -123,6 +126,7 @@ def test_other_parameters_compile_nothing():
     assert [event for event in compiled if "compile" in event] == []
 
 
+@pytest.mark.slow
 def test_requests_that_are_known_need_few_programs():
     """Eight steps and one, of as many pages as they come by; a part of two prompts, and the token
     behind them; their texts."""
@@ -179,7 +183,7 @@ def test_a_text_that_repeats_itself_is_guessed():
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
-@pytest.mark.quick("0")
+@pytest.mark.slow
 def test_pages_behind_all_windows_are_free_again(drafts):
     """Windows of 5 tokens, so that a text of 45 needs 3 pages of 4 at its end."""
     (text,), sampling = prompts(17), GREEDY._replace(max_tokens=28)
@@ -207,6 +211,7 @@ def test_freed_pages_of_others_change_nothing():
     assert tokens_of(few, texts) == expected("windows", texts, 10)
 
 
+@pytest.mark.slow
 def test_pages_that_a_full_layer_sees_are_held():
     engine = make_engine("nanochat")
     engine.add(Request("a", prompts(17)[0], GREEDY))

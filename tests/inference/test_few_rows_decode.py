@@ -53,6 +53,7 @@ def test_a_layer_of_one_row_has_four_products(ffn):
     assert "tensor<8x64xbf16>" not in decode_text(4, None, ffn=ffn)
 
 
+@pytest.mark.slow
 def test_a_fused_layer_is_nine_kernels():
     """Norm; queries, keys and values; their rotation; their pages; attention (one part, as the text
     is short); output; norm; up; down."""

@@ -44,6 +44,7 @@ FREE = (None, {"max_tokens": 20, "ignore_stop": True})
 ASKED = [(DATE, {}), FREE, (OBJECT, {"temperature": 0.0}), (OBJECT, {"temperature": 2.0})]
 
 
+@pytest.mark.slow
 def test_the_text_matches_beside_others(saved):
     """Greedy and sampled, beside a request that may say anything."""
     engine = load_engine(saved, None, OPTIONS)

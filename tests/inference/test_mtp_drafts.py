@@ -33,7 +33,7 @@ def engine_of(name: str, options: EngineOptions) -> Engine:
 
 
 @pytest.mark.parametrize(("name", "drafts"), [("plain", 1), ("nanochat", 3), ("latent", 2)])
-@pytest.mark.quick("plain-1")
+@pytest.mark.slow
 def test_its_guesses_change_no_token(name, drafts):
     """Greedy and sampled texts, whose prompts take one part and several; some share pages."""
     texts = [*prompts(3, 17, 9, 1), prompts(3, 17)[1][:12]]

@@ -60,6 +60,7 @@ def assert_same_tokens(fields, new=GREEDY.max_tokens, steps=1):
     assert tokens_of(one, texts, how) == tokens_of(engine_with(APART, fields), texts, how)
 
 
+@pytest.mark.slow
 def test_the_tokens_are_those_of_layers_one_by_one(by_reference):
     assert_same_tokens({"depth": 1})
     assert by_reference

@@ -162,6 +162,7 @@ def test_requests_run_by_what_is_compiled_and_a_second_start_compiles_nothing(tm
         use(before)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_its_own_runs_the_programs_that_were_compiled():
     """What slots ask for is made anew when it changes, on the mesh as before."""
     c, graphdef, specs, params = model("plain")
@@ -237,6 +238,7 @@ def test_the_cheapest_program_that_is_ready_is_picked(caplog):
     assert one.pick(wanted) == wanted  # and is tried again, and raises, where it has none
 
 
+@pytest.mark.slow
 def test_one_text_of_many_slots_decodes_alone():
     """By a program of one row, also from another slot than the first, and its tokens stay."""
     lengths = {"a": 4, "b": 12, "c": 20}

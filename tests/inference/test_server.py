@@ -28,6 +28,7 @@ def test_models(client):
         client.models.retrieve("../../etc/passwd")
 
 
+@pytest.mark.slow
 def test_completions_of_text_lists_and_ids_are_those_of_the_lone_model(client, saved):
     asked = {"model": "tiny", "max_tokens": 8, "temperature": 0}
     ids = [256, *b"To be"]
@@ -112,6 +113,7 @@ def logprobs_of(saved):
     return lambda ids: np.asarray(run(params, jnp.asarray(ids, jnp.int32)))
 
 
+@pytest.mark.slow
 def test_echoed_prompts_have_the_models_logprobs(client, saved, logprobs_of):
     """What lm-evaluation-harness asks for."""
     ids = [256, *b"To be, or"]
@@ -249,6 +251,7 @@ def function(name, **properties):
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
+@pytest.mark.slow
 def test_a_call_is_forced(saved):
     """By a model with random weights, which would say anything else."""
     chat = make_chat(TOOLS_TEMPLATE, {}, saved.tokenizer)

@@ -106,7 +106,6 @@ def tuned(checkpoint, tmp_path_factory):
     return folder / "tiny"
 
 
-@pytest.mark.default_tier
 def test_a_run_takes_over_template_tokens_and_fitting_defaults(tuned):
     tree = yaml.safe_load((tuned / "config.yaml").read_text())
     source = tree["data"]["train"]

@@ -36,6 +36,7 @@ def calls(lowered):
                if "@mosaic_gpu_v2" in line)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_kernel_is_found_once_and_called_alone_as_in_the_program(lowered):
     kernels = mosaic_kernels(lowered)
     assert [kernel.operands[0].shape for kernel in kernels] == [(512, 128), (256, 128)]

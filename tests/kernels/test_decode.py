@@ -77,7 +77,7 @@ def test_any_length_window_and_split(S, lengths, window, data):
 
 @both
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.quick("bfloat16-reduce")
+@pytest.mark.slow
 def test_16_bits_are_as_exact_as_the_reference_in_16_bits(implementation, dtype):
     q, k, v = arrays(dtype=dtype, H=32)
     lengths = [24, 20, 9, 24, 13]

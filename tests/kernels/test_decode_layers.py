@@ -115,6 +115,7 @@ def test_what_triton_serves():
     assert "14 heads" in (why(hopper, shape_of(N=16, K=1)) or "")
 
 
+@pytest.mark.slow
 def test_it_is_one_kernel_of_xla():
     s = shape_of()
     with on_target("cuda", (9, 0)), jax.sharding.use_abstract_mesh(H200):

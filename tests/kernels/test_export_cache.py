@@ -67,6 +67,7 @@ def files(tmp_path):
     return sorted((tmp_path / "kernels").iterdir())
 
 
+@pytest.mark.slow
 def test_a_kernel_is_lowered_once_in_a_process_and_once_for_all(lowerings, tmp_path):
     first = normalized(lowered(forward))
     assert lowerings == ["norm_forward"]

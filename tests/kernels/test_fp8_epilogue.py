@@ -185,6 +185,7 @@ def test_on_a_gpu_mosaic_is_xla(gradient):
     np.testing.assert_array_equal(bits([ours.fp8.q_MK.T])[0], bits([ours.fp8.q_KM])[0])
 
 
+@pytest.mark.slow
 def test_the_network_on_hopper_has_two_products_less_of_xlas_and_two_casts_less():
     (*given, dy), amax_22 = network()
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*given, amax_22, dy)]

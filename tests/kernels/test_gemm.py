@@ -61,7 +61,7 @@ def assert_equals_reference(M, K, N, tiling, dtype=BF16):
     ],
     ids=["turns", "shared", "cluster"],
 )
-@pytest.mark.quick("cluster")
+@pytest.mark.slow
 def test_mosaic_equals_reference_without_races(M, K, N, dtype, tiling, capfd):
     assert_equals_reference(M, K, N, tiling, dtype)
     assert "RACE" not in "".join(capfd.readouterr())

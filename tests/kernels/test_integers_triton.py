@@ -178,7 +178,7 @@ def test_splits_are_added():
 
 
 @pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
-@pytest.mark.quick("w4a16_matmul")
+@pytest.mark.slow
 def test_it_has_a_batch_and_the_gradient_of_the_matrix(op):
     run, whole, x = interpreted(op, 1, 128, 32)
     (ours,), (theirs,) = (jax.vjp(f, x)[1](f(x)) for f in (run, whole))

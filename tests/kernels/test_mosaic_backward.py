@@ -97,7 +97,7 @@ def assert_equals_reference(shape, tiling, ids=None, dtype: Any = jnp.bfloat16, 
 
 # The rest are of the same kinds, and slow in interpret mode.
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case[0].name)
-@pytest.mark.quick("gqa_softcap")
+@pytest.mark.slow
 def test_equals_reference_without_races(case, capfd):
     assert_equals_reference(*case)
     assert "RACE" not in "".join(capfd.readouterr())
@@ -166,7 +166,7 @@ def test_query_ranges_cover_what_is_visible(mask, documents):
     ],
     ids=lambda shape: shape.name,
 )
-@pytest.mark.quick("all")
+@pytest.mark.slow
 def test_lowers_for_hopper(shape):
     head_dim = shape.H
     for dtype in (jnp.bfloat16, jnp.float16):
@@ -182,7 +182,7 @@ def test_lowers_for_hopper(shape):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.quick("128")
+@pytest.mark.slow
 def test_deterministic_lowers_to_two_kernels_without_a_float32_dq(head_dim):
     struct = jax.ShapeDtypeStruct
     q, k = (struct((2, 264, n, head_dim), jnp.bfloat16) for n in (4, 2))
@@ -206,7 +206,7 @@ def test_deterministic_lowers_to_two_kernels_without_a_float32_dq(head_dim):
 
 @pytest.mark.parametrize("H, T", [(64, 192), (128, 64), (256, 64), (96, 70)])
 @pytest.mark.parametrize("with_dlse", [False, True])
-@pytest.mark.quick("True-256-64")
+@pytest.mark.slow
 def test_row_stats(H, T, with_dlse):
     B, N, rows = 2, 3, 64
     shape = AttentionShape("", B, T, N, N, H)

@@ -77,7 +77,7 @@ def assert_equals_reference(shape, tiling, ids=None, interpret=INTERPRET, dtype=
 
 # The rest are of the same kinds, and slow in interpret mode.
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case[0].name)
-@pytest.mark.quick("window_itself")
+@pytest.mark.slow
 def test_equals_reference_without_races(case, capfd):
     assert_equals_reference(*case)
     assert "RACE" not in "".join(capfd.readouterr())
@@ -150,7 +150,7 @@ def test_block_ranges_cover_what_is_visible(mask, documents):
     ],
     ids=lambda shape: shape.name,
 )
-@pytest.mark.quick("all")
+@pytest.mark.slow
 def test_lowers_for_hopper(shape):
     head_dim = shape.H
     for dtype in (jnp.bfloat16, jnp.float16):

@@ -66,7 +66,7 @@ def test_xla_equals_reference(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.quick("joint")
+@pytest.mark.slow
 def test_mosaic_equals_reference_without_races(name, capfd):
     shape, value, call = CASES[name]
     given = arrays(*shape, value, BF16, b=shape[0])
@@ -129,7 +129,7 @@ def test_mosaic_equals_the_reference_on_a_gpu(H, value, window):
 
 
 @pytest.mark.parametrize("value", [False, True])
-@pytest.mark.quick("False")
+@pytest.mark.slow
 def test_lowers_for_hopper_in_place(value):
     spec = lambda *shape, dtype=BF16: jax.ShapeDtypeStruct(shape, dtype)
     given = [spec(2, 2048, 18, 128), *[spec(1, 2048, 128, dtype=jnp.float32)] * 2]
@@ -148,7 +148,7 @@ def test_lowers_for_hopper_in_place(value):
 
 
 @pytest.mark.parametrize("b", [1, 2])
-@pytest.mark.quick("2")
+@pytest.mark.slow
 def test_a_mapped_axis_becomes_rows(b):
     """Members of a population: a batch of kernels would share the counter of tiles."""
     spec = lambda *shape, dtype=BF16: jax.ShapeDtypeStruct(shape, dtype)

@@ -63,12 +63,13 @@ def assert_equals_reference(op, L, M, K, dtype, tiling):
     ],
     ids=["even", "odd_tiles", "ragged", "three_warpgroups"],
 )
-@pytest.mark.quick("three_warpgroups-square_polynomial")
+@pytest.mark.slow
 def test_mosaic_equals_reference_without_races(op, L, M, K, dtype, tiling, capfd):
     assert_equals_reference(op, L, M, K, dtype, tiling)
     assert "RACE" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_each_matrix_may_have_a_polynomial_of_its_own():
     a, _ = arguments("square_polynomial", 2, 192, 192, jnp.float16)
     each = jnp.asarray([COEFFICIENTS, (0.5, 1.5, -0.25)], jnp.float32)

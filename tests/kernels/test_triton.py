@@ -66,6 +66,7 @@ def test_what_it_serves(monkeypatch, device, dtype, H, version, reason):
     assert said is None if reason is None else said is not None and reason in said
 
 
+@pytest.mark.slow
 def test_importing_it_imports_no_triton():
     code = """
 import sys, jaxtrain_kernels.attention.triton

@@ -248,7 +248,7 @@ def test_the_forward_pass_does_not_read_it(field):
 
 
 @pytest.mark.parametrize("field", DECODERS)
-@pytest.mark.quick("kv_heads")
+@pytest.mark.slow
 def test_no_output_sees_a_later_token(field):
     before, at = tokens(2, LENGTH), 9
     after = before.copy()

@@ -63,6 +63,7 @@ def close_within_rounding(found, expected, error=0.02):
         assert np.linalg.norm(a - b) <= error * np.linalg.norm(b)
 
 
+@pytest.mark.slow
 def test_with_the_true_maxima_it_is_current_scaling(settled):
     """But for float32's last bit, which is the compiler's: they are two programs."""
     task, run, one, past = settled

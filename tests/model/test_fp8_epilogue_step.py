@@ -39,6 +39,7 @@ def backend_of(product_quantized):
     return SimpleNamespace(supports=lambda *_: None, product_quantized=product_quantized)
 
 
+@pytest.mark.slow
 def test_the_option_changes_who_casts_and_no_number(monkeypatch):
     """With XLA in the kernel's place, bit for bit."""
     calls = []

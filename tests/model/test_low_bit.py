@@ -163,7 +163,7 @@ def expected_products(form, x, w, dy):
 @pytest.mark.parametrize(
     "form", [f for f in TRAINING_FORMS if WEIGHTS[f].options >= NEAREST.keys()]
 )
-@pytest.mark.quick("mxfp4")
+@pytest.mark.slow
 def test_all_three_products_have_rounded_operands(form):
     """Rows of 40 tokens, 48 channels in and 72 out: the last block of each dim is not full."""
     x, w, dy = random(2, 40, 48), random(48, 72, seed=1), random(2, 40, 72, seed=2)

@@ -86,7 +86,7 @@ def one_layer(name, monkeypatch):
 # The rest of the table takes long.
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.quick("new gate-lora", "new gate-nf4", "new gate-float8")
+@pytest.mark.quick("new gate-lora", "new gate-float8")
 def test_a_matrix_of_a_block_works_in_every_form(name, form, monkeypatch):
     """Packed or changed, it is the whole matrix that it stands for; float8 rounds."""
     graphdef, specs = split(Transformer(one_layer(name, monkeypatch), VOCAB))
@@ -198,7 +198,7 @@ def test_float8_reaches_the_large_matrices():
     ("form", "scan"),
     [*((form, False) for form in LAYER_FORMS), ("fake_int4", True), ("mxfp4", True)],
 )
-@pytest.mark.quick("fake_int8-False")
+@pytest.mark.slow
 def test_a_form_of_the_layer_is_that_of_every_matrix(form, scan):
     """The model with the switch is the model of the encoded matrices, and no other parameter."""
     moe = {"experts": 2, "every": 2}

@@ -120,6 +120,7 @@ def test_segments_are_the_plan(plan):
     assert all(period and times >= 1 for period, times in runs)
 
 
+@pytest.mark.slow
 @given(st.lists(specs_of_layers, min_size=1, max_size=4), st.integers(2, 6))
 def test_a_repeated_period_is_one_run_of_its_smallest_period(period, times):
     ((found, repeats),) = scan_groups(tuple(period * times))

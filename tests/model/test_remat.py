@@ -53,6 +53,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_recomputed_is_kept(plain, changes):
     params, expected, most = plain

@@ -76,7 +76,7 @@ def test_less_is_kept_of_layers_inputs(scan):
 
 
 @pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.quick("False")
+@pytest.mark.slow
 def test_less_is_kept_of_all_activations(scan):
     """Codes take bits / 8 bytes a value, all of them; weights are not among them."""
     _, graphdef, _, params = build(**DEEP, scan_layers=scan)

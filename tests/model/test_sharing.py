@@ -52,7 +52,7 @@ def loss_and_gradient(graphdef, params):
 
 @pytest.mark.parametrize("share", SHARED.values(), ids=SHARED)
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.quick("unrolled-adjacent")
+@pytest.mark.slow
 def test_it_is_the_model_with_copies_and_gradients_are_summed(share, scan):
     c, shared, _, params = build(**FIELDS, share_layers=share, scan_layers=scan)
     plain, n = build(**FIELDS)[1], c.layers_per_set

@@ -22,7 +22,7 @@ def kept_weights(**changes):
 
 
 @pytest.mark.parametrize("pattern", ["L", "SL"])
-@pytest.mark.quick("SL")
+@pytest.mark.slow
 def test_no_weights_are_kept(pattern):
     assert not kept_weights(window_pattern=pattern, remat="block")
     assert not kept_weights(window_pattern=pattern)

@@ -44,6 +44,7 @@ def test_evaluation_is_the_plain_model(model):
     np.testing.assert_array_equal(states(params, graphdef), states(params, plain))
 
 
+@pytest.mark.slow
 def test_a_skipped_layer_is_absent_and_a_kept_one_weighs_more(model):
     """By hand: the layers that the key keeps, one at a time, each addition over its probability."""
     c, graphdef, params = model
@@ -83,6 +84,7 @@ def test_scan_is_unroll(model, changes):
     np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_layer_is_a_branch_of_the_program_forward_and_backward(model):
     """A skipped layer costs no time: its products stand inside a `case` of the lowered program."""
     _, graphdef, params = model

@@ -65,7 +65,7 @@ def test_int4_with_zero_points_by_hand():
 
 
 @pytest.mark.parametrize("form", STORED)
-@pytest.mark.quick("int4_offset", "nf4")
+@pytest.mark.slow
 def test_a_form_is_its_arrays_and_is_as_small_as_it_says(form):
     w = matrix()
     found = ENCODE[form](w)

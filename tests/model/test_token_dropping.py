@@ -42,6 +42,7 @@ def test_a_row_keeps_a_share_in_order():
     )
 
 
+@pytest.mark.slow
 def test_a_dropped_token_is_as_if_its_middle_layer_were_absent():
     """Only what a dropped token has of its own: attention in the last layer is switched off."""
     _, graphdef, _, params = build(**FIELDS, token_dropping=0.5, residual_scales=False)
@@ -75,7 +76,7 @@ def test_a_kept_token_takes_its_middle_layer_as_ever():
 
 
 @pytest.mark.parametrize("changes", [{}, {"value_embeddings": True, "scan_layers": True}])
-@pytest.mark.quick("changes0")
+@pytest.mark.slow
 def test_order_and_documents_hold_in_training(changes):
     fields = {"depth": 4, **PLAIN, "token_dropping": 0.4, "document_mask": True} | changes
     _, graphdef, _, params = build(**fields)

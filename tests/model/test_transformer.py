@@ -56,7 +56,7 @@ BOTH = pytest.param({"scan_layers": True, "remat": "block"}, marks=pytest.mark.s
 @pytest.mark.parametrize(
     "changes", [{"scan_layers": True}, {"remat": "block"}, BOTH], ids=["scan", "remat", "both"]
 )
-@pytest.mark.quick("scan")
+@pytest.mark.slow
 def test_scan_and_remat_give_the_same_numbers_and_gradients(changes):
     _, plain, _, params = build(**DEEP)
     _, other, _, _ = build(**DEEP, **changes)

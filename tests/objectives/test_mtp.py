@@ -82,6 +82,7 @@ def plain_module(c, params, k, states, later):
     return rms(x + hidden @ own["block"]["ffn"]["down"])
 
 
+@pytest.mark.slow
 def test_the_losses_of_two_modules_are_those_of_the_formula():
     c, graphdef, _, params = build(mtp=2, depth=1)
     one = on_device(batch(2))
@@ -129,6 +130,7 @@ def test_a_later_token_changes_nothing_before_it(kind):
         assert (np.abs(a - b)[:, t - k] > 1e-3).any(axis=-1).all()  # the first that has read it
 
 
+@pytest.mark.slow
 def test_packed_documents_have_the_losses_of_their_own():
     _, graphdef, _, params = build(mtp=2, depth=1, document_mask=True)
     stream, cut = tokens(1, T + 1), 13

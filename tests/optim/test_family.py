@@ -104,6 +104,7 @@ def test_the_evaluated_parameters_are_the_average_of_the_path():
     np.testing.assert_allclose(p, 0.9 * average + 0.1 * path[-1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_eval_params_of_the_optimizer():
     """A whole tree with bfloat16 embeddings; the same parameters for every other optimizer."""
     specs = specs_of(depth=1, embedding_dtype="bfloat16")
@@ -155,6 +156,7 @@ def test_encoding_finds_the_nearest_value(signed):
     np.testing.assert_allclose(error, best, rtol=1e-3, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_blocks_have_their_own_scale_and_rows_may_be_ragged():
     x = arrays(3, 10) * jnp.logspace(0, -9, 10)[None]
     codes, scale = encode(x, 4, True)
@@ -168,6 +170,7 @@ def test_blocks_have_their_own_scale_and_rows_may_be_ragged():
     np.testing.assert_array_equal(decode(*encode(zeros, 4, False), 4, False), zeros)
 
 
+@pytest.mark.slow
 def test_8_bits_track_adamw_over_mixed_gradient_scales():
     """Neighbours whose gradients differ by 10^4: each still moves as AdamW moves it."""
     scales = jnp.logspace(0, -4, 64)[None, np.random.default_rng(0).permutation(64)]
@@ -288,7 +291,7 @@ def moves(optimizer, specs):
         pytest.param("muon", {}, 1, 1 / 4, 1, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.quick("adamw-fields0-0.25-0.25-1")
+@pytest.mark.slow
 def test_rates_follow_the_width_as_mup_says(name, fields, matrix, head, embed):
     """Four times wider than the base model: table 3 of Yang et al. 2022."""
     wide, base = (

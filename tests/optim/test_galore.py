@@ -58,6 +58,7 @@ def test_galores_states_are_smaller_than_adams_and_q_galores_smaller_still():
     assert size(galore_of(rank=256)) == pytest.approx(adam, rel=1e-5)  # no smaller: plain Adam
 
 
+@pytest.mark.slow
 def test_q_galore_steps_as_galore_does_but_for_its_rounding():
     p, grads = arrays(2, 16, 24), gradients(2, 16, 24, steps=4)
     one, other = (

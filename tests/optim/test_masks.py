@@ -160,7 +160,7 @@ def test_a_global_scope_prunes_matrices_by_one_threshold():
 
 
 @pytest.mark.parametrize(("name", "optimizer"), [("set", "adamw"), ("rigl", "muon")])
-@pytest.mark.quick("rigl-muon")
+@pytest.mark.slow
 def test_as_many_weights_stay_while_others_grow(name, optimizer):
     """By hand: the smallest go, those with the largest gradients (RigL) or random ones come."""
     walked = list(walk(config(optimizer, METHODS[name]), 4))
@@ -233,7 +233,7 @@ def test_an_early_bird_ticket_is_drawn_when_masks_settle_and_stays():
 
 
 @pytest.mark.parametrize("scope", ["matrix", "global"])
-@pytest.mark.quick("matrix")
+@pytest.mark.slow
 def test_the_winning_ticket_begins_again_from_an_early_step(scope):
     """Half of each matrix goes after step 4; all else is as after step 2, with fresh moments."""
     walked = list(walk(config("adamw", LOTTERY | {"scope": scope}), STEPS))

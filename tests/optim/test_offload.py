@@ -90,6 +90,7 @@ def walk(c, steps=2):
     return params, state
 
 
+@pytest.mark.slow
 def test_the_update_in_parts_is_the_same():
     """On a GPU as well, where other memory is meant."""
     plain, there = walk(config("adamw"), 5), walk(config("adamw", offload=HOST), 5)

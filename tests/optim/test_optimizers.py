@@ -63,6 +63,7 @@ def trained(request):
     return task, hyperparams, step, state, [float(loss) for loss in losses]
 
 
+@pytest.mark.slow
 def test_overfits_a_batch(trained):
     *_, losses = trained
     assert losses[0] == pytest.approx(np.log(VOCAB), abs=0.1)
@@ -102,6 +103,7 @@ def test_resumes_bit_for_bit_through_the_host(trained):
     same(*ends)
 
 
+@pytest.mark.slow
 def test_zero_gradients_are_no_nan(trained):
     task, hyperparams, _, state, _ = trained
     zeros = jax.tree.map(jnp.zeros_like, state.params)

@@ -56,7 +56,7 @@ def test_three_steps_of_the_whole_recipe():
 
 
 @pytest.mark.parametrize("title", SWITCHES)
-@pytest.mark.quick("full")
+@pytest.mark.slow
 def test_three_steps_with_each_switch_of_muon(title):
     transposed = lambda x: jnp.asarray(x, jnp.float32).swapaxes(-1, -2)
     before = {name: transposed(w) for name, w in GOLDEN.under("muon/weights").items()}

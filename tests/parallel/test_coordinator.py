@@ -66,6 +66,7 @@ def test_they_meet_compare_and_leave():
     assert found == [False] * 4 and ends.empty()
 
 
+@pytest.mark.slow
 def test_who_leaves_waits_for_no_question_that_another_never_asks():
     """A thread that came back from the client's C++ after Python's end would abort the process."""
     silent, taken = threading.Event(), []
@@ -247,6 +248,7 @@ def test_a_stranger_at_the_port_is_sent_away():
         list(threads.map(lambda g: g.leave(), groups))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [(1,), (0,), (0, 1, 2)])
 def test_all_stop_after_the_same_step_and_none_waits_for_a_step_that_is_not_begun(asked):
     """Steps that all take part in, with some in flight, as on devices."""
@@ -275,6 +277,7 @@ def test_alone_a_wish_is_a_stop():
     assert Coordinator().should_stop(3, True) and not Coordinator().should_stop(3, False)
 
 
+@pytest.mark.slow
 def test_a_process_without_heartbeats_is_named():
     """As after kill -9 or SIGSTOP: its client is gone, and nobody has said goodbye."""
 
@@ -298,6 +301,7 @@ def test_a_process_without_heartbeats_is_named():
         assert message.endswith("; the same command goes on from the last checkpoint")
 
 
+@pytest.mark.slow
 def test_a_hang_names_the_process_that_is_behind(capfd):
     def work(coordinator):
         coordinator.begin(0)

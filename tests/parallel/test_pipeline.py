@@ -116,6 +116,7 @@ def test_each_microbatch_goes_through_all_chunks_in_order(stages, repeats, count
     close(result, jax.device_get(jax.jit(plainly)(weights, micro)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_holds_a_stage_of_the_layers_and_equals_one_device():
     """Parameters and states of other stages' layers are on other devices, in the layers' order
     however many chunks a stage has."""

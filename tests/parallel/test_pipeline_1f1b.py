@@ -47,7 +47,7 @@ def test_stages_are_one_device(family, sizes, micro):
 
 
 @pytest.mark.parametrize(("stages", "count"), [(2, 1), (2, 5), (3, 4), (4, 2)])
-@pytest.mark.quick("2-5")
+@pytest.mark.slow
 def test_each_microbatch_goes_through_all_stages_once(stages, count):
     """The same for any numbers of them, with kinds that keep unlike arrays; the trace has each
     layer's forward pass once."""

@@ -20,6 +20,7 @@ from jaxtrain.parallel.axes import psum_replicated_grad, shard_map
 from jaxtrain.train.step import cast_params, gradients
 
 
+@pytest.mark.slow
 def test_norms_are_split_over_the_tensor_devices():
     """Every reciprocal root of the compiled step: one of T/4 tokens, none of more."""
     _, graphdef, _, params = build(**LLAMA)
@@ -115,7 +116,7 @@ def test_rows_come_together_without_a_transpose():
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 2, "data": 2}, {"expert": 2, "fsdp": 2}], ids=str)
-@pytest.mark.quick("{'tensor': 2, 'data': 2}")
+@pytest.mark.slow
 def test_parts_of_a_batch_side_by_side_are_one_batch(axes):
     """Loss and gradients, with the experts' loads, of two parts as of one; each has a device's own
     rows, so that nothing is sent to make them."""

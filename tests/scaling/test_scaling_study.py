@@ -208,7 +208,6 @@ def study(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.default_tier
 def test_a_killed_study_goes_on_and_predicts_before_it_trains_the_held_out_run(study):
     folder, path, trained = study
     planner = Planner(load_study(path))
@@ -228,7 +227,6 @@ def test_a_killed_study_goes_on_and_predicts_before_it_trains_the_held_out_run(s
 
 
 @pytest.mark.slow
-@pytest.mark.default_tier
 def test_the_fits_of_a_study_and_of_its_run_directories_agree(study, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "Bootstrap", lambda *given: Bootstrap(*(given or (10,))))
     folder, path, trained = study

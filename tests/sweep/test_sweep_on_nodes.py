@@ -32,6 +32,7 @@ class Worker(command.RemoteProcess):
         pass
 
 
+@pytest.mark.slow
 def test_another_worker_takes_the_place_of_a_lost_one(tmp_path, monkeypatch, capsys):
     seen = no_runs(monkeypatch)
     monkeypatch.setattr(Worker, "begun", [])

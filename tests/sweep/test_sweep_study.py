@@ -22,6 +22,7 @@ GRID = {
 }
 
 
+@pytest.mark.slow
 def test_a_grid_has_a_trial_for_each_combination(tmp_path, monkeypatch):
     no_runs(monkeypatch)
     path = write_sweep(tmp_path, parameters=GRID, sampler={"name": "grid"}, trials=None)
@@ -34,6 +35,7 @@ def test_a_grid_has_a_trial_for_each_combination(tmp_path, monkeypatch):
     assert best.values["optim.matrix_lr"] == 0.01
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_where_it_was_and_draws_the_same(tmp_path, monkeypatch):
     seen = no_runs(monkeypatch)
     path = write_sweep(tmp_path, trials=4)
@@ -62,6 +64,7 @@ def test_two_workers_of_a_study_never_have_the_same_trial(tmp_path):
     theirs.close()
 
 
+@pytest.mark.slow
 def test_a_trial_without_a_sign_of_life_is_queued_again_with_its_values(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "known_gone", lambda holder: None)  # as on another machine
     _, queues = open_sweep(write_sweep(tmp_path, trials=1, heartbeat=0.5))
@@ -77,6 +80,7 @@ def test_a_trial_without_a_sign_of_life_is_queued_again_with_its_values(tmp_path
     queues.close()
 
 
+@pytest.mark.slow
 def test_a_worker_of_this_machine_is_lost_when_it_is_gone_and_not_before(tmp_path):
     _, queues = open_sweep(write_sweep(tmp_path, trials=1, heartbeat=0.1))
     lost = queues.search.claim()
@@ -158,7 +162,7 @@ def test_what_diverges_is_the_worst_with_its_reason_and_the_sweep_goes_on(tmp_pa
     assert found.front[0] != 1
 
 
-@pytest.mark.quick("tpe")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["random", "tpe", "cmaes"])
 def test_samplers_learn_or_draw_and_say_so(name, tmp_path, monkeypatch):
     no_runs(monkeypatch)

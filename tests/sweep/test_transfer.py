@@ -66,6 +66,7 @@ def test_gains_are_paired_with_the_baseline_of_the_same_size_and_seed(tmp_path):
     assert rank is None and rows[0].other is None and rows[0].own is not None
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_with_both_sizes_in_its_report(tmp_path, monkeypatch):
     """The larger model wants a tenth of the rate: what is best here is not best there."""
     no_runs(monkeypatch)
