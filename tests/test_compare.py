@@ -15,12 +15,12 @@ def compare(run_dirs):
     return compare_runs(read_runs(run_dirs))
 
 
-def make_run(folder, name, losses, rate=1000.0, lr=0.01, kind="validation", every=10):
+def make_run(folder, name, losses, rate=1000.0, lr=0.01, kind="validation", every=10, seed=1):
     """A run whose `losses` are at steps 10, 20, ...; a step is 100 tokens."""
     run = folder / name
     run.mkdir(parents=True)
     config = {
-        "run": {"name": name},
+        "run": {"name": name, "directory": str(folder), "seed": seed},
         "train": {"batch_size": 10, "sequence_length": 10, "steps": every * len(losses)},
         "optim": {"name": "adamw", "learning_rate": lr},
     }
@@ -70,6 +70,11 @@ def test_a_run_has_no_figure_before_its_first_point(tmp_path):
 def test_runs_of_one_name_are_told_by_their_folders(tmp_path):
     runs = [make_run(tmp_path / x, "run", [2.0, 1.0]) for x in "ab"]
     assert list(compare(runs).curves) == list(map(str, runs))
+
+
+def test_runs_of_two_seeds_differ_by_the_seed_and_not_by_their_folders(tmp_path):
+    runs = [make_run(tmp_path / str(seed), "run", [2.0, 1.0], seed=seed) for seed in (1, 2)]
+    assert compare(runs).differences == {"run.seed": [1, 2]}
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):

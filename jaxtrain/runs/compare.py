@@ -29,7 +29,8 @@ MEASURES = (
     ("validation", "loss", "validation loss, nats per token"),
     ("train", "loss", "training loss, nats per token"),
 )
-SAME_RUN = ("run.", "data.cache_dir")  # prefixes of settings that are not compared
+# Prefixes of settings that are not compared: where a run is, not what it computes.
+PLACES = ("run.name", "run.directory", "run.preemption", "data.cache_dir")
 PLAIN = (str, int, float, bool, type(None))
 SMOOTHED = 20  # training losses that are averaged into one point
 
@@ -190,7 +191,7 @@ def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
         | leaves(run.env.get("versions", {}), "env.versions")
         for run in runs
     ]
-    keys = dict.fromkeys(key for one in facts for key in one if not key.startswith(SAME_RUN))
+    keys = dict.fromkeys(key for one in facts for key in one if not key.startswith(PLACES))
     found = {key: [one.get(key) for one in facts] for key in keys}
     return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
 

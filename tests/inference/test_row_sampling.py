@@ -80,6 +80,19 @@ def test_the_least_program_draws_as_those_above_it(how, least):
         np.testing.assert_array_equal(shares(how, sampler=sampler), shares(how))
 
 
+def test_a_draw_depends_on_its_row_alone():
+    table, rows = SlotTable(6, 64), 6
+    for row in range(rows):
+        table.put(row, SamplingParams(max_tokens=9, seed=row // 2, temperature=1.0), 0)
+    logits_BV = jax.random.normal(jax.random.key(0), (rows, 64))
+    texts_BC, lengths_B = jnp.zeros((rows, 8), jnp.int32), jnp.arange(rows, dtype=jnp.int32)
+    args = logits_BV, table.on_device(), texts_BC, lengths_B
+    together = sample_rows(*args, Sampler.ALL).token_B
+    for row in range(rows):
+        alone = jax.tree.map(lambda x, row=row: x[row : row + 1], args)
+        assert sample_rows(*alone, Sampler.ALL).token_B == together[row]
+
+
 def test_penalties_count_tokens():
     """Of the prompt [0, 3] and the new tokens [1, 1, 2]."""
     told = lambda how: shares(how, (0, 3, 1, 1, 2), prompt=2)

@@ -44,12 +44,11 @@ def fetch_tokenizer(place: RemoteFolder, directory: Path) -> None:
     """Downloads the tokenizer of an entry to this machine, if it is not there."""
     if directory.is_dir():
         return
+    partial = directory.with_name(f"{directory.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
     for name in json.loads(_there(place, WHOLE))["tokenizer"]:
-        data = _there(place, f"tokenizer/{name}")
-        unnamed = directory.with_name(f"{directory.name}.partial")
-        unnamed.mkdir(parents=True, exist_ok=True)
-        write_whole(unnamed / name, data)
-    unnamed.rename(directory)
+        write_whole(partial / name, _there(place, f"tokenizer/{name}"))
+    partial.rename(directory)
 
 
 def open_published(place: RemoteFolder, config: DataConfig, tokenizer: str) -> TokenStore:
