@@ -192,6 +192,7 @@ def test_a_compressed_mean_is_near_and_the_same_for_all(kind, error):
 # ---- gossip ------------------------------------------------------------------------------------
 
 
+@pytest.mark.default_tier
 def test_gossip_averages_with_the_neighbours_and_keeps_the_mean(task):
     idle = run(*task, mesh_of(data=4), local(name="gossip", every=99), steps=1)[0][0]
     states, _ = run(*task, mesh_of(data=4), local(name="gossip"), steps=1)

@@ -106,7 +106,6 @@ def plain_measures(alone, tokens):
     return np.mean(rows, 0), mean / np.linalg.norm(mean)
 
 
-@pytest.mark.slow
 def test_measures_are_those_of_each_document_alone(model, alone):
     found = make_measurer(model, model.config, states=True).measure(documents())
     assert found.tokens_N.tolist() == list(SIZES)

@@ -168,7 +168,6 @@ def scaled_step(half, scale):
     return kept, jax.device_get(after), metrics
 
 
-@pytest.mark.slow
 def test_float16_trains_with_a_scale_that_does_not_show(half):
     before, after, metrics = scaled_step(half, 2.0**10)
     assert metrics["loss_scale"] == 2.0**10
@@ -228,7 +227,6 @@ def test_other_dtypes_have_no_scale_and_bfloat16_computes_in_it(speedrun):
 
 
 # ---- clipping, determinism -------------------------------------------------------------------
-@pytest.mark.slow
 def test_clip_norm_shrinks_to_the_norm_and_leaves_small_gradients_alone():
     """Seen in Adam's first moment: (1 - b1) x the gradient after one step."""
 

@@ -199,7 +199,7 @@ def test_shapes_and_damage_are_one_line(run, tmp_path):
 
 
 @pytest.mark.parametrize(("bits", "precision"), [("int8", "float32"), ("int4", "bfloat16")])
-@pytest.mark.slow
+@pytest.mark.quick("int8-float32")
 def test_a_model_trained_with_rounding_is_quantized_to_itself(bits, precision, text, tmp_path):
     """`quantize` takes the group size of training; the exported arrays are the rounded ones."""
     form = {"name": f"fake_{bits}"} | ({"group_size": 8} if bits == "int4" else {})

@@ -68,7 +68,7 @@ def on_one_device(model):
         *(pytest.param(m, FSDP, id=f"{m}-fsdp") for m in ("int4", "nf4")),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.quick("int4-tensor")
 def test_a_quantized_model_has_the_figures_of_one_device(saved, method, axes):
     plain, text = saved
     parts = 8 if axes is FSDP else 4

@@ -72,7 +72,6 @@ def test_embeddings_in_16_bits_are_computed_with_in_float32():
     assert "float32" in found and "bfloat16" not in found
 
 
-@pytest.mark.slow
 def test_heads_and_channels_that_are_zero_go_and_the_function_stays():
     saved = saved_model(depth=2, heads=4, kv_heads=2, hidden=24, ffn="swiglu")
     head = slice(2 * SMALL["head_dim"], None)  # the second group of two query heads
@@ -91,7 +90,7 @@ GAINS = {**LLAMA, "post_norm": True, "out_bias": True, "ffn_bias": True}
 
 @pytest.mark.parametrize("fields", [NANO, GAINS, GAINS | {"embed_norm": True}],
                          ids=["nano", "gains", "embed_norm"])  # fmt: skip
-@pytest.mark.slow
+@pytest.mark.quick("nano")
 def test_channels_that_are_zero_go_and_the_function_stays(fields):
     """Norms divide by the mean square over fewer channels: the weights make up for it."""
     saved = saved_model(**fields | {"norm_eps": 1e-12})
@@ -125,7 +124,7 @@ def test_a_width_that_cannot_be_is_one_line(fields, width, message):
 
 
 @pytest.mark.parametrize("valued", [False, True])
-@pytest.mark.slow
+@pytest.mark.quick("False")
 def test_layers_that_are_zero_go_and_the_function_stays(valued):
     saved = saved_model(depth=5, backout=False, value_embeddings=valued, window_pattern="SLS")
     gone = [1, 2] if valued else [0, 2]

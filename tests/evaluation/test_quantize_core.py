@@ -21,7 +21,6 @@ def command(tmp_path):
     return lambda *more: main([*given, "--out", str(tmp_path / "small"), *more])
 
 
-@pytest.mark.slow
 def test_core_before_and_after_is_that_of_each_model(command, bundle, tmp_path, capsys):
     assert command("--core", "--bundle", str(bundle), "--limit", "6") == 0
     said = json.loads((tmp_path / "small" / "quantization.json").read_text())

@@ -71,7 +71,6 @@ def test_packed_scores_are_those_of_each_sequence_alone(model, alone):
     assert greedy.sum() >= 2
 
 
-@pytest.mark.slow
 def test_programs_compile_in_threads_and_what_is_ready_is_scored_first(model, monkeypatch):
     """The first job's program comes last; its numbers still come first, and they are those of
     programs that are compiled one by one, when they are called."""

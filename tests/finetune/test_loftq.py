@@ -34,7 +34,7 @@ def test_low_rank_is_close_to_the_best_product():
 
 
 @pytest.mark.parametrize("form", ["nf4", "int4"])
-@pytest.mark.slow
+@pytest.mark.quick("nf4")
 def test_what_is_left_falls_with_every_iteration(form):
     w = np.random.default_rng(0).normal(size=(2, 64, 32)).astype(np.float32)
     plain = np.asarray(jax.lax.map(dequantize, WEIGHTS[form].encode(jnp.asarray(w))))
@@ -46,7 +46,7 @@ def test_what_is_left_falls_with_every_iteration(form):
 
 
 @pytest.mark.parametrize("form", ["nf4", "int4"])
-@pytest.mark.slow
+@pytest.mark.quick("int4")
 def test_a_partition_begins_nearer_to_the_base(form):
     """The joined model, with alpha / rank; matrices that are no targets stay as stored."""
     specs = split(Transformer(resolved(**LLAMA), VOCAB))[1]

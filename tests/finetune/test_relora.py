@@ -36,7 +36,6 @@ def parts(**fields):
     return c, partition, params, merge_adapters(optimizer, c, partition.trainable, 0)
 
 
-@pytest.mark.slow
 def test_steps_move_adapters_alone_and_a_merge_keeps_the_model():
     c, partition, params, optimizer = parts(rewarm_steps=3)
     grads = jax.tree.map(lambda p: jnp.cos(9 * p), params)

@@ -166,7 +166,6 @@ def test_a_part_trains_alone_and_fits_a_batch(case):
     assert all(jax.tree.leaves(moved))
 
 
-@pytest.mark.slow
 def test_dora_begins_as_the_model_that_it_tunes():
     """Its magnitudes are the norms of the columns, for B is zero."""
     partition, _, frozen, state, _ = part_of("dora int8")

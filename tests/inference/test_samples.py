@@ -29,7 +29,6 @@ def plain():
 HOW = Sampling(6, 1.0, seed=3)
 
 
-@pytest.mark.slow
 def test_a_row_is_a_function_of_its_prompt_and_its_place(plain):
     """Not of its neighbours; and the same prompt twice is continued in two ways."""
     ids = lambda found: [list(one.prompt) for one in found]

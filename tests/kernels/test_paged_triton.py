@@ -64,7 +64,7 @@ def test_it_equals_the_reference(case, tile, options):
     [(1, 70, [26, 0, 3, 48, 31], {}), (16, 9, [9, 0, 3, 8, 5], {"window": 6})],
     ids=str,
 )
-@pytest.mark.slow
+@pytest.mark.quick("16-9-[9, 0, 3, 8, 5]-{'window': 6}")
 def test_many_queries_are_rows_of_their_own(G, T, counts, options):
     """Of 64 and 4 tokens; some are only padding, and the first of some have none before them."""
     q, k, v, table, *_ = inputs(G=G, T=T)

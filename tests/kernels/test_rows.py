@@ -224,7 +224,7 @@ def test_loss_rows_equal_the_reference_without_races(C, V, softcap, z_loss, vali
     [(9, 4096, 15.0, 0.0, None, 2), (3, 8192, None, 0.1, 8001, 1)],
     ids=["softcap", "padded_vocab"],
 )
-@pytest.mark.slow
+@pytest.mark.quick("softcap")
 def test_loss_rows_write_the_gradient_in_float8(C, V, softcap, z_loss, valid, blocks, capfd):
     """In memory of its own: that of the bfloat16 kernel before its rounding."""
     rng = np.random.default_rng(2)

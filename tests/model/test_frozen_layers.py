@@ -36,7 +36,7 @@ def halves(name, x):
 
 
 @pytest.mark.parametrize("more", [{"scan_layers": True}, {"remat": "block"}], ids=str)
-@pytest.mark.slow
+@pytest.mark.quick("{'scan_layers': True}")
 def test_frozen_layers_have_no_gradient_and_the_others_have_theirs(more):
     _, plain, _, params = build(**more, depth=DEPTH)
     _, frozen, _, _ = build(**more, depth=DEPTH, frozen_layers=FROZEN)

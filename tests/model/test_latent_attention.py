@@ -22,7 +22,7 @@ ALL = {"as wide": SMALL, "wide": WIDE, "narrow": NARROW}
 
 
 @pytest.mark.parametrize("mla", ALL.values(), ids=ALL)
-@pytest.mark.slow
+@pytest.mark.quick("wide")
 def test_it_is_the_papers_attention(mla):
     c, graphdef, _, params = build(**PLAIN, mla=mla)
     rows, heads = jnp.asarray(tokens(2)), lambda x: x.reshape(*x.shape[:2], c.heads, -1)

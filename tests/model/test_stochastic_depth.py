@@ -44,7 +44,6 @@ def test_evaluation_is_the_plain_model(model):
     np.testing.assert_array_equal(states(params, graphdef), states(params, plain))
 
 
-@pytest.mark.slow
 def test_a_skipped_layer_is_absent_and_a_kept_one_weighs_more(model):
     """By hand: the layers that the key keeps, one at a time, each addition over its probability."""
     c, graphdef, params = model

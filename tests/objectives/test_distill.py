@@ -67,7 +67,7 @@ def reference(kind, p, q):
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-@pytest.mark.slow
+@pytest.mark.quick("forward_kl")
 def test_loss_and_gradient_are_those_of_whole_logits(kind, monkeypatch):
     monkeypatch.setattr(distill, "CHUNK_LOGITS", 24 * 61)  # the last of the chunks is not full
     _, graphdef, _, params = build(depth=1, logit_softcap=15.0)
@@ -104,7 +104,7 @@ def cached(given, top_k, tau):
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-@pytest.mark.slow
+@pytest.mark.quick("forward_kl")
 def test_a_cache_of_all_tokens_but_one_is_the_teacher_and_a_smaller_one_is_below(kind, monkeypatch):
     monkeypatch.setattr(distill, "CHUNK_LOGITS", 24 * 61)
     _, graphdef, _, params = build(depth=1)
@@ -145,7 +145,6 @@ def given(tmp_path):
     return arguments
 
 
-@pytest.mark.slow
 def test_a_cache_of_another_teacher_or_of_other_batches_is_refused(given, tmp_path, capsys):
     assert main(given()) == 2
     assert "is not whole: run `jaxtrain prepare`" in capsys.readouterr().err

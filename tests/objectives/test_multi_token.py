@@ -31,7 +31,7 @@ def test_labels_further_on_stay_within_the_row_and_the_document():
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.slow
+@pytest.mark.quick("True")
 def test_the_loss_is_the_weighted_sum_over_distances(documents):
     _, graphdef, _, params = build(depth=1, document_mask=documents)
     one = jax.tree.map(jnp.asarray, batch(4))

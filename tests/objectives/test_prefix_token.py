@@ -33,7 +33,7 @@ def apart(graphdef, params, one, weight):
 
 
 @pytest.mark.parametrize(("step", "weight"), [(0, 0.25), (10, 0.25), (15, 0.125), (20, 0.0)])
-@pytest.mark.slow
+@pytest.mark.quick("15-0.125")
 def test_one_softmax_gives_both_losses(step, weight):
     assert len(PIECES) == VOCAB
     _, graphdef, _, params = build(depth=1)

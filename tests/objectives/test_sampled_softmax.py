@@ -35,7 +35,7 @@ def test_tokens_are_drawn_as_often_as_is_said(proposal):
 
 
 @pytest.mark.parametrize("proposal", ["log_uniform", "uniform"])
-@pytest.mark.slow
+@pytest.mark.quick("log_uniform")
 def test_many_negatives_give_the_full_softmax_and_its_gradient(proposal):
     _, graphdef, _, params = build(depth=1)
     one = jax.tree.map(jnp.asarray, batch(4))

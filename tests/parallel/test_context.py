@@ -38,7 +38,7 @@ SLOW = [pytest.param(*c, marks=pytest.mark.slow) for c in ((3, 2.0, False), (Non
     ("window", "softcap", "segments"),
     [(None, None, False), (12, 2.0, True), *SLOW],
 )
-@pytest.mark.slow
+@pytest.mark.quick("12-2.0-True")
 def test_attention_of_a_spread_text(window, softcap, segments):
     """Outputs, and the gradients of a sum in which each output has another weight."""
     ids = jnp.asarray(documents()) if segments else None
