@@ -47,7 +47,9 @@ class Filtered(Settings):
     """A source whose documents may be filtered before they are tokenized."""
 
     filters: tuple[Filter, ...] = Field(
-        default=(), description="What removes documents, each from what those before it left"
+        default=(),
+        description="Filters of documents, applied in order, each to the documents that the "
+        "previous ones kept",
     )
 
 
@@ -61,7 +63,7 @@ class TextSource(Filtered):
     )
     document: Literal["file", "line", "paragraph"] = Field(
         default="file",
-        description="What one document is: a file, a line, or the text between blank lines",
+        description="Unit of a document: a file, a line, or the text between blank lines",
     )
 
     @model_validator(mode="after")
@@ -79,7 +81,7 @@ class JsonlSource(Filtered):
 
     name: Literal["jsonl"] = "jsonl"
     path: str = Field(description=PATH)
-    field: str = Field(default="text", description="The key that holds a document's text")
+    field: str = Field(default="text", description="Key of a document's text")
     sample_by: str | None = Field(default=None, description=SAMPLE_BY)
 
 
@@ -88,7 +90,7 @@ class ParquetSource(Filtered):
 
     name: Literal["parquet"] = "parquet"
     path: str = Field(description=PATH)
-    column: str = Field(default="text", description="The column that holds a document's text")
+    column: str = Field(default="text", description="Column of a document's text")
     sample_by: str | None = Field(default=None, description=SAMPLE_BY)
 
 
@@ -103,10 +105,12 @@ class CodeSource(Filtered):
     path: str = Field(description=PATH)
     suffixes: tuple[str, ...] = Field(
         default=tuple(CODE.split()),
-        description="Endings of the files that are read",
+        description="File name endings that are read",
     )
     max_bytes: int = Field(
-        default=1 << 20, gt=0, description="Files larger than this are left out as generated"
+        default=1 << 20,
+        gt=0,
+        description="Files larger than this are skipped as generated code, in bytes",
     )
     header: str | None = Field(
         default=None, description="First line of each document, such as '# {path}'; null: none"
@@ -114,41 +118,40 @@ class CodeSource(Filtered):
 
 
 class ChatTemplateSource(Settings):
-    """Records that a chat template turns into text. A .json file may hold them as one array."""
+    """JSON records rendered as text by a chat template; all tokens count in the loss. A .json file
+    may hold them as one array."""
 
     filters: ClassVar[tuple[Filter, ...]] = ()  # filters work on text, not on JSON of messages
     sample_by: ClassVar[str | None] = None
     path: str = Field(description=PATH)
     template: str | None = Field(
         default=None,
-        description="Jinja text, or its file; default that of train.init_from, or a plain one "
-        "with ### before each role",
+        description="Jinja template, or a file that holds it. Default that of train.init_from, "
+        "else a plain one with ### before each role",
     )
     special: dict[str, str] = Field(
         default_factory=dict,
-        description="Tokens that the template names, as {eos_token: </s>}; default those of "
-        "train.init_from, or BOS for both ends",
+        description="Special tokens that the template uses, such as {eos_token: </s>}; default "
+        "those of train.init_from, else BOS for both ends",
     )
     refused: Literal["error", "drop"] = Field(
         default="error",
-        description="What the template refuses (a system message, tool_calls, roles that do not "
-        "alternate) stops the preparation, or is left out and counted",
+        description="Records that the template rejects (a system message, tool_calls, roles that "
+        "do not alternate) stop the preparation, or are dropped and counted",
     )
 
 
 class ChatSource(ChatTemplateSource):
     """Conversations, one JSON object per line; only the assistant's tokens count in the loss.
-
     Formats: messages; ShareGPT's conversations; Alpaca's instruction, input, output, history;
     Dolly's instruction, context, response; prompt and completion, strings or messages. The fields
-    system and tools are optional. A message with weight 0 or train false is not learned.
-    """
+    system and tools are optional. A message with weight 0 or train false is masked in the loss."""
 
     name: Literal["chat"] = "chat"
     too_long: Literal["truncate", "drop"] = Field(
         default="truncate",
-        description="A conversation longer than train.sequence_length loses its end, or is left "
-        "out; it is left out as well if nothing of an answer would remain",
+        description="A conversation longer than train.sequence_length is truncated at its end, or "
+        "dropped; it is also dropped if truncation would leave no answer tokens",
     )
 
 
@@ -162,8 +165,8 @@ class PreferenceSource(ChatTemplateSource):
     name: Literal["preference"] = "preference"
     too_long: Literal["truncate", "drop"] = Field(
         default="drop",
-        description="A pair that has more than train.sequence_length tokens is left out, or its "
-        "longer text loses its end, both of them if need be",
+        description="A pair longer than train.sequence_length tokens is dropped, or its longer "
+        "answer is truncated (both if need be)",
     )
 
 
