@@ -22,7 +22,7 @@ from jaxtrain.data.store.encode import unpack_loss_mask
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.settings import Settings
 
-BUFFER = "Documents to choose those that fit from"
+BUFFER = "Documents buffered at a time; the packer chooses those that fit"
 
 
 class ConcatConfig(Settings):

@@ -25,15 +25,15 @@ from jaxtrain.settings import Settings, UserError
 from jaxtrain.storage.objects import is_local, retried
 
 SAMPLE_BY = (
-    "Key of a number from 0, as a score: documents are drawn with a probability proportional to "
-    "it; null: each once an epoch. Packing best_fit or padded"
+    "Key of a non-negative number: documents are sampled with a probability proportional to it. "
+    "null: each once per epoch. Needs packing best_fit or padded"
 )
 SHAKESPEARE = Path(__file__).parents[1] / "tinyshakespeare.txt"
 HASH_ALWAYS_BELOW = 1 << 24  # bytes; larger files are hashed again only if size or time changed
 PATH = (
     "A file, a folder, a glob such as data/*.gz, or a URL: hf://datasets/OWNER/NAME/*.parquet "
-    "(OWNER/NAME@REVISION for a branch, tag or commit), s3://, gs://, https://; {000..012} stands "
-    "for each of these numbers"
+    "(OWNER/NAME@REVISION for a branch, tag or commit), s3://, gs://, https://. {000..012} expands "
+    "to all of these numbers"
 )
 
 CODE = (

@@ -45,7 +45,7 @@ PROBE = (
     "It's  a test:\n\n  \tx1 = 2,500.75 \u00e9t\u00e9 \u4e2d\u6587 -- "
     '"YES" , don\'t\r\n\u2581 end  '
 )
-SPECIAL = "Tokens that no text has, in the vocabulary that is trained, as <mask> for data.augment"
+SPECIAL = "Extra tokens of a newly trained vocabulary, which no text contains, such as <mask>"
 SUM = ".sha256"  # added to the name of a tokenizer's file: the file of its checksum
 BYTES_BOS = "<|bos|>"  # how the BOS of plain bytes is written
 
