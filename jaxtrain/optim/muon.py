@@ -90,7 +90,7 @@ class MuonConfig(OptimizerConfig):
     )
     gram_newton_schulz: bool = Field(
         True,
-        description="iterate on the Gram matrix of non-square matrices (Gram Newton-Schulz), in "
+        description="iterate on the smaller Gram matrix of long matrices (Gram Newton-Schulz), in "
         "float16 on a GPU",
     )
     symmetric: bool = Field(
