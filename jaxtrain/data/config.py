@@ -31,7 +31,7 @@ class TailValidation(Settings):
 
 
 class DocumentsValidation(Settings):
-    """Some documents of the training source, chosen by the hash of their text."""
+    """Random documents of the training source, chosen by the hash of their text."""
 
     name: Literal["documents"] = "documents"
     fraction: float = Field(

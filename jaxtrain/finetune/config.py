@@ -106,7 +106,7 @@ class LoRAConfig(FrozenBaseConfig):
 
 
 class QALoRAConfig(Settings):
-    """QA-LoRA: low-rank updates that merge into the zero points of an int4 base (Xu et al. 2023)."""
+    """QA-LoRA (Xu et al. 2023): low-rank updates that merge into zero points of an int4 base."""
 
     peak_rate: ClassVar[float] = LoRAConfig.peak_rate
     name: Literal["qalora"] = "qalora"
@@ -170,14 +170,14 @@ class FreezeConfig(FrozenBaseConfig):
 
 
 class BitFitConfig(FrozenBaseConfig):
-    """The biases alone (Ben Zaken et al. 2021)."""
+    """BitFit: trains only the biases (Ben Zaken et al. 2021)."""
 
     peak_rate: ClassVar[float] = 1e-3
     name: Literal["bitfit"] = "bitfit"
 
 
 class IA3Config(FrozenBaseConfig):
-    """Factors on keys, values and the hidden channels (Liu et al. 2022)."""
+    """IA3: learned factors on keys, values and the hidden channels (Liu et al. 2022)."""
 
     peak_rate: ClassVar[float] = 3e-3
     name: Literal["ia3"] = "ia3"
@@ -207,7 +207,7 @@ class PromptLearningConfig(FrozenBaseConfig):
 
 
 class PromptConfig(PromptLearningConfig):
-    """Their embeddings train (prompt tuning, Lester et al. 2021)."""
+    """Prompt tuning: trains the embeddings of virtual tokens (Lester et al. 2021)."""
 
     peak_rate: ClassVar[float] = 1e-2
     name: Literal["prompt"] = "prompt"

@@ -27,7 +27,7 @@ from jaxtrain.weights.params import Params
 
 
 class SelectiveConfig(Settings):
-    """Selective language modelling (Rho-1): only tokens with the most to learn count in the loss."""
+    """Selective language modelling (Rho-1): the loss counts only tokens with the most to learn."""
 
     name: Literal["selective"] = "selective"
     keep: float = Field(

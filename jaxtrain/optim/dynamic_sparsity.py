@@ -53,13 +53,13 @@ class DynamicConfig(Settings):
 
 
 class SETConfig(DynamicConfig):
-    """Random weights grow."""
+    """SET (Mocanu et al. 2018): random pruned weights grow."""
 
     name: Literal["set"] = "set"
 
 
 class RigLConfig(DynamicConfig):
-    """Weights with the largest gradients grow."""
+    """RigL (Evci et al. 2020): the pruned weights with the largest gradients grow."""
 
     name: Literal["rigl"] = "rigl"
 

@@ -27,7 +27,7 @@ class Final(Warmup):
 
 
 class Constant(Warmup):
-    """Constant at the peak rate."""
+    """Constant peak learning rate."""
 
     name: Literal["constant"] = "constant"
 

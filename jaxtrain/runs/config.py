@@ -150,8 +150,8 @@ class CheckpointConfig(Settings):
 class MetricsConfig(Settings):
     """Logging of metrics."""
 
-    every: int = Field(10, ge=1, description="Steps between logged and printed training metrics.")
-    tensorboard: bool = Field(True, description="Also write TensorBoard event files.")
+    every: int = Field(10, ge=1, description="steps between logged and printed training metrics")
+    tensorboard: bool = Field(True, description="also write TensorBoard event files")
     wandb: bool = Field(
-        False, description="Also log to the W&B project `jaxtrain` (needs the extra `wandb`)."
+        False, description="also log to the W&B project `jaxtrain` (needs the extra `wandb`)"
     )

@@ -38,13 +38,13 @@ class _Range(Settings):
 
 
 class Uniform(_Range):
-    """A float, uniform between two ends."""
+    """A float with a uniform distribution between two ends."""
 
     name: Literal["uniform"] = "uniform"
 
 
 class LogUniform(_Range):
-    """A float whose logarithm is uniform, as for learning rates."""
+    """A float with a log-uniform distribution, such as a learning rate."""
 
     name: Literal["log_uniform"] = "log_uniform"
 
@@ -98,13 +98,13 @@ class GridSearch(_Sampler):
 
 
 class RandomSearch(_Sampler):
-    """Independent draws."""
+    """Independent random draws."""
 
     name: Literal["random"] = "random"
 
 
 class TPE(_Sampler):
-    """Tree-structured Parzen estimator (Bergstra et al. 2011; for several objectives Ozaki et al.)."""
+    """Tree-structured Parzen estimator (Bergstra et al. 2011; several objectives: Ozaki et al.)."""
 
     name: Literal["tpe"] = "tpe"
     startup_trials: int = Field(
@@ -123,7 +123,7 @@ class GP(_Sampler):
 
 
 class CMAES(_Sampler):
-    """Covariance matrix adaptation (Hansen); numbers only, choices are drawn at random."""
+    """CMA-ES, covariance matrix adaptation (Hansen), for numbers; choices are drawn at random."""
 
     name: Literal["cmaes"] = "cmaes"
 
@@ -225,7 +225,7 @@ class Confirm(Settings):
 
 
 class Transfer(Settings):
-    """Reruns trials of the search on new seeds, at the sweep's own model size and at another one."""
+    """Reruns trials of the search on new seeds, at the sweep's own model size and at another."""
 
     overrides: tuple[str, ...] = Field(
         min_length=1,
