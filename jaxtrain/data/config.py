@@ -26,7 +26,7 @@ class TailValidation(Settings):
 
     name: Literal["tail"] = "tail"
     fraction: float = Field(
-        default=0.1, gt=0, lt=1, description="Fraction of the characters to hold out"
+        default=0.1, gt=0, lt=1, description="fraction of the characters to hold out"
     )
 
 
@@ -35,7 +35,7 @@ class DocumentsValidation(Settings):
 
     name: Literal["documents"] = "documents"
     fraction: float = Field(
-        default=0.01, gt=0, lt=1, description="Fraction of the documents to hold out"
+        default=0.01, gt=0, lt=1, description="fraction of the documents to hold out"
     )
 
 
@@ -43,7 +43,7 @@ class SourceValidation(Settings):
     """A separate source of validation text."""
 
     name: Literal["source"] = "source"
-    source: Source = Field(description="Source of the validation text")
+    source: Source = Field(description="source of the validation text")
 
 
 class NoValidation(Settings):
@@ -63,13 +63,13 @@ class LocalCacheConfig(Settings):
 
     path: str | None = Field(
         default=None,
-        description="Folder on a fast disk of the host; default $JAXTRAIN_CACHE or "
+        description="folder on a fast disk of the host; default $JAXTRAIN_CACHE or "
         "~/.cache/jaxtrain",
     )
     max_bytes: int = Field(
         default=100_000_000_000,
         gt=0,
-        description="Size limit in bytes; the least recently used token blocks are removed first",
+        description="size limit in bytes; the least recently used token blocks are removed first",
     )
 
 
@@ -79,68 +79,68 @@ TrainSource = Annotated[Source | MixtureSource, Field(discriminator="name")]
 class DataConfig(Settings):
     """Sources, tokenizer, packing, order and preparation of the training and validation data."""
 
-    train: TrainSource = Field(default=TextSource(), description="Source of the training data")
+    train: TrainSource = Field(default=TextSource(), description="source of the training data")
     stages: tuple[Stage, ...] = Field(
         default=(),
-        description="Stages of the run, in order, each with its own mixture, sequence length and "
+        description="stages of the run, in order, each with its own mixture, sequence length and "
         "batch size. The last one continues to the end",
     )
     length_ramp: LengthRamp | None = Field(
         default=None,
-        description="Sequence length warm-up: short sequences first, doubled phase by phase; "
+        description="sequence length warm-up: short sequences first, doubled phase by phase; "
         "null: always train.sequence_length",
     )
     batch_ramp: BatchRamp | None = Field(
         default=None,
-        description="Batch size warm-up: few sequences per step first, doubled phase by phase; "
+        description="batch size warm-up: few sequences per step first, doubled phase by phase; "
         "null: always train.batch_size",
     )
-    validation: Validation = Field(default=TailValidation(), description="Held-out validation data")
+    validation: Validation = Field(default=TailValidation(), description="held-out validation data")
     tokenizer: TokenizerConfig = Field(
         default=SentencePieceConfig(),
-        description="Tokenizer, trained on the data or loaded from a file",
+        description="tokenizer, trained on the data or loaded from a file",
     )
     packing: PackingConfig = Field(
-        default=ConcatConfig(), description="Packing of documents into the sequences of a batch"
+        default=ConcatConfig(), description="packing of documents into the sequences of a batch"
     )
     shuffle: ShuffleConfig = Field(
         default=GlobalShuffle(),
-        description="Shuffling: of all documents, or of nearby blocks for data too large for "
+        description="shuffling: of all documents, or of nearby blocks for data too large for "
         "the disk",
     )
     augment: AugmentConfig = Field(
-        default=NoAugment(), description="Random changes of the token sequences when they are read"
+        default=NoAugment(), description="random changes of the token sequences when they are read"
     )
-    seed: int = Field(default=0, ge=0, description="Seed of the order of the training data")
+    seed: int = Field(default=0, ge=0, description="seed of the order of the training data")
     cache_dir: str | None = Field(
         default=None,
-        description="Folder of prepared data: a path, or s3://, gs:// or another URL of fsspec, "
+        description="folder of prepared data: a path, or s3://, gs:// or another URL of fsspec, "
         "read through local_cache. Default $JAXTRAIN_CACHE or ~/.cache/jaxtrain",
     )
     local_cache: LocalCacheConfig = Field(
         default=LocalCacheConfig(),
-        description="Cache on each host for blocks of a cache_dir at a URL",
+        description="cache on each host for blocks of a cache_dir at a URL",
     )
     prefetch: int = Field(
-        default=4, gt=0, description="Batches that are read ahead of the training step"
+        default=4, gt=0, description="batches that are read ahead of the training step"
     )
     workers: int = Field(
         default=1,
         ge=0,
-        description="Threads that read batches ahead; 0: each batch is read when it is needed",
+        description="threads that read batches ahead; 0: each batch is read when it is needed",
     )
 
     prepare_workers: int | None = Field(
-        default=None, gt=0, description="Tokenizer processes; default one per core"
+        default=None, gt=0, description="tokenizer processes; default one per core"
     )
     dedup_memory: float = Field(
         default=4.0,
         gt=0,
-        description="Memory limit in GiB for the partitions that duplicate filters process at once",
+        description="memory limit in GiB for the partitions that duplicate filters process at once",
     )
     skip_damaged: bool = Field(
         default=False,
-        description="Skip documents of damaged shards instead of stopping. All prepared data is "
+        description="skip documents of damaged shards instead of stopping. All prepared data is "
         "read once at the start",
     )
 

@@ -30,23 +30,23 @@ class Masking(Settings):
 
     name: Literal["masking"] = "masking"
     rate: float = Field(
-        default=0.15, gt=0, le=1, description="Fraction of the tokens that are masked"
+        default=0.15, gt=0, le=1, description="fraction of the tokens that are masked"
     )
     random: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="Fraction of the masked tokens that become a random token instead of <mask>",
+        description="fraction of the masked tokens that become a random token instead of <mask>",
     )
     kept: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="Fraction of the masked tokens that keep their token, but still count as "
+        description="fraction of the masked tokens that keep their token, but still count as "
         "masked",
     )
     loss: Literal["all", "masked"] = Field(
-        default="all", description="Targets in the loss: all tokens, or only the masked ones"
+        default="all", description="targets in the loss: all tokens, or only the masked ones"
     )
 
 
@@ -57,9 +57,9 @@ class SpanCorruption(Settings):
 
     name: Literal["span_corruption"] = "span_corruption"
     rate: float = Field(
-        default=0.15, gt=0, lt=1, description="Fraction of the tokens that are in a replaced span"
+        default=0.15, gt=0, lt=1, description="fraction of the tokens that are in a replaced span"
     )
-    span: float = Field(default=3.0, ge=1, description="Mean length of a span in tokens")
+    span: float = Field(default=3.0, ge=1, description="mean length of a span in tokens")
 
 
 class FillInTheMiddle(Settings):
@@ -67,13 +67,13 @@ class FillInTheMiddle(Settings):
 
     name: Literal["fill_in_the_middle"] = "fill_in_the_middle"
     rate: float = Field(
-        default=0.5, gt=0, le=1, description="Fraction of the documents that are rearranged"
+        default=0.5, gt=0, le=1, description="fraction of the documents that are rearranged"
     )
     suffix_first: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="Fraction of the rearranged documents in the order suffix, prefix, middle "
+        description="fraction of the rearranged documents in the order suffix, prefix, middle "
         "(SPM)",
     )
 
@@ -86,7 +86,7 @@ class SubwordSplits(Settings):
         default=0.1,
         gt=0,
         le=1,
-        description="Probability that a token is split, of those that can be",
+        description="probability that a token is split, of those that can be",
     )
 
 

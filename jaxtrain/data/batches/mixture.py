@@ -22,16 +22,16 @@ from jaxtrain.settings import Settings, UserError
 class MixturePart(Settings):
     """One source of a mixture."""
 
-    source: Source = Field(description="Source of the text")
+    source: Source = Field(description="source of the text")
     weight: float = Field(
         default=1.0,
         ge=0,
-        description="Sampling weight: its share of the sequences, relative to the other sources",
+        description="sampling weight: its share of the sequences, relative to the other sources",
     )
     max_epochs: float | None = Field(
         default=None,
         gt=0,
-        description="Passes over this source, after which the other sources take its share; null: "
+        description="passes over this source, after which the other sources take its share; null: "
         "no limit",
     )
 
@@ -41,7 +41,7 @@ class MixtureSource(Settings):
 
     name: Literal["mixture"] = "mixture"
     sources: dict[str, MixturePart] = Field(
-        min_length=1, description="Sources of the mixture by name"
+        min_length=1, description="sources of the mixture by name"
     )
     filters: tuple[Duplicates, ...] = Field(
         default=(),
@@ -50,7 +50,7 @@ class MixtureSource(Settings):
     )
     first: str | None = Field(
         default=None,
-        description="Source whose copies are kept over all others'; default the order of `sources`",
+        description="source whose copies are kept over all others'; default the order of `sources`",
     )
 
     @model_validator(mode="after")
@@ -68,24 +68,24 @@ class Stage(Settings):
     tokens: int | None = Field(
         default=None,
         gt=0,
-        description="Training tokens of this stage, rounded to a whole step; null: to the end of "
+        description="training tokens of this stage, rounded to a whole step; null: to the end of "
         "the run",
     )
     sequence_length: int | None = Field(
         default=None,
         ge=2,
-        description="Tokens per sequence, a divisor of train.sequence_length; the tokens per step "
+        description="tokens per sequence, a divisor of train.sequence_length; the tokens per step "
         "stay the same. Default train.sequence_length",
     )
     batch_size: int | None = Field(
         default=None,
         ge=1,
-        description="Sequences of train.sequence_length tokens per step; with shorter sequences, "
+        description="sequences of train.sequence_length tokens per step; with shorter sequences, "
         "more of them. Default train.batch_size; learning rates follow optim.batch_scaling",
     )
     weights: dict[str, float] | None = Field(
         default=None,
-        description="Sampling weights by source; a source that is not listed has weight 0. "
+        description="sampling weights by source; a source that is not listed has weight 0. "
         "Default the weights of the mixture",
     )
 

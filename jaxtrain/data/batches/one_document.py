@@ -22,7 +22,7 @@ class OneDocumentConfig(Settings):
     name: Literal["one_document"] = "one_document"
     long_documents: Literal["split", "crop"] = Field(
         default="split",
-        description="A document longer than a sequence is split over several sequences, or cropped",
+        description="a document longer than a sequence is split over several sequences, or cropped",
     )
 
 

@@ -34,7 +34,7 @@ class BlockShuffle(Settings):
     window: int = Field(
         default=256,
         ge=2,
-        description="Blocks of 2^20 tokens whose documents are mixed; a host keeps about twice as "
+        description="blocks of 2^20 tokens whose documents are mixed; a host keeps about twice as "
         "many in data.local_cache",
     )
 

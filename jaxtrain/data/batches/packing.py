@@ -22,7 +22,7 @@ from jaxtrain.data.store.encode import unpack_loss_mask
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.settings import Settings
 
-BUFFER = "Documents buffered at a time; the packer chooses those that fit"
+BUFFER = "documents buffered at a time; the packer chooses those that fit"
 
 
 class ConcatConfig(Settings):
@@ -40,11 +40,11 @@ class BestFitConfig(Settings):
     buffer: int = Field(default=1000, gt=0, description=BUFFER)
     long_documents: Literal["split", "crop"] = Field(
         default="split",
-        description="A document longer than a sequence is split over several sequences, or cropped",
+        description="a document longer than a sequence is split over several sequences, or cropped",
     )
     carry_tails: bool = Field(
         default=True,
-        description="The cut-off end of a document starts a later sequence, after its own BOS. "
+        description="the cut-off end of a document starts a later sequence, after its own BOS. "
         "false, as in nanochat: it is dropped for this epoch, which costs the shortest documents "
         "most",
     )

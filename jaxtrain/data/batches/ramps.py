@@ -18,10 +18,10 @@ from jaxtrain.settings import Settings, UserError
 class LengthRamp(Settings):
     """Sequence length that doubles until it is train.sequence_length."""
 
-    start: int = Field(default=256, ge=2, description="Tokens per sequence in the first phase")
+    start: int = Field(default=256, ge=2, description="tokens per sequence in the first phase")
     tokens: int = Field(
         gt=0,
-        description="Training tokens until the full sequence length, divided equally among "
+        description="training tokens until the full sequence length, divided equally among "
         "the shorter lengths",
     )
 
@@ -29,10 +29,10 @@ class LengthRamp(Settings):
 class BatchRamp(Settings):
     """Batch size that doubles until it is train.batch_size."""
 
-    start: int = Field(ge=1, description="Sequences per step in the first phase")
+    start: int = Field(ge=1, description="sequences per step in the first phase")
     tokens: int = Field(
         gt=0,
-        description="Training tokens until the full batch size, divided equally among the "
+        description="training tokens until the full batch size, divided equally among the "
         "smaller sizes",
     )
 

@@ -25,13 +25,13 @@ from jaxtrain.settings import Settings, UserError
 from jaxtrain.storage.objects import is_local, retried
 
 SAMPLE_BY = (
-    "Key of a non-negative number: documents are sampled with a probability proportional to it. "
+    "key of a non-negative number: documents are sampled with a probability proportional to it. "
     "null: each once per epoch. Needs packing best_fit or padded"
 )
 SHAKESPEARE = Path(__file__).parents[1] / "tinyshakespeare.txt"
 HASH_ALWAYS_BELOW = 1 << 24  # bytes; larger files are hashed again only if size or time changed
 PATH = (
-    "A file, a folder, a glob such as data/*.gz, or a URL: hf://datasets/OWNER/NAME/*.parquet "
+    "a file, a folder, a glob such as data/*.gz, or a URL: hf://datasets/OWNER/NAME/*.parquet "
     "(OWNER/NAME@REVISION for a branch, tag or commit), s3://, gs://, https://. {000..012} expands "
     "to all of these numbers"
 )
@@ -48,7 +48,7 @@ class Filtered(Settings):
 
     filters: tuple[Filter, ...] = Field(
         default=(),
-        description="Filters of documents, applied in order, each to the documents that the "
+        description="filters of documents, applied in order, each to the documents that the "
         "previous ones kept",
     )
 
@@ -63,7 +63,7 @@ class TextSource(Filtered):
     )
     document: Literal["file", "line", "paragraph"] = Field(
         default="file",
-        description="Unit of a document: a file, a line, or the text between blank lines",
+        description="unit of a document: a file, a line, or the text between blank lines",
     )
 
     @model_validator(mode="after")
@@ -81,7 +81,7 @@ class JsonlSource(Filtered):
 
     name: Literal["jsonl"] = "jsonl"
     path: str = Field(description=PATH)
-    field: str = Field(default="text", description="Key of a document's text")
+    field: str = Field(default="text", description="key of a document's text")
     sample_by: str | None = Field(default=None, description=SAMPLE_BY)
 
 
@@ -90,7 +90,7 @@ class ParquetSource(Filtered):
 
     name: Literal["parquet"] = "parquet"
     path: str = Field(description=PATH)
-    column: str = Field(default="text", description="Column of a document's text")
+    column: str = Field(default="text", description="column of a document's text")
     sample_by: str | None = Field(default=None, description=SAMPLE_BY)
 
 
@@ -105,15 +105,15 @@ class CodeSource(Filtered):
     path: str = Field(description=PATH)
     suffixes: tuple[str, ...] = Field(
         default=tuple(CODE.split()),
-        description="File name endings that are read",
+        description="file name endings that are read",
     )
     max_bytes: int = Field(
         default=1 << 20,
         gt=0,
-        description="Files larger than this are skipped as generated code, in bytes",
+        description="files larger than this are skipped as generated code, in bytes",
     )
     header: str | None = Field(
-        default=None, description="First line of each document, such as '# {path}'; null: none"
+        default=None, description="first line of each document, such as '# {path}'; null: none"
     )
 
 
@@ -131,12 +131,12 @@ class ChatTemplateSource(Settings):
     )
     special: dict[str, str] = Field(
         default_factory=dict,
-        description="Special tokens that the template uses, such as {eos_token: </s>}; default "
+        description="special tokens that the template uses, such as {eos_token: </s>}; default "
         "those of train.init_from, else BOS for both ends",
     )
     refused: Literal["error", "drop"] = Field(
         default="error",
-        description="Records that the template rejects (a system message, tool_calls, roles that "
+        description="records that the template rejects (a system message, tool_calls, roles that "
         "do not alternate) stop the preparation, or are dropped and counted",
     )
 
@@ -150,7 +150,7 @@ class ChatSource(ChatTemplateSource):
     name: Literal["chat"] = "chat"
     too_long: Literal["truncate", "drop"] = Field(
         default="truncate",
-        description="A conversation longer than train.sequence_length is truncated at its end, or "
+        description="a conversation longer than train.sequence_length is truncated at its end, or "
         "dropped; it is also dropped if truncation would leave no answer tokens",
     )
 
@@ -165,7 +165,7 @@ class PreferenceSource(ChatTemplateSource):
     name: Literal["preference"] = "preference"
     too_long: Literal["truncate", "drop"] = Field(
         default="drop",
-        description="A pair longer than train.sequence_length tokens is dropped, or its longer "
+        description="a pair longer than train.sequence_length tokens is dropped, or its longer "
         "answer is truncated (both if need be)",
     )
 

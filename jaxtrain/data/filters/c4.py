@@ -26,12 +26,12 @@ class C4(Settings):
 
     name: Literal["c4"] = "c4"
     terminal_punctuation: bool = Field(
-        default=True, description="Remove lines that do not end in . ! ? or a quotation mark"
+        default=True, description="remove lines that do not end in . ! ? or a quotation mark"
     )
-    min_line_words: int = Field(default=5, ge=0, description="Minimum words per line")
-    min_sentences: int = Field(default=3, ge=0, description="Minimum sentences per document")
+    min_line_words: int = Field(default=5, ge=0, description="minimum words per line")
+    min_sentences: int = Field(default=3, ge=0, description="minimum sentences per document")
     curly_brackets: bool = Field(
-        default=True, description="Remove documents that contain a {, as code"
+        default=True, description="remove documents that contain a {, as code"
     )
 
 

@@ -35,18 +35,18 @@ class Decontaminate(Settings):
     against: tuple[str, ...] = Field(
         default=("core",),
         min_length=1,
-        description="Evaluation sets: core (the bundle at $JAXTRAIN_CORE), names of its tasks, "
+        description="evaluation sets: core (the bundle at $JAXTRAIN_CORE), names of its tasks, "
         "YAML files of tasks, or JSONL files, of which every string counts",
     )
     spare: tuple[str, ...] = Field(
         default=(),
-        description="Tasks of `against` that are not matched, such as those made from Wikipedia",
+        description="tasks of `against` that are not matched, such as those made from Wikipedia",
     )
-    ngram: int = Field(default=13, gt=0, description="Length n of an n-gram in words")
+    ngram: int = Field(default=13, gt=0, description="length n of an n-gram in words")
     min_hits: int = Field(
         default=1,
         gt=0,
-        description="Minimum number of matching n-grams for which a document is removed",
+        description="minimum number of matching n-grams for which a document is removed",
     )
 
 

@@ -41,23 +41,23 @@ class FineWeb(Settings):
 
     name: Literal["fineweb"] = "fineweb"
     preset: Literal["paper", "datatrove"] = Field(
-        default="paper", description="Rules of the FineWeb paper, or of the library datatrove"
+        default="paper", description="rules of the FineWeb paper, or of the library datatrove"
     )
     min_line_ends: float = Field(
-        default=0.12, ge=0, le=1, description="Minimum fraction of lines that end in punctuation"
+        default=0.12, ge=0, le=1, description="minimum fraction of lines that end in punctuation"
     )
     max_repeated: float | None = Field(
         default=None,
         ge=0,
-        description="Maximum fraction of characters in repeated lines; default 0.1, for datatrove "
+        description="maximum fraction of characters in repeated lines; default 0.1, for datatrove "
         "0.01",
     )
     max_short_lines: float = Field(
-        default=0.67, ge=0, description="Maximum fraction of short lines"
+        default=0.67, ge=0, description="maximum fraction of short lines"
     )
-    short_line: int = Field(default=30, ge=0, description="Maximum characters of a short line")
+    short_line: int = Field(default=30, ge=0, description="maximum characters of a short line")
     max_line_breaks: float = Field(
-        default=0.3, ge=0, description="Maximum line breaks per word; datatrove only"
+        default=0.3, ge=0, description="maximum line breaks per word; datatrove only"
     )
 
 

@@ -29,33 +29,33 @@ class GopherQuality(Settings):
     English only."""
 
     name: Literal["gopher_quality"] = "gopher_quality"
-    min_words: int = Field(default=50, ge=0, description="Minimum words per document")
-    max_words: int = Field(default=100_000, gt=0, description="Maximum words per document")
+    min_words: int = Field(default=50, ge=0, description="minimum words per document")
+    max_words: int = Field(default=100_000, gt=0, description="maximum words per document")
     min_word_length: float = Field(
-        default=3, ge=0, description="Minimum mean word length in characters"
+        default=3, ge=0, description="minimum mean word length in characters"
     )
     max_word_length: float = Field(
-        default=10, gt=0, description="Maximum mean word length in characters"
+        default=10, gt=0, description="maximum mean word length in characters"
     )
     max_symbols: float = Field(
         default=0.1,
         ge=0,
-        description="Maximum number of hash signs per word, and of ellipses per word",
+        description="maximum number of hash signs per word, and of ellipses per word",
     )
     max_bullets: float = Field(
-        default=0.9, ge=0, description="Maximum fraction of lines that begin with a bullet"
+        default=0.9, ge=0, description="maximum fraction of lines that begin with a bullet"
     )
     max_ellipses: float = Field(
-        default=0.3, ge=0, description="Maximum fraction of lines that end with an ellipsis"
+        default=0.3, ge=0, description="maximum fraction of lines that end with an ellipsis"
     )
     min_letters: float = Field(
-        default=0.8, ge=0, le=1, description="Minimum fraction of words that contain a letter"
+        default=0.8, ge=0, le=1, description="minimum fraction of words that contain a letter"
     )
     min_stop_words: int = Field(
         default=2,
         ge=0,
         le=8,
-        description="Minimum number of different stop words (the, be, to, of, and, that, "
+        description="minimum number of different stop words (the, be, to, of, and, that, "
         "have, with)",
     )
 
@@ -65,25 +65,25 @@ class GopherRepetition(Settings):
 
     name: Literal["gopher_repetition"] = "gopher_repetition"
     max_lines: float = Field(
-        default=0.3, ge=0, description="Maximum fraction of lines that repeat an earlier one"
+        default=0.3, ge=0, description="maximum fraction of lines that repeat an earlier one"
     )
     max_paragraphs: float = Field(
-        default=0.3, ge=0, description="Maximum fraction of paragraphs that repeat an earlier one"
+        default=0.3, ge=0, description="maximum fraction of paragraphs that repeat an earlier one"
     )
     max_line_characters: float = Field(
-        default=0.2, ge=0, description="Maximum fraction of characters in repeated lines"
+        default=0.2, ge=0, description="maximum fraction of characters in repeated lines"
     )
     max_paragraph_characters: float = Field(
-        default=0.2, ge=0, description="Maximum fraction of characters in repeated paragraphs"
+        default=0.2, ge=0, description="maximum fraction of characters in repeated paragraphs"
     )
     max_top_ngrams: tuple[float, ...] = Field(
         default=(0.2, 0.18, 0.16),
-        description="Maximum fraction of characters in the most frequent n-gram, for n = 2, 3, 4 "
+        description="maximum fraction of characters in the most frequent n-gram, for n = 2, 3, 4 "
         "words",
     )
     max_ngrams: tuple[float, ...] = Field(
         default=(0.15, 0.14, 0.13, 0.12, 0.11, 0.1),
-        description="Maximum fraction of characters in repeated n-grams, for n = 5 to 10 words",
+        description="maximum fraction of characters in repeated n-grams, for n = 5 to 10 words",
     )
 
 

@@ -66,12 +66,12 @@ class LanguageFilter(Settings):
     """Removes documents in other languages, detected by stop words, or in no known language."""
 
     name: Literal["language"] = "language"
-    keep: tuple[Language, ...] = Field(default=("en",), description="Languages to keep")
+    keep: tuple[Language, ...] = Field(default=("en",), description="languages to keep")
     min_stop_words: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="Minimum fraction of words that are stop words of the language",
+        description="minimum fraction of words that are stop words of the language",
     )
 
 
@@ -79,18 +79,18 @@ class ScriptFilter(Settings):
     """Removes documents with too few letters of the kept scripts, or too few letters at all."""
 
     name: Literal["script"] = "script"
-    keep: tuple[Script, ...] = Field(default=("latin",), description="Scripts to keep")
+    keep: tuple[Script, ...] = Field(default=("latin",), description="scripts to keep")
     min_share: float = Field(
         default=0.9,
         ge=0,
         le=1,
-        description="Minimum fraction of letters that belong to these scripts",
+        description="minimum fraction of letters that belong to these scripts",
     )
     min_letters: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="Minimum fraction of letters among the characters, without spaces",
+        description="minimum fraction of letters among the characters, without spaces",
     )
 
 

@@ -15,15 +15,15 @@ class ScoreFilter(Settings):
     """Keeps documents by a JSONL field or Parquet column; those without a number are removed."""
 
     name: Literal["score"] = "score"
-    field: str = Field(description="Key or column of the score")
-    minimum: float | None = Field(default=None, description="Minimum score; null: no bound")
-    maximum: float | None = Field(default=None, description="Maximum score; null: no bound")
+    field: str = Field(description="key or column of the score")
+    minimum: float | None = Field(default=None, description="minimum score; null: no bound")
+    maximum: float | None = Field(default=None, description="maximum score; null: no bound")
     keep_fraction: float | None = Field(
-        default=None, gt=0, le=1, description="Fraction of the documents to keep; null: all"
+        default=None, gt=0, le=1, description="fraction of the documents to keep; null: all"
     )
     keep: Literal["highest", "lowest", "middle"] = Field(
         default="highest",
-        description="Documents that keep_fraction keeps: those with the highest, lowest or "
+        description="documents that keep_fraction keeps: those with the highest, lowest or "
         "middle scores",
     )
 

@@ -45,7 +45,7 @@ PROBE = (
     "It's  a test:\n\n  \tx1 = 2,500.75 \u00e9t\u00e9 \u4e2d\u6587 -- "
     '"YES" , don\'t\r\n\u2581 end  '
 )
-SPECIAL = "Extra tokens of a newly trained vocabulary, which no text contains, such as <mask>"
+SPECIAL = "extra tokens of a newly trained vocabulary, which no text contains, such as <mask>"
 SUM = ".sha256"  # added to the name of a tokenizer's file: the file of its checksum
 BYTES_BOS = "<|bos|>"  # how the BOS of plain bytes is written
 
@@ -55,15 +55,15 @@ class SentencePieceConfig(Settings):
 
     name: Literal["sentencepiece"] = "sentencepiece"
     vocab_size: int = Field(
-        default=512, gt=258, description="Vocabulary size of a newly trained tokenizer"
+        default=512, gt=258, description="vocabulary size of a newly trained tokenizer"
     )
-    path: str | None = Field(default=None, description="Trained .model file, used unchanged")
+    path: str | None = Field(default=None, description="trained .model file, used unchanged")
     train_bytes: int = Field(
         default=16_000_000, gt=0, description="UTF-8 bytes of randomly drawn text to train on"
     )
     across_words: bool = Field(
         default=True,
-        description="Allow tokens that span several words: fewer tokens, slower training",
+        description="allow tokens that span several words: fewer tokens, slower training",
     )
     special_tokens: tuple[str, ...] = Field(default=(), description=SPECIAL)
 
@@ -76,7 +76,7 @@ class HuggingFaceConfig(Settings):
         default=None, description="tokenizer.json file, or a folder that contains it"
     )
     vocab_size: int = Field(
-        default=32768, gt=257, description="Vocabulary size of a newly trained tokenizer (no path)"
+        default=32768, gt=257, description="vocabulary size of a newly trained tokenizer (no path)"
     )
     train_bytes: int = Field(
         default=200_000_000, gt=0, description="UTF-8 bytes of randomly drawn text to train on"
@@ -92,13 +92,13 @@ class NanochatConfig(Settings):
         default=None, description="tokenizer.json to use unchanged, or a folder that contains it"
     )
     vocab_size: int = Field(
-        default=32768, gt=265, description="Vocabulary size, with BOS and special tokens"
+        default=32768, gt=265, description="vocabulary size, with BOS and special tokens"
     )
     max_chars: int = Field(
-        default=2_000_000_000, gt=0, description="Maximum characters of text to train on"
+        default=2_000_000_000, gt=0, description="maximum characters of text to train on"
     )
     document_chars: int = Field(
-        default=10_000, gt=0, description="Maximum characters per document, from its beginning"
+        default=10_000, gt=0, description="maximum characters per document, from its beginning"
     )
     special_tokens: tuple[str, ...] = Field(
         default=(
