@@ -82,7 +82,10 @@ class Experts(Settings):
         0, ge=0, description="number of shared experts of that size, which process every token"
     )
     every: int = Field(
-        1, ge=1, description="every how many layers one has experts, counted back from the last"
+        1,
+        ge=1,
+        description="interval of the layers with experts, counted back from the last layer; 1: "
+        "all layers",
     )
     score_function: Literal["sigmoid", "softmax"] = Field(
         "sigmoid",
