@@ -28,7 +28,7 @@ class ProcessesConfig(Settings):
     """Timeouts of a multi-process job. They have no effect on a single process."""
 
     start_timeout: float = Field(
-        300, gt=0, description="seconds to wait at the start until all processes are there"
+        300, gt=0, description="seconds to wait at the start until all processes have connected"
     )
     heartbeat_timeout: float = Field(
         10, ge=1, description="seconds without a heartbeat after which a process counts as lost"
@@ -36,8 +36,8 @@ class ProcessesConfig(Settings):
     step_timeout: float | None = Field(
         1800,
         gt=0,
-        description="seconds without a new step (a validation or a save may lie between) after "
-        "which the job counts as hung and ends; null: never",
+        description="seconds without a finished step after which the job counts as hung and ends; "
+        "validation and saving count as part of a step. null: never",
     )
 
 

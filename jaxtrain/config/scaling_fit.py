@@ -11,34 +11,44 @@ SHIPPED = Path(__file__).with_name("scaling_fits")
 
 
 class Ratio(Settings):
-    """Compute-optimal training tokens for each parameter of matrices and head."""
+    """Compute-optimal training tokens per parameter of the matrices and head."""
 
-    value: float = Field(gt=0, description="tokens for each parameter")
-    low: float | None = Field(None, description="lower end of its interval; null: not stated")
-    high: float | None = Field(None, description="upper end of its interval; null: not stated")
+    value: float = Field(gt=0, description="training tokens per parameter")
+    low: float | None = Field(
+        None, description="lower end of its confidence interval; null: not given"
+    )
+    high: float | None = Field(
+        None, description="upper end of its confidence interval; null: not given"
+    )
 
 
 class Power(Settings):
-    """coefficient x (training tokens, or parameters)^exponent."""
+    """Power law: coefficient x (training tokens, or parameters)^exponent."""
 
     coefficient: float = Field(gt=0, description="value at 1")
-    exponent: float = Field(description="power")
+    exponent: float = Field(description="exponent of the power law")
 
     def __call__(self, x: float) -> float:
         return self.coefficient * x**self.exponent
 
 
 class Dial(Settings):
-    """The rules of the depth dial that a fit sets; nanochat's rules apply for the others."""
+    """Rules of the depth dial that a scaling-law fit replaces; the others stay nanochat's."""
 
-    name: str = Field(description="of the study or project")
-    source: str = Field(description="where the figures come from")
-    tokens_per_parameter: Ratio = Field(description="the horizon")
+    name: str = Field(description="name of the study or project")
+    source: str = Field(description="source of the figures")
+    tokens_per_parameter: Ratio = Field(
+        description="compute-optimal tokens per parameter, which set train.steps"
+    )
     batch_tokens: Power | None = Field(
-        None, description="tokens of a step, of the training tokens; default nanochat's rule"
+        None,
+        description="batch size in tokens as a function of the training tokens; default "
+        "nanochat's rule",
     )
     rate_multiplier: Power | None = Field(
-        None, description="factor on the derived learning rates, of the parameters; default 1"
+        None,
+        description="factor on the derived learning rates as a function of the parameters; "
+        "default 1",
     )
 
     def batch(self, tokens: float) -> int | None:

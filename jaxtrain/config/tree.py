@@ -50,7 +50,7 @@ class Sections(Settings):
 
 
 class Config(Sections):
-    """Everything about a run; nothing in it is required."""
+    """All settings of a run. None is required."""
 
     model: ModelConfig = section(ModelConfig)
     train: TrainConfig = section(TrainConfig)

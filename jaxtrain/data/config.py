@@ -26,16 +26,16 @@ class TailValidation(Settings):
 
     name: Literal["tail"] = "tail"
     fraction: float = Field(
-        default=0.1, gt=0, lt=1, description="Part of the characters to hold out"
+        default=0.1, gt=0, lt=1, description="fraction of the characters to hold out"
     )
 
 
 class DocumentsValidation(Settings):
-    """Some documents of the training source, chosen by the hash of their text."""
+    """Random documents of the training source, chosen by the hash of their text."""
 
     name: Literal["documents"] = "documents"
     fraction: float = Field(
-        default=0.01, gt=0, lt=1, description="Part of the documents to hold out"
+        default=0.01, gt=0, lt=1, description="fraction of the documents to hold out"
     )
 
 
@@ -43,11 +43,11 @@ class SourceValidation(Settings):
     """A separate source of validation text."""
 
     name: Literal["source"] = "source"
-    source: Source = Field(description="Where the validation text comes from")
+    source: Source = Field(description="source of the validation text")
 
 
 class NoValidation(Settings):
-    """No validation split: all text is for training."""
+    """No validation split: all data is for training."""
 
     name: Literal["none"] = "none"
 
@@ -63,14 +63,13 @@ class LocalCacheConfig(Settings):
 
     path: str | None = Field(
         default=None,
-        description="Folder on a fast disk of the host; by default $JAXTRAIN_CACHE or "
+        description="folder on a fast disk of the host; default $JAXTRAIN_CACHE or "
         "~/.cache/jaxtrain",
     )
     max_bytes: int = Field(
         default=100_000_000_000,
         gt=0,
-        description="Bytes of tokens that are kept there; those that were used longest ago go "
-        "first",
+        description="size limit in bytes; the least recently used token blocks are removed first",
     )
 
 
@@ -80,65 +79,69 @@ TrainSource = Annotated[Source | MixtureSource, Field(discriminator="name")]
 class DataConfig(Settings):
     """Sources, tokenizer, packing, order and preparation of the training and validation data."""
 
-    train: TrainSource = Field(
-        default=TextSource(), description="Where the training text comes from"
-    )
+    train: TrainSource = Field(default=TextSource(), description="source of the training data")
     stages: tuple[Stage, ...] = Field(
         default=(),
-        description="Parts of the run, in order, with mixtures, sequence lengths and batch sizes "
-        "of their own; the last goes on to the end",
+        description="stages of the run, in order, each with its own mixture, sequence length and "
+        "batch size. The last one continues to the end",
     )
     length_ramp: LengthRamp | None = Field(
         default=None,
-        description="Short rows first, doubled phase by phase; null: train.sequence_length always",
+        description="sequence length warm-up: short sequences first, doubled phase by phase; "
+        "null: always train.sequence_length",
     )
     batch_ramp: BatchRamp | None = Field(
         default=None,
-        description="Few rows a step first, doubled phase by phase; null: train.batch_size always",
+        description="batch size warm-up: few sequences per step first, doubled phase by phase; "
+        "null: always train.batch_size",
     )
-    validation: Validation = Field(default=TailValidation(), description="What text is held out")
+    validation: Validation = Field(default=TailValidation(), description="held-out validation data")
     tokenizer: TokenizerConfig = Field(
-        default=SentencePieceConfig(), description="How text becomes token ids"
+        default=SentencePieceConfig(),
+        description="tokenizer, trained on the data or loaded from a file",
     )
     packing: PackingConfig = Field(
-        default=ConcatConfig(), description="How documents fill the rows of a batch"
+        default=ConcatConfig(), description="packing of documents into the sequences of a batch"
     )
     shuffle: ShuffleConfig = Field(
-        default=GlobalShuffle(), description="How far apart documents may come from that are mixed"
+        default=GlobalShuffle(),
+        description="shuffling: of all documents, or of nearby blocks for data too large for "
+        "the disk",
     )
     augment: AugmentConfig = Field(
-        default=NoAugment(), description="How rows are changed at random while they are read"
+        default=NoAugment(), description="random changes of the token sequences when they are read"
     )
-    seed: int = Field(default=0, ge=0, description="Decides the order of the training data")
+    seed: int = Field(default=0, ge=0, description="seed of the order of the training data")
     cache_dir: str | None = Field(
         default=None,
-        description="Prepared data: a folder, or s3://, gs:// or another URL of fsspec, which is "
-        "read through local_cache; by default $JAXTRAIN_CACHE or ~/.cache/jaxtrain",
+        description="folder of prepared data: a path, or s3://, gs:// or another URL of fsspec, "
+        "read through local_cache. Default $JAXTRAIN_CACHE or ~/.cache/jaxtrain",
     )
     local_cache: LocalCacheConfig = Field(
-        default=LocalCacheConfig(), description="Where a host keeps blocks of a cache_dir at a URL"
+        default=LocalCacheConfig(),
+        description="cache on each host for blocks of a cache_dir at a URL",
     )
     prefetch: int = Field(
-        default=4, gt=0, description="Batches that are read ahead of the training step"
+        default=4, gt=0, description="batches that are read ahead of the training step"
     )
     workers: int = Field(
         default=1,
         ge=0,
-        description="Threads that read batches ahead; 0 reads each when it is asked for",
+        description="threads that read batches ahead; 0: each batch is read when it is needed",
     )
 
     prepare_workers: int | None = Field(
-        default=None, gt=0, description="Processes that tokenize; by default one a core"
+        default=None, gt=0, description="tokenizer processes; default one per core"
     )
     dedup_memory: float = Field(
         default=4.0,
         gt=0,
-        description="GiB for the partitions in which filters look for duplicates, in work at once",
+        description="memory limit in GiB for the partitions that duplicate filters process at once",
     )
     skip_damaged: bool = Field(
         default=False,
-        description="Leave out the documents of damaged shards instead of stopping; reads all of "
-        "the prepared data once at the start",
+        description="skip documents of damaged shards instead of stopping. All prepared data is "
+        "read once at the start",
     )
 
     @field_validator("cache_dir")

@@ -9,7 +9,7 @@ class EvalConfig(Settings):
     """Validation during training; the last step always validates the whole split."""
 
     every: int | None = Field(
-        250, ge=1, description="steps between validations; null: only the end"
+        250, ge=1, description="steps between validations; null: only at the end"
     )
     tokens: int | None = Field(
         None,
@@ -17,5 +17,8 @@ class EvalConfig(Settings):
         description="validation tokens used before the last step; default the whole split",
     )
     batch_size: int | None = Field(
-        None, ge=1, le=2**20, description="rows at once; default the device batch"
+        None,
+        ge=1,
+        le=2**20,
+        description="sequences per validation batch; default the device batch size",
     )

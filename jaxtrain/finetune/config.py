@@ -26,7 +26,7 @@ Targets = Annotated[tuple[str, ...], BeforeValidator(our_names)]
 
 
 class FullConfig(Settings):
-    """All parameters train."""
+    """Full fine-tuning, or pretraining: all parameters train."""
 
     peak_rate: ClassVar[float] = 2e-5
     name: Literal["full"] = "full"
@@ -41,48 +41,56 @@ class FrozenBaseConfig(Settings):
     peak_rate: ClassVar[float]
     base_quantization: BaseStorage | None = Field(
         None,
-        description="storage of the frozen matrices of the blocks: nf4 (4.13 bits a parameter, "
-        "QLoRA), int4 (4.13, in groups of 128 inputs) or int8; default the compute dtype",
+        description="storage of the blocks' frozen matrices: nf4 (QLoRA, 4.13 bits per "
+        "parameter), int4 (4.13, groups of 128 inputs) or int8; default the compute dtype",
     )
 
 
 class LoRAConfig(FrozenBaseConfig):
-    """Low-rank changes of frozen matrices (Hu et al. 2021)."""
+    """LoRA: trainable low-rank updates of frozen matrices (Hu et al. 2021)."""
 
     peak_rate: ClassVar[float] = 2e-4  # QLoRA's for 7B
     name: Literal["lora"] = "lora"
-    rank: int = Field(16, ge=1, description="rank r of each change")
-    alpha: float = Field(32.0, gt=0, description="the change is alpha / rank x A B")
+    rank: int = Field(16, ge=1, description="rank r of each adapter")
+    alpha: float = Field(32.0, gt=0, description="LoRA alpha: the update is alpha / rank x A B")
     rslora: bool = Field(
-        False, description="alpha / sqrt(rank) instead (Kalajdzievski 2023), for large ranks"
+        False,
+        description="scale by alpha / sqrt(rank) instead (rsLoRA, Kalajdzievski 2023), for large "
+        "ranks",
     )
     dora: bool = Field(
-        False, description="the columns' norms train apart from directions (Liu et al. 2024)"
+        False,
+        description="train the columns' norms separately from their directions (DoRA, Liu et al. "
+        "2024)",
     )
     targets: Targets = Field(
         ("attention", "ffn"),
         min_length=1,
-        description="matrices of the blocks: attention, ffn, q, k, v, out, up, gate, down, or "
-        "patterns such as blocks/attention/*; peft's names (q_proj, all-linear) mean the same",
+        description="matrices of the blocks with adapters: attention, ffn, q, k, v, out, up, "
+        "gate, down, or patterns such as blocks/attention/*. peft's names (q_proj, all-linear) "
+        "also work",
     )
     lora_plus_ratio: float = Field(
-        1.0, gt=0, description="learning rate of B over that of A (Hayou et al. 2024: 16)"
+        1.0,
+        gt=0,
+        description="learning rate of B divided by that of A (LoRA+, Hayou et al. 2024: 16)",
     )
     freeze_a: bool = Field(
         False,
-        description="A keeps its random value and only B trains (LoRA-FA, Zhang et al. 2023): "
-        "fewer activations are kept",
+        description="keep A at its random initial value and train only B (LoRA-FA, Zhang et al. "
+        "2023), which stores fewer activations",
     )
     loftq_iterations: int | None = Field(
         None,
         ge=1,
-        description="begin with A B at what base_quantization lost, and with a base of W - A B, "
-        "so many times in turn (LoftQ, Li et al. 2023: 5); default A is random and B zero",
+        description="LoftQ iterations (Li et al. 2023: 5): alternately fit A B to the "
+        "quantization error of base_quantization and quantize W - A B. Default none: A is random "
+        "and B zero",
     )
     init_adapter: str | None = Field(
         None,
-        description="adapter to start from, a folder of peft's or a run with LoRA; "
-        "its rank, alpha and targets are the default",
+        description="adapter to start from: a folder in peft's format, or a run with LoRA. Its "
+        "rank, alpha and targets are the defaults",
     )
 
     @model_validator(mode="after")
@@ -98,121 +106,123 @@ class LoRAConfig(FrozenBaseConfig):
 
 
 class QALoRAConfig(Settings):
-    """Low-rank changes that merge into the zero points of an int4 base (Xu et al. 2023)."""
+    """QA-LoRA (Xu et al. 2023): low-rank updates that merge into zero points of an int4 base."""
 
     peak_rate: ClassVar[float] = LoRAConfig.peak_rate
     name: Literal["qalora"] = "qalora"
-    rank: int = Field(16, ge=1, description="rank r of each change")
-    alpha: float = Field(32.0, gt=0, description="the change is alpha / rank x A B")
+    rank: int = Field(16, ge=1, description="rank r of each adapter")
+    alpha: float = Field(32.0, gt=0, description="LoRA alpha: the update is alpha / rank x A B")
     group_size: int = Field(
         32,
         ge=2,
-        description="inputs of a matrix that share a scale, a zero point and a row of A; a smaller "
-        "matrix is one group",
+        description="inputs of a matrix that share a scale, a zero point and a row of A; a "
+        "smaller matrix is one group",
     )
     targets: Targets = Field(
         ("attention", "ffn"),
         min_length=1,
-        description="matrices of the blocks that have adapters: attention, ffn, q, k, v, out, up, "
-        "gate, down, or patterns such as blocks/attention/*; peft's names mean the same",
+        description="matrices of the blocks with adapters: attention, ffn, q, k, v, out, up, "
+        "gate, down, or patterns such as blocks/attention/*. peft's names also work",
     )
 
 
 class ReLoRAConfig(Settings):
-    """Pretraining by low-rank changes, merged every so many steps (Lialin et al. 2023)."""
+    """ReLoRA: pretraining by low-rank updates that are merged periodically (Lialin et al. 2023)."""
 
     name: Literal["relora"] = "relora"
-    rank: int = Field(128, ge=1, description="rank r of each change")
-    alpha: float = Field(32.0, gt=0, description="the change is alpha / rank x A B")
+    rank: int = Field(128, ge=1, description="rank r of each adapter")
+    alpha: float = Field(32.0, gt=0, description="LoRA alpha: the update is alpha / rank x A B")
     targets: tuple[str, ...] = Field(
         ("attention", "ffn"),
         min_length=1,
-        description="matrices of the blocks that have adapters: attention, ffn, q, k, v, out, up, "
+        description="matrices of the blocks with adapters: attention, ffn, q, k, v, out, up, "
         "gate, down, or patterns such as blocks/attention/*",
     )
     every: int = Field(1000, ge=1, description="steps between two merges")
     warm_start: int = Field(
-        0, ge=0, description="first steps of the run, which train all parameters in full rank"
+        0, ge=0, description="steps of full-rank training at the start of the run"
     )
     reset: float = Field(
         0.99,
         gt=0,
         le=1,
-        description="share of the adapters' moments that a merge sets to zero, the smallest "
-        "first; 1: all",
+        description="fraction of the adapters' moments that a merge sets to zero, smallest first; "
+        "1: all",
     )
     rewarm_steps: int = Field(
-        50, ge=0, description="steps of a linear warm-up of all learning rates after a merge"
+        50, ge=0, description="steps of linear warm-up of all learning rates after a merge"
     )
 
 
 class FreezeConfig(FrozenBaseConfig):
-    """Some parameters train, the others stay as they are."""
+    """Trains some parameters and freezes the others."""
 
     peak_rate: ClassVar[float] = 2e-5
     name: Literal["freeze"] = "freeze"
     trainable: tuple[str, ...] = Field(
         min_length=1,
-        description="what trains: a part of a parameter's path (ffn, q), a role (gain, head), or "
-        "a pattern such as blocks/*/q",
+        description="trainable parameters: a part of a parameter's path (ffn, q), a role (gain, "
+        "head), or a pattern such as blocks/*/q",
     )
     last_layers: int | None = Field(
-        None, ge=1, description="of the blocks only so many, from the end; default all"
+        None, ge=1, description="train only in this many last blocks; default all"
     )
 
 
 class BitFitConfig(FrozenBaseConfig):
-    """The biases alone (Ben Zaken et al. 2021)."""
+    """BitFit: trains only the biases (Ben Zaken et al. 2021)."""
 
     peak_rate: ClassVar[float] = 1e-3
     name: Literal["bitfit"] = "bitfit"
 
 
 class IA3Config(FrozenBaseConfig):
-    """Factors on keys, values and the hidden channels (Liu et al. 2022)."""
+    """IA3: learned factors on keys, values and the hidden channels (Liu et al. 2022)."""
 
     peak_rate: ClassVar[float] = 3e-3
     name: Literal["ia3"] = "ia3"
 
 
 class AdapterConfig(FrozenBaseConfig):
-    """Small networks behind each attention and feed-forward (Houlsby et al. 2019)."""
+    """Bottleneck adapters after each attention and feed-forward network (Houlsby et al. 2019)."""
 
     peak_rate: ClassVar[float] = 1e-3
     name: Literal["adapter"] = "adapter"
-    width: int = Field(64, ge=1, description="channels of each; becomes model.adapter")
+    width: int = Field(
+        64, ge=1, description="bottleneck channels of each adapter; sets model.adapter"
+    )
 
 
 class PromptLearningConfig(FrozenBaseConfig):
     """Fields of prompt and prefix tuning, which train only virtual tokens before each document."""
 
     virtual_tokens: int = Field(
-        20, ge=1, description="virtual tokens; becomes model.prompt or .prefix"
+        20, ge=1, description="number of virtual tokens; sets model.prompt or model.prefix"
     )
     init_adapter: str | None = Field(
         None,
-        description="adapter to start from, a folder of peft's or a run of the same kind; "
-        "its number of tokens is the default",
+        description="adapter to start from: a folder in peft's format, or a run of the same kind. "
+        "Its number of tokens is the default",
     )
 
 
 class PromptConfig(PromptLearningConfig):
-    """Their embeddings train (prompt tuning, Lester et al. 2021)."""
+    """Prompt tuning: trains the embeddings of virtual tokens (Lester et al. 2021)."""
 
     peak_rate: ClassVar[float] = 1e-2
     name: Literal["prompt"] = "prompt"
 
 
 class PrefixConfig(PromptLearningConfig):
-    """Their keys and values in every layer train (prefix tuning, Li & Liang 2021)."""
+    """Prefix tuning: trains keys and values of virtual tokens in every layer (Li & Liang 2021)."""
 
     peak_rate: ClassVar[float] = 1e-2
     name: Literal["prefix"] = "prefix"
     projection: int | None = Field(
         None,
         ge=1,
-        description="hidden units of an MLP that makes the keys and values while they train, and "
-        "is not kept (peft: encoder_hidden_size); default they train as they are",
+        description="hidden units of an MLP that computes the keys and values in training only "
+        "(peft: encoder_hidden_size); default none, they are trained directly",
     )
 
 

@@ -23,231 +23,265 @@ def check_heads(width: int | None, heads: int | None, kv_heads: int | None, head
 
 
 class ModelFields[Size: int | None](Settings):
-    """Fields of ModelConfig, where a Size may be None, and of ResolvedModel, where none is."""
+    """Fields of ModelConfig, where a Size may be None, and of ResolvedModel, where all are set."""
 
     depth: int = Field(
         12,
         ge=1,
         le=10_000,
-        description="layers; width, heads, batch and rates follow from it",
+        description="number of layers; sets the defaults of width, heads, batch size and learning "
+        "rates",
     )
     width: Size = derived_field(
-        "model width D; default 64 x depth, rounded up to a multiple of head_dim", ge=1
+        "model dimension D; default 64 x depth, rounded up to a multiple of head_dim", ge=1
     )
-    head_dim: int = Field(128, ge=2, description="channels of one attention head")
+    head_dim: int = Field(128, ge=2, description="channels per attention head")
     qk_head_dim: int | None = Field(
         None,
         ge=2,
-        description="channels of a head's query and key, where its value's (head_dim) are more or "
-        "fewer; default head_dim",
+        description="channels per head of queries and keys, where they differ from those of "
+        "values; default head_dim",
     )
-    heads: Size = derived_field("query heads N; default width / head_dim", ge=1)
-    kv_heads: Size = derived_field("key/value heads K; default heads (no sharing)", ge=1)
+    heads: Size = derived_field("number of query heads N; default width / head_dim", ge=1)
+    kv_heads: Size = derived_field(
+        "number of key/value heads K (grouped-query attention); default heads", ge=1
+    )
     ffn: Literal["relu2", "gelu", "swiglu", "geglu"] = Field(
-        "relu2", description="feed-forward kind; the last two are gated"
+        "relu2", description="activation of the feed-forward network; swiglu and geglu are gated"
     )
-    hidden: Size = derived_field("feed-forward width F; default 4 x width", ge=1)
-    moe: Experts | None = Field(None, description="a mixture of experts; default none")
+    hidden: Size = derived_field(
+        "hidden dimension F of the feed-forward network; default 4 x width", ge=1
+    )
+    moe: Experts | None = Field(None, description="mixture of experts; default none")
     vocab_multiple: int = Field(
-        64, ge=1, description="embedding and head rows are padded up to a multiple of this"
+        64,
+        ge=1,
+        description="vocabulary size of embedding and head is padded to a multiple of this",
     )
     position_embedding: Literal["rotary", "learned"] = Field(
-        "rotary", description="turns of queries and keys, or a table of `context` embeddings"
+        "rotary",
+        description="rotary: RoPE; learned: learned absolute positions up to context_length",
     )
-    rope_base: float = Field(100_000.0, gt=0, description="base of the rotary frequencies")
+    rope_base: float = Field(100_000.0, gt=0, description="RoPE base (theta)")
     rope_base_short: float | None = Field(
-        None, gt=0, description="the same in S layers, never stretched; default rope_base"
+        None,
+        gt=0,
+        description="RoPE base of short-window (S) layers, which rope_scaling does not change; "
+        "default rope_base",
     )
     rope_scaling: RopeScaling | None = Field(
-        None, description="how the rotary frequencies are stretched over a longer context"
+        None, description="scaling of the RoPE frequencies for a longer context; default none"
     )
-    qk_norm: bool = Field(True, description="RMS-normalise queries and keys after the rotation")
+    qk_norm: bool = Field(True, description="RMSNorm on queries and keys (QK norm), after RoPE")
     qk_scale: float = Field(1.2, gt=0, description="factor on queries and on keys after qk_norm")
     qk_norm_gain: bool = Field(
-        False, description="learned gains in qk_norm, which then comes before the rotation"
+        False, description="learned scale in qk_norm, which is then applied before RoPE"
     )
     attention_scale: float | None = Field(
-        None, gt=0, description="factor on the scores; default qk_scale^2 / sqrt(head_dim)"
+        None,
+        gt=0,
+        description="factor on the attention scores; default qk_scale^2 / sqrt(head_dim)",
     )
-    qkv_bias: bool = Field(False, description="learned shifts of queries, keys and values")
-    out_bias: bool = Field(False, description="learned shift of what attention puts out")
-    ffn_bias: bool = Field(False, description="learned shifts in the feed-forward network")
+    qkv_bias: bool = Field(False, description="bias of the Q, K and V projections")
+    out_bias: bool = Field(False, description="bias of the attention output projection")
+    ffn_bias: bool = Field(False, description="biases in the feed-forward network")
     window_pattern: str = Field(
         "SSSL",
         pattern="^[SL]+$",
-        description="S short window, L full context, tiled over the layers; the last is full",
+        description="attention windows of the layers, repeated over the depth: S short_window, L "
+        "full context. The last layer is full",
     )
     last_layer_full: bool = Field(
-        True, description="the last layer has full context, whatever window_pattern says"
+        True, description="full context in the last layer, regardless of window_pattern"
     )
     short_window: Size = derived_field(
-        "keys left of the query in S layers; default T/4 up to a 128 multiple", ge=1
+        "window of S layers: number of tokens before the query that it attends to; default "
+        "sequence length / 4, rounded up to a multiple of 128",
+        ge=1,
     )
     context_length: Size = derived_field(
-        "tokens that decoding looks back over; default the training length", ge=2
+        "maximum context in tokens; default train.sequence_length", ge=2
     )
     norm: Literal["rms", "layer"] = Field(
-        "rms", description="of the blocks and the last states; layer also subtracts the mean"
+        "rms", description="norm of the layers and of the final hidden states: RMSNorm or LayerNorm"
     )
-    norm_gain: bool = Field(
-        False, description="learned gains in the norms, and shifts in layer norms"
+    norm_gain: bool = Field(False, description="learned scale in the norms, and bias in LayerNorm")
+    norm_eps: float = Field(1e-6, gt=0, description="epsilon of the norms")
+    post_norm: bool = Field(
+        False, description="also normalize the outputs of attention and feed-forward network"
     )
-    norm_eps: float = Field(1e-6, gt=0, description="epsilon inside the norms")
-    post_norm: bool = Field(False, description="normalise also what each branch puts out")
     embed_scale: float = Field(1.0, gt=0, description="factor on the token embedding")
-    embed_norm: bool = Field(True, description="RMS-normalise the token embedding")
-    tied_head: bool = Field(False, description="the head is the embedding, transposed")
+    embed_norm: bool = Field(True, description="RMSNorm on the token embedding")
+    tied_head: bool = Field(False, description="tie the head's weights to the token embedding")
     logit_softcap: float | None = Field(
-        15.0, gt=0, description="logits are cap x tanh(logits / cap)"
+        15.0, gt=0, description="soft cap of the logits, cap x tanh(logits / cap); null: none"
     )
-    attention_softcap: float | None = Field(None, gt=0, description="the same, attention scores")
+    attention_softcap: float | None = Field(
+        None,
+        gt=0,
+        description="soft cap of the attention scores, cap x tanh(scores / cap); default none",
+    )
     value_embeddings: bool = Field(
-        True, description="gated token embeddings added to the values on alternating layers"
+        True, description="gated token embeddings added to the values in every other layer"
     )
     residual_scales: bool = Field(
-        True, description="learned scale of the stream and of the embedding x0 before each layer"
+        True,
+        description="learned scales of the residual stream and of the embedding x0 before each "
+        "layer",
     )
     bigram_rows: int | None = Field(
         None,
         ge=2,
-        description="rows of a hashed embedding of pairs of tokens, added to the token embedding; "
-        "five times the vocabulary serves well; default none",
+        description="size of a hashed bigram embedding, added to the token embedding; five times "
+        "the vocabulary works well. Default none",
     )
-    smear: bool = Field(True, description="mix a gated copy of the previous token's embedding in")
-    backout: bool = Field(True, description="subtract a learned share of the middle layer's output")
-    document_mask: bool = Field(False, description="tokens attend inside their own document only")
+    smear: bool = Field(True, description="add a gated copy of the previous token's embedding")
+    backout: bool = Field(
+        True,
+        description="subtract a learned fraction of the middle layer's output from the final "
+        "hidden states",
+    )
+    document_mask: bool = Field(False, description="tokens attend only within their own document")
     causal: bool = Field(
         True,
-        description="a token attends to what stands before it; false: to both sides (an encoder, "
-        "for objective.name=masked_lm)",
+        description="causal attention; false: bidirectional (an encoder, for "
+        "objective.name=masked_lm)",
     )
     # fmt: off
     init: Literal[
         "speedrun", "gpt2", "depth_scaled", "orthogonal", "mup", "fixup", "tfixup", "rezero",
         "skipinit",
-    ] = Field("speedrun", description="initial values; the last four need no block_norm")
+    ] = Field("speedrun", description="initialization scheme; the last four do not need block_norm")
     # fmt: on
     base_width: int = Field(
-        256, ge=1, description="width whose learning rates `init: mup` transfers to this one"
+        256,
+        ge=1,
+        description="muP base width: `init: mup` transfers learning rates tuned at this width",
     )
     adapter: int | None = Field(
         None,
         ge=1,
-        description="channels of adapters behind attention and feed-forward; "
-        "finetune.name=adapter sets it",
+        description="bottleneck channels of adapters after attention and feed-forward network; "
+        "set by finetune.name=adapter",
     )
     prompt: int | None = Field(
         None,
         ge=1,
-        description="virtual tokens with learned embeddings in front of every text; "
-        "finetune.name=prompt sets it",
+        description="number of virtual tokens with learned embeddings before every sequence; set "
+        "by finetune.name=prompt",
     )
     prefix: int | None = Field(
         None,
         ge=1,
-        description="virtual tokens with learned keys and values in every layer; "
-        "finetune.name=prefix sets it",
+        description="number of virtual tokens with learned keys and values in every layer; set by "
+        "finetune.name=prefix",
     )
     mtp: int | None = Field(
         None,
         ge=1,
         le=16,
-        description="modules of multi-token prediction behind the layers (DeepSeek-V3); "
-        "objective.name=mtp sets it",
+        description="number of multi-token prediction modules after the layers (DeepSeek-V3); set "
+        "by objective.name=mtp",
     )
-    block_norm: bool = Field(True, description="RMS-normalise what each branch reads")
+    block_norm: bool = Field(
+        True, description="RMSNorm on the inputs of attention and feed-forward network (pre-norm)"
+    )
     embedding_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="storage of the token and value embeddings"
+        "float32", description="storage dtype of the token and value embeddings"
     )
     attention: str | None = Field(
         None,
-        description="attention backend (cudnn, xla, mosaic, triton); "
-        "default the fastest that serves",
+        description="attention backend (cudnn, xla, mosaic, triton); default the fastest one that "
+        "is supported",
     )
     deterministic_attention: bool = Field(
         False,
-        description="attention's gradients are the same bits on every run; cuDNN cannot, mosaic "
-        "takes 7 products a block instead of 5, xla and triton always are",
+        description="bitwise reproducible attention gradients. Not available with cudnn; mosaic "
+        "then takes 7 matmuls per block instead of 5; xla and triton always are",
     )
     kernels: FusedOps = Field(
-        FusedOps.model_validate({}), description="backends of the fused passes over activations"
+        FusedOps.model_validate({}), description="backends of the fused operations"
     )
     scan_layers: bool = Field(
-        False, description="scan over repeated layers: compiles faster, runs a little slower"
+        False,
+        description="run repeated layers in jax.lax.scan: compiles faster, runs slightly slower",
     )
     fp8: Literal["blocks", "all"] | None = Field(
         None,
-        description="training's matmuls in float8: of the blocks' matrices, or of the head as well",
+        description="float8 matmuls in training: of the blocks' matrices, or also of the head",
     )
     weight_form: WeightForm | None = Field(
         None,
-        description="how matrices of the blocks are rounded or made sparse where they multiply; a "
-        "name alone is enough; default not at all",
+        description="rounding or sparsity of the blocks' matrices in their matmuls; a name alone "
+        "is enough. Default none",
     )
     fp8_hidden: bool = Field(
         False,
-        description="the backward pass of float8 training has squared-ReLU hidden layers in float8 "
-        "alone: 2 bytes less for each hidden value, and an error of the gradient of at most 3%",
+        description="keep squared-ReLU hidden activations only in float8 for the backward pass: 2 "
+        "bytes less per hidden value, gradient error at most 3%",
     )
     fp8_epilogue: bool = Field(
         False,
-        description="squared-ReLU hidden layers and their gradients are cast to float8 by the "
-        "products that make them (an own kernel for Hopper): they are read once less",
+        description="cast squared-ReLU hidden activations and their gradients to float8 in the "
+        "epilogue of the matmul that computes them (own Hopper kernel), which saves one memory "
+        "pass",
     )
     fp8_history: int | None = Field(
         None,
         ge=1,
         description="delayed scaling in the blocks: activations and gradients are scaled by the "
-        "largest magnitudes of so many steps before, and not by their own; default none",
+        "largest magnitude (amax) of so many previous steps. Default none: by their own",
     )
     remat: Remat = Field(
         "none",
-        description="what the backward pass computes again to save memory: attention, ffn (that "
-        "half of each layer), dots (all but the results of matmuls and attention), block (all but "
-        "layers' inputs), int8, int4, int2 (as block, with layers' inputs in so many bits: "
-        "gradients of a point nearby), actnn8, actnn4, actnn2 (nothing; activations are kept in so "
-        "many bits), offload (as block, and the inputs wait in the host's memory; a GPU with "
-        "scan_layers)",
+        description="activations that the backward pass recomputes to save memory: attention or "
+        "ffn (that half of each layer), dots (all but results of matmuls and attention), block "
+        "(all but layer inputs), int8, int4, int2 (as block, with layer inputs stored in so many "
+        "bits: approximate gradients), actnn8, actnn4, actnn2 (ActNN: nothing, but activations "
+        "are stored in so many bits), offload (as block, with layer inputs in host memory; needs "
+        "a GPU and scan_layers)",
     )
-    remat_short: Remat | None = Field(None, description="the same in S layers; default remat")
+    remat_short: Remat | None = Field(None, description="remat of S layers; default that of remat")
     stochastic_depth: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="probability that a training step skips the last layer; of layer i of L, i/L "
-        "of it. What a layer adds is divided by the probability that it is kept",
+        description="probability that a training step skips the last layer; for layer i of L it "
+        "is i/L of this. The output of a kept layer is divided by its keep probability",
     )
     frozen_layers: int = Field(
         0,
         ge=0,
-        description="layers from the bottom up that do not train, nor does the embedding below: "
-        "no backward pass, no optimizer step; train.phases freezes more and more of them",
+        description="number of frozen layers from the bottom, with the embedding: no backward "
+        "pass and no optimizer step. train.phases can freeze more of them over time",
     )
     share_layers: ShareLayers | None = Field(
         None,
-        description="layers that use one set of weights: all, or adjacent (two in a row); a name "
-        "alone is enough; default each its own",
+        description="weight sharing between layers: all, or adjacent (pairs); a name alone is "
+        "enough. Default none",
     )
     mla: LatentKV | None = Field(
-        None, description="multi-head latent attention (MLA): the cache holds latents; default none"
+        None,
+        description="multi-head latent attention (MLA), whose KV cache holds latents; default none",
     )
     share_kv: ShareKV | None = Field(
         None,
-        description="layers that read the keys and values of a layer before them: adjacent, or "
-        "global; a name alone is enough; default none",
+        description="cross-layer KV sharing: layers that reuse the keys and values of an earlier "
+        "layer, adjacent or global; a name alone is enough. Default none",
     )
     token_dropping: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="share of a row's tokens that skip each layer but the first and the last in a "
-        "training step, drawn for each layer (Random-LTD)",
+        description="fraction of a sequence's tokens that skip a layer in a training step, drawn "
+        "for each layer except the first and the last (Random-LTD)",
     )
     ffn_tiles: int = Field(
         1,
         ge=1,
-        description="the feed-forward network, experts too, takes a row in so many parts, each "
-        "computed again in the backward pass: for rows whose hidden layer would not fit",
+        description="number of tiles of a sequence in which the feed-forward network (experts "
+        "too) runs, each recomputed in the backward pass; for sequences whose hidden activations "
+        "do not fit",
     )
 
     @property

@@ -11,40 +11,49 @@ from jaxtrain.settings import Settings
 
 
 class LinearScaling(Settings):
-    """Positions divided by a factor (Chen et al. 2023)."""
+    """Position interpolation: positions are divided by a factor (Chen et al. 2023)."""
 
     name: Literal["linear"] = "linear"
-    factor: float = Field(gt=0, description="how many times longer the context becomes")
+    factor: float = Field(gt=0, description="ratio of the new context length to the original one")
 
 
 class Llama3Scaling(Settings):
-    """Llama 3.1: low frequencies divided by the factor, high ones kept, a ramp between."""
+    """Llama 3.1: low frequencies are divided by the factor, high ones kept, with a ramp between."""
 
     name: Literal["llama3"] = "llama3"
-    factor: float = Field(8.0, gt=0, description="divides the low frequencies")
+    factor: float = Field(8.0, gt=0, description="divisor of the low frequencies")
     low_freq_factor: float = Field(
-        1.0, gt=0, description="fewer turns over original_context than this are a low frequency"
+        1.0,
+        gt=0,
+        description="rotations over original_context below which a frequency counts as low",
     )
     high_freq_factor: float = Field(
-        4.0, gt=0, description="more turns over original_context than this are a high frequency"
+        4.0,
+        gt=0,
+        description="rotations over original_context above which a frequency counts as high",
     )
-    original_context: int = Field(8192, ge=1, description="tokens of context before stretching")
+    original_context: int = Field(8192, ge=1, description="context length in tokens before scaling")
 
 
 class YarnScaling(Settings):
-    """YaRN (Peng et al. 2023): a ramp between kept and divided frequencies, and larger scores."""
+    """YaRN (Peng et al. 2023): a ramp between kept and divided frequencies, and larger attention
+    scores."""
 
     name: Literal["yarn"] = "yarn"
-    factor: float = Field(gt=0, description="how many times longer the context becomes")
-    beta_fast: float = Field(32.0, gt=0, description="turns from which a frequency is kept")
-    beta_slow: float = Field(1.0, gt=0, description="turns up to which a frequency is divided")
-    original_context: int = Field(ge=1, description="tokens of context before stretching")
+    factor: float = Field(gt=0, description="ratio of the new context length to the original one")
+    beta_fast: float = Field(
+        32.0, gt=0, description="rotations over original_context above which a frequency is kept"
+    )
+    beta_slow: float = Field(
+        1.0, gt=0, description="rotations over original_context below which a frequency is divided"
+    )
+    original_context: int = Field(ge=1, description="context length in tokens before scaling")
     attention_factor: float | None = Field(
         None,
         gt=0,
-        description="factor on rotated queries and on rotated keys; default 1 + 0.1 ln(factor)",
+        description="factor on queries and on keys after RoPE; default 1 + 0.1 ln(factor)",
     )
-    truncate: bool = Field(True, description="the ramp starts and ends at whole channels")
+    truncate: bool = Field(True, description="round the ends of the ramp to whole channels")
 
 
 class LongRopeScaling(Settings):
@@ -55,16 +64,18 @@ class LongRopeScaling(Settings):
 
     name: Literal["longrope"] = "longrope"
     short_factor: tuple[float, ...] = Field(
-        description="head_dim / 2 divisors of the frequencies, in texts up to original_context"
+        description="head_dim / 2 divisors of the frequencies, for sequences up to original_context"
     )
-    long_factor: tuple[float, ...] = Field(description="the same, in longer texts")
-    factor: float = Field(gt=0, description="how many times longer the context becomes")
-    original_context: int = Field(ge=2, description="tokens of context before stretching")
+    long_factor: tuple[float, ...] = Field(
+        description="head_dim / 2 divisors of the frequencies, for longer sequences"
+    )
+    factor: float = Field(gt=0, description="ratio of the new context length to the original one")
+    original_context: int = Field(ge=2, description="context length in tokens before scaling")
     attention_factor: float | None = Field(
         None,
         gt=0,
-        description="factor on rotated queries and on rotated keys; default "
-        "sqrt(1 + ln(factor) / ln(original_context))",
+        description="factor on queries and on keys after RoPE; default sqrt(1 + ln(factor) / "
+        "ln(original_context))",
     )
 
     @field_validator("short_factor", "long_factor")

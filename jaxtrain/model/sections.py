@@ -22,26 +22,26 @@ BACKENDS = tuple(name for name in rows.BACKENDS if name != "triton")
 
 
 class FusedOps(Settings):
-    """Backends of the fused passes in training: mosaic; xla, which leaves them to XLA's fusion; or
-    reference. None is the fastest supported one. A name alone, as in `kernels: xla`, sets norm,
-    rope, ffn and loss.
-    """
+    """Backends of the fused operations in training: mosaic; xla, which leaves them to XLA's fusion;
+    or reference. Default the fastest supported one. A name alone, such as `kernels: xla`, sets
+    norm, rope, ffn and loss."""
 
-    norm: str | None = Field(None, description="residual additions with the RMS norm after them")
-    rope: str | None = Field(None, description="rotation and norm of queries and keys")
+    norm: str | None = Field(None, description="residual addition and the RMSNorm after it")
+    rope: str | None = Field(None, description="RoPE and norm of queries and keys")
     qkv: str | None = Field(
         None,
-        description="queries, keys and values in one array, with one matmul each way, turned in "
-        "place before attention; in the place of rope and model.attention; xla: three arrays",
+        description="one QKV matmul into one array, with RoPE applied in place before attention; "
+        "replaces rope and model.attention. xla: three arrays",
     )
-    relu2: str | None = Field(None, description="the squared ReLU by itself; default: as ffn says")
+    relu2: str | None = Field(None, description="squared ReLU by itself; default that of ffn")
     ffn: str | None = Field(
-        None, description="the squared ReLU in the matmul before it; with model.fp8, in the casts"
+        None,
+        description="squared ReLU fused into the matmul before it; with model.fp8, into the casts",
     )
     loss: str | None = Field(
         None,
-        description="the head with the loss; also fp8_head, whose three matmuls are in float8, and "
-        "fp8_logits, whose logits' matmul alone is",
+        description="head and cross-entropy loss; also fp8_head (all three matmuls in float8) and "
+        "fp8_logits (only the logits' matmul)",
     )
 
     @model_validator(mode="before")
@@ -73,32 +73,42 @@ class Experts(Settings):
     Each token goes to `top_k` of `experts` experts; the router computes in float32.
     """
 
-    experts: int = Field(8, ge=2, description="experts E of a layer")
-    top_k: int = Field(2, ge=1, description="experts that a token goes to")
+    experts: int = Field(8, ge=2, description="number of experts E per layer")
+    top_k: int = Field(2, ge=1, description="number of experts per token")
     hidden: int | None = Field(
-        None, ge=1, description="width F of one expert; default model.hidden / top_k"
+        None, ge=1, description="hidden dimension F of one expert; default model.hidden / top_k"
     )
     shared_experts: int = Field(
-        0, ge=0, description="experts of that width that every token goes to"
+        0, ge=0, description="number of shared experts of that size, which process every token"
     )
     every: int = Field(
-        1, ge=1, description="each so many layers one has experts, the last included"
+        1,
+        ge=1,
+        description="interval of the layers with experts, counted back from the last layer; 1: "
+        "all layers",
     )
     score_function: Literal["sigmoid", "softmax"] = Field(
-        "sigmoid", description="of the router's logits; the chosen ones are scaled to sum to 1"
+        "sigmoid",
+        description="function that turns router logits into scores; the chosen experts' scores "
+        "are scaled to sum to 1",
     )
     balance_bias: bool = Field(
         True,
-        description="choose by scores plus a bias that falls where an expert has more than its "
-        "share (DeepSeek's loss-free balancing; its rate is that of group router_bias)",
+        description="choose experts by score plus a bias that falls for overloaded experts "
+        "(DeepSeek's auxiliary-loss-free balancing). Its rate is that of the parameter group "
+        "router_bias",
     )
     aux_loss: float = Field(
-        1e-4, ge=0, description="weight of each row's balance loss, E sum f p (1 if even)"
+        1e-4,
+        ge=0,
+        description="weight of the load balancing loss per sequence, E sum f p (1 if balanced)",
     )
-    z_loss: float = Field(1e-5, ge=0, description="weight of log(Z)^2 of the router's logits")
+    z_loss: float = Field(
+        1e-5, ge=0, description="weight of the router's z-loss, log(Z)^2 of its logits"
+    )
     remat: Remat | None = Field(
         None,
-        description="model.remat of the layers with experts, S layers or not; default that of "
+        description="model.remat of the layers with experts, S layers too; default that of the "
         "other layers",
     )
 
@@ -120,20 +130,21 @@ class WeightForm(Settings):
 
     name: str = Field(description=", ".join(LAYER_FORMS))
     stochastic_rounding: bool | None = Field(
-        None, description="round gradients of outputs at random; default as the form's paper"
+        None,
+        description="round the gradients of outputs stochastically; default as in the form's paper",
     )
     hadamard: bool | None = Field(
         None,
-        description="a random Hadamard transform of 16 tokens each before the weight gradient's "
-        "product; default as the form's paper",
+        description="random Hadamard transform over blocks of 16 tokens before the weight "
+        "gradient's matmul; default as in the form's paper",
     )
     group_size: int | None = Field(
         None, ge=2, description="fake_int4: inputs of a column that share a scale; default 128"
     )
     activations: Literal["int8"] | None = Field(
         None,
-        description="fake_int8, fake_int4: round the inputs of the matrices to int8, a scale a "
-        "token; default not at all",
+        description="fake_int8, fake_int4: quantize the matrices' inputs to int8, with one scale "
+        "per token; default not quantized",
     )
 
     @model_validator(mode="before")

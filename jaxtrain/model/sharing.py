@@ -32,10 +32,12 @@ class SharedByAll(Settings):
 
 
 class SharedByAdjacent(Settings):
-    """`layers` adjacent layers use one set of weights (MobileLLM-LS: two)."""
+    """Each group of `layers` adjacent layers uses one set of weights (MobileLLM-LS: two)."""
 
     name: Literal["adjacent"] = "adjacent"
-    layers: int = Field(2, ge=2, description="layers in a row that use one set; divides the depth")
+    layers: int = Field(
+        2, ge=2, description="adjacent layers that share one set of weights; divides the depth"
+    )
 
 
 def section_of_name(given: object) -> object:
@@ -62,37 +64,38 @@ class LatentKV(Settings):
     512, q_rank 1536, rope_dim 64 and nope_dim 128.
     """
 
-    kv_rank: int = Field(512, ge=1, description="channels of the latent of keys and values")
+    kv_rank: int = Field(512, ge=1, description="channels of the key/value latent")
     q_rank: int | None = Field(
         None,
         ge=1,
-        description="channels of the latent of queries; default none",
+        description="channels of the query latent; default none",
     )
     rope_dim: int = Field(
-        64, ge=2, multiple_of=2, description="channels of queries and keys with rotary positions"
+        64, ge=2, multiple_of=2, description="channels of queries and keys with RoPE"
     )
     nope_dim: int | None = Field(
         None,
         ge=1,
-        description="channels of queries and keys without; default head_dim - rope_dim, with which "
-        "no head is padded",
+        description="channels of queries and keys without RoPE; default head_dim - rope_dim, "
+        "which needs no padding of heads",
     )
 
 
 class KVOfAdjacent(Settings):
-    """Each `layers` adjacent layers read the keys and values of the first of them (CLA)."""
+    """Each group of `layers` adjacent layers uses the keys and values of its first layer
+    (cross-layer attention, CLA)."""
 
     name: Literal["adjacent"] = "adjacent"
-    layers: int = Field(2, ge=2, description="layers in a row with the same keys and values")
+    layers: int = Field(2, ge=2, description="adjacent layers that share keys and values")
 
 
 class KVOfFirstFull(Settings):
-    """Full-context layers read the keys and values of the first such layer. Short-window layers
-    share in groups of `layers`, in their order."""
+    """Full-context layers use the keys and values of the first such layer. Short-window layers
+    share in groups of `layers`, in order."""
 
     name: Literal["global"] = "global"
     layers: int = Field(
-        2, ge=1, description="layers with a short window, in their order, with the same ones"
+        2, ge=1, description="consecutive short-window layers that share keys and values"
     )
 
 

@@ -33,34 +33,37 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
 class DistillConfig(Settings):
-    """The distribution of a frozen teacher, and the labels."""
+    """Knowledge distillation: learns a frozen teacher's distribution, and optionally the labels."""
 
     name: Literal["distill"] = "distill"
     teacher: str = Field(
-        description="run directory or model folder of the teacher, which has the same tokenizer; "
-        "its depth and width may differ"
+        description="run directory or model folder of the teacher, with the same tokenizer; its "
+        "depth and width may differ"
     )
     divergence: Divergence = Field(
         "forward_kl",
-        description="forward_kl: KL(teacher || student), reverse_kl: KL(student || teacher), "
-        "jsd: Jensen-Shannon divergence",
+        description="divergence from the teacher; forward_kl: KL(teacher || student), reverse_kl: "
+        "KL(student || teacher), jsd: Jensen-Shannon divergence",
     )
     temperature: float = Field(
-        1.0, gt=0, description="divisor of both models' logits in the divergence"
+        1.0, gt=0, description="softmax temperature of both models in the divergence"
     )
     weight: float = Field(
-        0.0, ge=0, lt=1, description="share of the labels' loss; the rest is the divergence"
+        0.0,
+        ge=0,
+        lt=1,
+        description="weight of the labels' loss; the divergence has the rest, 1 - weight",
     )
     cache: str | None = Field(
         None,
-        description="folder of the teacher's largest probabilities of each token, which `jaxtrain "
-        "prepare` writes and training reads in the place of the teacher; default the teacher runs "
-        "before each step",
+        description="folder of the teacher's top probabilities per token, written by `jaxtrain "
+        "prepare` and used instead of the teacher. Default none: the teacher runs in each step",
     )
     top_k: int = Field(
         64,
         ge=1,
-        description="probabilities of a token in the cache; all others count as one, their sum",
+        description="teacher probabilities per token in the cache; all others are stored as their "
+        "sum",
     )
 
 

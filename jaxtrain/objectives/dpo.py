@@ -14,14 +14,20 @@ from jaxtrain.settings import Settings
 
 
 class DPOConfig(Settings):
-    """Direct preference optimization."""
+    """DPO: direct preference optimization."""
 
     name: Literal["dpo"] = "dpo"
     beta: float = Field(
-        0.1, gt=0, description="strength of the pull to the reference; a reward is beta x log-ratio"
+        0.1,
+        gt=0,
+        description="strength of the pull towards the reference model; the reward is beta x "
+        "log-ratio",
     )
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="part of the pairs that are labelled the wrong way (cDPO)"
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="assumed fraction of pairs with swapped labels (conservative DPO)",
     )
 
 

@@ -10,12 +10,13 @@ from jaxtrain.settings import Settings
 
 
 class IPOConfig(Settings):
-    """Identity preference optimization: the margin is drawn to 1 / (2 beta), not to infinity."""
+    """IPO, identity preference optimization: the margin's target is 1 / (2 beta), not infinity."""
 
     name: Literal["ipo"] = "ipo"
-    beta: float = Field(0.1, gt=0, description="the paper's tau")
+    beta: float = Field(0.1, gt=0, description="regularization strength (the paper's tau)")
     per_token: bool = Field(
-        True, description="mean log-probs of a token, as in TRL; false: their sums, as in the paper"
+        True,
+        description="use the mean log-prob per token, as TRL does; false: the sum, as in the paper",
     )
 
 

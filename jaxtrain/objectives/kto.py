@@ -18,14 +18,21 @@ from jaxtrain.weights.params import Params
 
 
 class KTOConfig(Settings):
-    """Kahneman-Tversky optimization, of answers that are judged one by one."""
+    """KTO: preference optimization on answers that are labelled one by one, desirable or not."""
 
     name: Literal["kto"] = "kto"
     beta: float = Field(
-        0.1, gt=0, description="strength of the pull to the reference; a reward is beta x log-ratio"
+        0.1,
+        gt=0,
+        description="strength of the pull towards the reference model; the reward is beta x "
+        "log-ratio",
     )
-    desirable_weight: float = Field(1.0, gt=0, description="of the losses of wanted answers")
-    undesirable_weight: float = Field(1.0, gt=0, description="of the losses of unwanted answers")
+    desirable_weight: float = Field(
+        1.0, gt=0, description="weight of the losses of desirable answers"
+    )
+    undesirable_weight: float = Field(
+        1.0, gt=0, description="weight of the losses of undesirable answers"
+    )
 
 
 def kto_loss(c: KTOConfig, a: Answers, divergence: Array) -> PreferenceLoss:

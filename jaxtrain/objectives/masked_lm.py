@@ -18,14 +18,19 @@ from jaxtrain.settings import Settings
 
 
 class MaskedLMConfig(Settings):
-    """Hidden tokens, predicted from both sides."""
+    """Masked language modelling: predicts masked tokens from both sides (BERT)."""
 
     name: Literal["masked_lm"] = "masked_lm"
-    rate: float = Field(0.15, gt=0, le=1, description="share of a row's text tokens to predict")
-    random: float = Field(
-        0.1, ge=0, le=0.5, description="share of them that become a random token, not <mask>"
+    rate: float = Field(
+        0.15, gt=0, le=1, description="fraction of a sequence's text tokens to predict"
     )
-    kept: float = Field(0.1, ge=0, le=0.5, description="share of them that stay as they are")
+    random: float = Field(
+        0.1,
+        ge=0,
+        le=0.5,
+        description="fraction of these that become a random token instead of <mask>",
+    )
+    kept: float = Field(0.1, ge=0, le=0.5, description="fraction of these that keep their token")
 
 
 def make_masked_lm(c: MaskedLMConfig, options: LossOptions) -> Objective:

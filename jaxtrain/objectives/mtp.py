@@ -32,14 +32,15 @@ from jaxtrain.weights.params import Params
 
 
 class MTPConfig(Settings):
-    """The next token, and by modules with parameters of their own those after it."""
+    """Multi-token prediction (DeepSeek-V3): the next token and, by modules with their own
+    parameters, the tokens after it."""
 
     name: Literal["mtp"] = "mtp"
     depth: int = Field(
-        1, ge=1, le=16, description="modules, one behind the other; becomes model.mtp"
+        1, ge=1, le=16, description="number of sequential prediction modules; sets model.mtp"
     )
     weight: float = Field(
-        0.3, ge=0, description="weight of the mean of the modules' losses; that of the model is 1"
+        0.3, ge=0, description="weight of the modules' mean loss; the main model's weight is 1"
     )
 
 

@@ -25,13 +25,14 @@ from jaxtrain.weights.params import Params
 
 
 class MultiTokenConfig(Settings):
-    """The next token, and with lower weights those after it."""
+    """Predicts the next token and, with lower weights, the tokens after it."""
 
     name: Literal["multi_token"] = "multi_token"
     weights: tuple[float, ...] = Field(
         (0.5, 0.25),
         min_length=1,
-        description="weights of the losses of the tokens 2, 3, ... ahead; that of the next is 1",
+        description="loss weights of the tokens 2, 3, ... positions ahead; the next token's "
+        "weight is 1",
     )
 
 

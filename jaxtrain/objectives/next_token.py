@@ -19,7 +19,7 @@ PLAIN = LossOptions()
 
 
 class NextTokenConfig(Settings):
-    """The next token: pretraining, and answers of conversations."""
+    """Next-token prediction, for pretraining and for supervised fine-tuning on conversations."""
 
     name: Literal["next_token"] = "next_token"
 

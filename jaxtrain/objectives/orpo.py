@@ -12,10 +12,11 @@ from jaxtrain.settings import Settings
 
 
 class ORPOConfig(Settings):
-    """Odds ratio preference optimization: fine-tuning and preference at once, no reference."""
+    """ORPO, odds ratio preference optimization: supervised fine-tuning and preference in one loss,
+    without a reference model."""
 
     name: Literal["orpo"] = "orpo"
-    beta: float = Field(0.1, gt=0, description="the paper's lambda, weight of the odds ratio")
+    beta: float = Field(0.1, gt=0, description="weight of the odds ratio loss (the paper's lambda)")
 
 
 def orpo_loss(c: ORPOConfig, a: Answers, divergence: Array | None = None) -> PreferenceLoss:

@@ -31,15 +31,16 @@ SUMS = ("weighted", "weights", "with_prefix", "prefix_gap")
 
 
 class PrefixTokenConfig(Settings):
-    """The next token, and with a lower weight its longest prefix in the vocabulary."""
+    """Predicts the next token and, with a lower weight, its longest proper prefix in the
+    vocabulary."""
 
     name: Literal["prefix_token"] = "prefix_token"
-    weight: float = Field(0.25, ge=0, description="weight of the prefix's loss at first")
+    weight: float = Field(0.25, ge=0, description="initial weight of the prefix loss")
     decay_start: float = Field(
-        1 / 3, ge=0, le=1, description="share of train.steps after which the weight falls"
+        1 / 3, ge=0, le=1, description="fraction of train.steps after which the weight decays"
     )
     decay_end: float = Field(
-        2 / 3, ge=0, le=1, description="share of train.steps after which it is 0"
+        2 / 3, ge=0, le=1, description="fraction of train.steps after which the weight is 0"
     )
 
 

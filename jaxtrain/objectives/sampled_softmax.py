@@ -28,16 +28,17 @@ from jaxtrain.weights.params import Params
 
 
 class SampledSoftmaxConfig(Settings):
-    """The next token among a sample of the vocabulary."""
+    """Next-token prediction with a softmax over a sample of the vocabulary."""
 
     name: Literal["sampled_softmax"] = "sampled_softmax"
     negatives: int = Field(
-        4096, ge=1, description="tokens that are drawn, with replacement, for each microbatch"
+        4096, ge=1, description="negative tokens drawn per microbatch, with replacement"
     )
     proposal: Literal["log_uniform", "uniform"] = Field(
         "log_uniform",
-        description="how they are drawn; log_uniform (Zipf): token k of V with probability "
-        "log((k + 2) / (k + 1)) / log(V + 1), for ids in the order of merges or of frequency",
+        description="distribution of the negatives; log_uniform (Zipf): token k of V with "
+        "probability log((k + 2) / (k + 1)) / log(V + 1), for ids in the order of merges or of "
+        "frequency",
     )
 
 

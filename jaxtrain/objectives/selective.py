@@ -27,14 +27,17 @@ from jaxtrain.weights.params import Params
 
 
 class SelectiveConfig(Settings):
-    """The next token, where the model has most to gain."""
+    """Selective language modelling (Rho-1): the loss counts only tokens with the most to learn."""
 
     name: Literal["selective"] = "selective"
-    keep: float = Field(0.6, gt=0, le=1, description="share of a row's labels that are learned")
+    keep: float = Field(
+        0.6, gt=0, le=1, description="fraction of a sequence's labels that count in the loss"
+    )
     reference: str | None = Field(
         None,
-        description="run directory or model folder whose loss is subtracted before ranking; it has "
-        "the same tokenizer; default none: tokens with the largest loss are learned",
+        description="run directory or model folder of a reference model with the same tokenizer, "
+        "whose loss is subtracted before tokens are ranked. Default none: the tokens with the "
+        "largest loss count",
     )
 
 

@@ -16,19 +16,26 @@ from jaxtrain.optim.param_groups import (
 
 
 class AdafactorConfig(OptimizerConfig):
-    """Almost no state: no momentum, and matrices of 128 x 128 or more keep only sums."""
+    """Adafactor: almost no optimizer state. There is no momentum, and the second moment of matrices
+    of 128 x 128 or more is factored."""
 
     name: Literal["adafactor"] = "adafactor"
     learning_rate: float = Field(2e-3, gt=0, description="peak learning rate")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled decay, times the learning rate")
+    weight_decay: float = Field(
+        0.1, ge=0, description="decoupled weight decay, multiplied by the learning rate"
+    )
     decay_power: float = Field(
-        0.8, gt=0, lt=1, description="the second moment decays by 1 - step^-power"
+        0.8, gt=0, lt=1, description="power in the second moment's decay rate, 1 - step^-power"
     )
     clipping_threshold: float = Field(
-        1.0, gt=0, description="root mean square that a matrix's step is cut to"
+        1.0,
+        gt=0,
+        description="maximum root mean square of a matrix's update, to which larger ones are "
+        "clipped",
     )
     multiply_by_parameter_scale: bool = Field(
-        False, description="rates are relative to the weights' root mean square, as in the paper"
+        False,
+        description="learning rates are relative to the weights' root mean square, as in the paper",
     )
 
 

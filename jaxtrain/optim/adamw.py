@@ -9,14 +9,18 @@ from jaxtrain.optim.param_groups import Hyper, OptimizerConfig, ParamGroup, sing
 
 
 class AdamWConfig(OptimizerConfig):
-    """One learning rate for all parameters; gains and scalars have no weight decay."""
+    """AdamW with one learning rate for all parameters. Gains and scalars have no weight decay."""
 
     name: Literal["adamw"] = "adamw"
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled decay, times the learning rate")
-    b1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
-    b2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(
+        0.1, ge=0, description="decoupled weight decay, multiplied by the learning rate"
+    )
+    b1: float = Field(0.9, ge=0, lt=1, description="decay rate of the first moment")
+    b2: float = Field(0.95, ge=0, lt=1, description="decay rate of the second moment")
+    eps: float = Field(
+        1e-8, gt=0, description="epsilon, added to the square root of the second moment"
+    )
 
 
 def make_adamw(h: Hyper) -> optax.GradientTransformation:

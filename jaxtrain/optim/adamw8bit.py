@@ -23,16 +23,24 @@ DECADES = 7  # the code reaches down to a few 1e-7 of a block's maximum
 
 
 class AdamW8bitConfig(OptimizerConfig):
-    """AdamW's rates, with a quarter of its state."""
+    """AdamW with 8-bit moments: the same hyperparameters, a quarter of the optimizer state."""
 
     name: Literal["adamw8bit"] = "adamw8bit"
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled decay, times the learning rate")
-    b1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
-    b2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    block_size: int = Field(256, ge=1, description="values that share a scale")
-    min_size: int = Field(4096, ge=1, description="smaller parameters keep 32-bit states")
+    weight_decay: float = Field(
+        0.1, ge=0, description="decoupled weight decay, multiplied by the learning rate"
+    )
+    b1: float = Field(0.9, ge=0, lt=1, description="decay rate of the first moment")
+    b2: float = Field(0.95, ge=0, lt=1, description="decay rate of the second moment")
+    eps: float = Field(
+        1e-8, gt=0, description="epsilon, added to the square root of the second moment"
+    )
+    block_size: int = Field(
+        256, ge=1, description="values per quantization block, which share a scale"
+    )
+    min_size: int = Field(
+        4096, ge=1, description="parameters with fewer values keep 32-bit moments"
+    )
 
 
 def magnitudes(signed: bool) -> np.ndarray:

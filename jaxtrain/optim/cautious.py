@@ -14,8 +14,8 @@ MIN_MEAN = 1e-3  # lower bound of the mask's mean, as in the authors' code
 
 
 class CautiousConfig(Settings):
-    """Keeps only the entries of an update whose sign is opposite to the gradient's, and divides
-    them by the share that is kept. Weight decay is part of the update."""
+    """Keeps only the update entries whose sign is opposite to the gradient's, and divides them by
+    the fraction kept. Weight decay is part of the update."""
 
     name: Literal["cautious"] = "cautious"
 

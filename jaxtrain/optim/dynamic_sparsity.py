@@ -29,31 +29,37 @@ from jaxtrain.settings import Settings
 
 
 class DynamicConfig(Settings):
-    """The first update draws random masks; weights that grow start at zero, and so do their
+    """The first update draws random masks. Weights that grow start at zero, and so do their
     moments."""
 
-    sparsity: float = Field(gt=0, lt=1, description="share of the weights that is zero")
+    sparsity: float = Field(gt=0, lt=1, description="fraction of the weights that is zero")
     density: Literal["uniform", "erdos_renyi"] = Field(
         "erdos_renyi",
-        description="weights left in a matrix: as large a share in each, or in proportion to "
-        "in + out, which leaves more in small ones",
+        description="distribution of the remaining weights: uniform, the same fraction in each "
+        "matrix; erdos_renyi, numbers in proportion to in + out, so that small matrices are "
+        "denser",
     )
-    every: int = Field(100, ge=1, description="steps between two changes of the masks")
-    end: int = Field(gt=0, description="step from which on masks stay; 3/4 of the run is usual")
+    every: int = Field(100, ge=1, description="steps between two updates of the masks")
+    end: int = Field(
+        gt=0, description="step after which the masks are fixed; 3/4 of the run is usual"
+    )
     drop: float = Field(
-        0.3, gt=0, le=1, description="share of the weights that the first change drops"
+        0.3,
+        gt=0,
+        le=1,
+        description="fraction of the active weights that the first mask update drops",
     )
-    seed: int = Field(0, ge=0, description="of the random masks and of random growth")
+    seed: int = Field(0, ge=0, description="seed of the random masks and of random growth")
 
 
 class SETConfig(DynamicConfig):
-    """Random weights grow."""
+    """SET (Mocanu et al. 2018): random pruned weights grow."""
 
     name: Literal["set"] = "set"
 
 
 class RigLConfig(DynamicConfig):
-    """Weights with the largest gradients grow."""
+    """RigL (Evci et al. 2020): the pruned weights with the largest gradients grow."""
 
     name: Literal["rigl"] = "rigl"
 

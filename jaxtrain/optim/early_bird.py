@@ -12,15 +12,21 @@ from jaxtrain.optim.types import Wrapper
 
 
 class EarlyBirdConfig(MagnitudeConfig):
-    """All weights train until the magnitude masks hardly change. Then the masked weights become
-    zero for the rest of the run. Weights are not reset."""
+    """Early-bird tickets: all weights train until the magnitude masks hardly change. Then the
+    masked weights become zero for the rest of the run; weights are not reset."""
 
     name: Literal["early_bird"] = "early_bird"
     every: int = Field(100, ge=1, description="steps between two masks that are compared")
     epsilon: float = Field(
-        0.1, gt=0, le=1, description="masks settle where fewer of their entries differ, a share"
+        0.1,
+        gt=0,
+        le=1,
+        description="mask distance, the fraction of entries that differ, below which the masks "
+        "count as settled",
     )
-    patience: int = Field(5, ge=1, description="distances below epsilon, one after the other")
+    patience: int = Field(
+        5, ge=1, description="number of consecutive mask distances that must be below epsilon"
+    )
 
 
 class Tickets(NamedTuple):

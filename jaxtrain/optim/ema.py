@@ -21,24 +21,30 @@ from jaxtrain.weights.params import Params
 
 
 class EMAConfig(Settings):
-    """Validation and samples use the average in place of the trained weights.
+    """Exponential moving average of the weights; validation and samples use it.
 
-    Checkpoints hold both. The first steps average over fewer steps, so that a short run also
-    forgets its initial values.
+    Checkpoints hold the trained weights too. The first steps average over fewer steps, so that a
+    short run also forgets its initial values.
     """
 
     name: Literal["ema"] = "ema"
     decay: float = Field(
-        0.999, ge=0, lt=1, description="of the average in a step; 1 / (1 - decay) steps count"
+        0.999,
+        ge=0,
+        lt=1,
+        description="decay rate per step; the average spans about 1 / (1 - decay) steps",
     )
     validate_trained: bool = Field(
-        False, description="validate the trained weights as well, as trained_loss and so on"
+        False, description="also validate the trained weights, logged as trained_loss and so on"
     )
     start_fraction: float = Field(
-        0.0, ge=0, lt=1, description="share of the run before the average begins (a tail EMA)"
+        0.0,
+        ge=0,
+        lt=1,
+        description="fraction of the run after which the average begins (a tail EMA)",
     )
     export: Literal["average", "trained"] = Field(
-        "average", description="weights of the model that a run ends with"
+        "average", description="weights of the final model: the average or the trained ones"
     )
 
 

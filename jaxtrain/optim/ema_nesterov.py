@@ -31,14 +31,19 @@ class EMANesterovConfig(Settings):
 
     name: Literal["ema_nesterov"] = "ema_nesterov"
     lookahead: float = Field(
-        0.6, ge=0, lt=1, description="of the average update, at the peak of the learning rate"
+        0.6,
+        ge=0,
+        lt=1,
+        description="multiple of the average update to look ahead, at the peak learning rate",
     )
-    decay: float = Field(0.99, ge=0, lt=1, description="of the average of the updates, in a step")
+    decay: float = Field(
+        0.99, ge=0, lt=1, description="decay rate of the average of the updates, per step"
+    )
     start_fraction: float = Field(
-        0.16, ge=0, le=1, description="share of the run before the first look-ahead"
+        0.16, ge=0, le=1, description="fraction of the run after which the look-ahead starts"
     )
     end_fraction: float = Field(
-        0.76, ge=0, le=1, description="share of the run from which on there is none"
+        0.76, ge=0, le=1, description="fraction of the run after which the look-ahead ends"
     )
 
     @model_validator(mode="after")

@@ -24,28 +24,37 @@ BLOCK = 256  # values that share a scale
 
 
 class GaLoreConfig(OptimizerConfig):
-    """Matrices in a low-rank subspace; everything else, and smaller matrices, by AdamW."""
+    """GaLore: Adam in a low-rank subspace for matrices; AdamW for smaller matrices and everything
+    else."""
 
     name: Literal["galore"] = "galore"
     learning_rate: float = Field(0.01, gt=0, description="peak learning rate of the matrices")
     adamw_lr: float = Field(1e-3, gt=0, description="peak learning rate of everything else")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled decay, times the learning rate")
-    b1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
-    b2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    rank: int = Field(128, ge=1, description="dims of the subspace of each matrix")
-    gap: int = Field(200, ge=1, description="steps between two projections")
+    weight_decay: float = Field(
+        0.0, ge=0, description="decoupled weight decay, multiplied by the learning rate"
+    )
+    b1: float = Field(0.9, ge=0, lt=1, description="decay rate of the first moment")
+    b2: float = Field(0.999, ge=0, lt=1, description="decay rate of the second moment")
+    eps: float = Field(
+        1e-8, gt=0, description="epsilon, added to the square root of the second moment"
+    )
+    rank: int = Field(128, ge=1, description="rank of each matrix's subspace")
+    gap: int = Field(200, ge=1, description="steps between two updates of the projection")
     gap_similarity: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="double a matrix's gap where gap_patience projections in a row are as similar "
-        "to the one before: mean squared cosine of the angles between the subspaces (Q-GaLore: "
-        "0.4); default the gap stays",
+        description="similarity of consecutive projections, the mean squared cosine of the angles "
+        "between their subspaces, from which a matrix's gap doubles (Q-GaLore: 0.4). Default the "
+        "gap stays constant",
     )
-    gap_patience: int = Field(5, ge=1, description="projections in a row, for gap_similarity")
-    scale: float = Field(0.25, gt=0, description="factor on the update of the matrices")
-    quantize: bool = Field(False, description="projections in 4 bits and moments in 8 (Q-GaLore)")
+    gap_patience: int = Field(
+        5, ge=1, description="consecutive similar projections after which the gap doubles"
+    )
+    scale: float = Field(0.25, gt=0, description="factor on the updates of the matrices")
+    quantize: bool = Field(
+        False, description="store projections in 4 bits and moments in 8 (Q-GaLore)"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "GaLoreConfig":

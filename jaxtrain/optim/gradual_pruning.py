@@ -22,19 +22,21 @@ from jaxtrain.settings import Settings
 class MagnitudeConfig(Settings):
     """Sparsity and scope of a magnitude mask."""
 
-    sparsity: float = Field(gt=0, lt=1, description="share of the weights that is zero in the end")
+    sparsity: float = Field(gt=0, lt=1, description="final fraction of zero weights")
     scope: Literal["matrix", "global"] = Field(
         "matrix",
-        description="the smallest of each matrix, or of all matrices of an optimizer group",
+        description="weights that are ranked together: those of each matrix, or of all matrices "
+        "of an optimizer group",
     )
 
 
 class GradualPruningConfig(MagnitudeConfig):
-    """The smallest weights become zero; the sparsity rises along a cubic, fast at first."""
+    """Prunes the smallest weights during training (Zhu & Gupta 2017). The sparsity rises along a
+    cubic, fast at first."""
 
     name: Literal["gradual_pruning"] = "gradual_pruning"
-    begin: int = Field(0, ge=0, description="step before the first weights are pruned")
-    end: int = Field(gt=0, description="step from which on the sparsity is reached")
+    begin: int = Field(0, ge=0, description="step before the first pruning")
+    end: int = Field(gt=0, description="step at which the final sparsity is reached")
     every: int = Field(100, ge=1, description="steps between two prunings")
 
     @model_validator(mode="after")

@@ -16,15 +16,24 @@ from jaxtrain.optim.param_groups import (
 
 
 class LAMBConfig(OptimizerConfig):
-    """For very large batches. Rates are relative to each matrix's norm, which scales its step."""
+    """LAMB, for very large batches. Each matrix's update is scaled to the norm of its weights, so
+    learning rates are relative."""
 
     name: Literal["lamb"] = "lamb"
-    learning_rate: float = Field(5e-3, gt=0, description="peak learning rate, relative")
-    scalar_lr: float = Field(1e-3, gt=0, description="peak rate of gains and scalars, by Adam")
-    weight_decay: float = Field(0.1, ge=0, description="decay, inside the scaled update")
-    b1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
-    b2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
-    eps: float = Field(1e-6, gt=0, description="added to the root of the second moment")
+    learning_rate: float = Field(
+        5e-3, gt=0, description="peak learning rate of the matrices, relative to their norms"
+    )
+    scalar_lr: float = Field(
+        1e-3, gt=0, description="peak learning rate of gains and scalars, which Adam updates"
+    )
+    weight_decay: float = Field(
+        0.1, ge=0, description="weight decay, added to the update before it is scaled"
+    )
+    b1: float = Field(0.9, ge=0, lt=1, description="decay rate of the first moment")
+    b2: float = Field(0.95, ge=0, lt=1, description="decay rate of the second moment")
+    eps: float = Field(
+        1e-6, gt=0, description="epsilon, added to the square root of the second moment"
+    )
 
 
 def make_lamb(h: Hyper) -> optax.GradientTransformation:

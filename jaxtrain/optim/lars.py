@@ -16,15 +16,20 @@ from jaxtrain.optim.sgd import make_sgd
 
 
 class LARSConfig(OptimizerConfig):
-    """For very large batches. A step moves a matrix by rate x trust x its norm, before momentum."""
+    """LARS, for very large batches. The update of a matrix is learning rate x trust ratio x its
+    norm, before momentum."""
 
     name: Literal["lars"] = "lars"
-    learning_rate: float = Field(3.0, gt=0, description="peak learning rate, relative")
-    scalar_lr: float = Field(0.03, gt=0, description="peak rate of gains and scalars, by SGD")
-    weight_decay: float = Field(1e-4, ge=0, description="decay, joined to the gradient")
-    momentum: float = Field(0.9, ge=0, lt=1, description="decay of the summed updates")
+    learning_rate: float = Field(
+        3.0, gt=0, description="peak learning rate of the matrices, relative to their norms"
+    )
+    scalar_lr: float = Field(
+        0.03, gt=0, description="peak learning rate of gains and scalars, which SGD updates"
+    )
+    weight_decay: float = Field(1e-4, ge=0, description="weight decay, added to the gradient")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum coefficient")
     trust_coefficient: float = Field(
-        1e-3, gt=0, description="share of the weights' norm that rate 1 moves"
+        1e-3, gt=0, description="trust coefficient: update norm / weight norm at learning rate 1"
     )
 
 

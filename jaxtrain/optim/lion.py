@@ -14,16 +14,23 @@ from jaxtrain.optim.param_groups import Hyper, OptimizerConfig, ParamGroup
 
 
 class LionConfig(OptimizerConfig):
-    """Matrices by Lion, rates 3-10x below AdamW's and decay 3-10x above; the rest by AdamW."""
+    """Lion for matrices, AdamW for the rest. Use learning rates 3-10x below AdamW's and weight
+    decay 3-10x above."""
 
     name: Literal["lion"] = "lion"
     learning_rate: float = Field(2e-4, gt=0, description="peak learning rate of the matrices")
-    weight_decay: float = Field(0.5, ge=0, description="decoupled decay, times the learning rate")
-    b1: float = Field(0.9, ge=0, lt=1, description="momentum in the sign")
-    b2: float = Field(0.99, ge=0, lt=1, description="decay of the stored momentum")
-    adamw_lr: float = Field(1e-3, gt=0, description="peak learning rate of what is no matrix")
+    weight_decay: float = Field(
+        0.5, ge=0, description="decoupled weight decay, multiplied by the learning rate"
+    )
+    b1: float = Field(0.9, ge=0, lt=1, description="momentum coefficient inside the sign")
+    b2: float = Field(0.99, ge=0, lt=1, description="decay rate of the stored momentum")
+    adamw_lr: float = Field(
+        1e-3, gt=0, description="peak learning rate of the parameters that AdamW updates"
+    )
     adamw_weight_decay: float = Field(
-        0.1, ge=0, description="decoupled decay of embeddings and head, times adamw_lr"
+        0.1,
+        ge=0,
+        description="decoupled weight decay of embeddings and head, multiplied by adamw_lr",
     )
 
 

@@ -26,22 +26,23 @@ from jaxtrain.weights.params import Params
 
 
 class LotteryTicketConfig(Settings):
-    """Rounds: train, prune a share of the remaining weights, rewind all others to their values at
-    an early step, and train again. The optimizer's state is reset, the schedule continues from
-    that step, and the data stream continues."""
+    """Iterative magnitude pruning: train, prune a fraction of the remaining weights, rewind the
+    others to their values at an early step, and train again. The optimizer state is reset, the
+    schedule continues from that step, and the data stream continues."""
 
     name: Literal["lottery_ticket"] = "lottery_ticket"
-    rounds: int = Field(5, ge=2, description="trainings; weights are pruned between two of them")
-    round_steps: int = Field(gt=0, description="steps of the first training, and of the schedule")
-    rewind_step: int = Field(
-        0, ge=0, description="step whose weights the later trainings begin from"
+    rounds: int = Field(
+        5, ge=2, description="number of training rounds; weights are pruned between two of them"
     )
+    round_steps: int = Field(gt=0, description="steps of the first round and of the schedule")
+    rewind_step: int = Field(0, ge=0, description="step to whose weights later rounds rewind")
     prune: float = Field(
-        0.2, gt=0, lt=1, description="share of the weights left that a round prunes"
+        0.2, gt=0, lt=1, description="fraction of the remaining weights that each round prunes"
     )
     scope: Literal["matrix", "global"] = Field(
         "global",
-        description="the smallest of each matrix, or of all matrices of an optimizer group",
+        description="weights that are ranked together: those of each matrix, or of all matrices "
+        "of an optimizer group",
     )
 
     @model_validator(mode="after")

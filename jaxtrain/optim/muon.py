@@ -50,98 +50,116 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class MuonConfig(OptimizerConfig):
-    """Matrices by Muon; embeddings, head, gains and scalars by AdamW with their own rates."""
+    """Muon for matrices; AdamW for embeddings, head, gains and scalars, with their own learning
+    rates."""
 
     name: Literal["muon"] = "muon"
     matrix_lr: float | None = Field(
         None,
         gt=0,
-        description="peak rate of the matrices; default 0.02 x sqrt(batch tokens / 2^19)",
+        description="peak learning rate of the matrices; default 0.02 x sqrt(batch tokens / 2^19)",
     )
     weight_decay: float | None = Field(
         None,
         ge=0,
-        description="decay of the matrices, times their rate; "
+        description="decoupled weight decay of the matrices, multiplied by their learning rate; "
         "default 0.28 x sqrt(batch tokens / 2^19) x d12 parameters / parameters (of matrices and "
-        "head), at most 0.1 / matrix_lr; train.steps changes nothing",
+        "head), at most 0.1 / matrix_lr. The default does not depend on train.steps",
     )
     weight_decay_schedule: Literal["constant", "cosine"] = Field(
-        "cosine", description="decay of the matrices over the run; cosine ends at 0"
+        "cosine", description="schedule of the matrices' weight decay; cosine ends at 0"
     )
-    momentum: float = Field(0.97, ge=0, lt=1, description="momentum of the matrices")
+    momentum: float = Field(
+        0.97, ge=0, lt=1, description="momentum of the matrices after its warm-up"
+    )
     momentum_start: float = Field(0.85, ge=0, lt=1, description="momentum at the first step")
     momentum_end: float = Field(
-        0.90, ge=0, lt=1, description="momentum at the last step, reached along the rate's decay"
+        0.90,
+        ge=0,
+        lt=1,
+        description="momentum at the last step, approached as the learning rate decays",
     )
-    momentum_warmup_steps: int = Field(400, ge=0, description="steps from momentum_start up")
-    nesterov: bool = Field(True, description="look one step of momentum ahead")
+    momentum_warmup_steps: int = Field(
+        400, ge=0, description="steps of linear warm-up from momentum_start to momentum"
+    )
+    nesterov: bool = Field(True, description="use Nesterov momentum")
     orthogonalize: Literal["polar_express", "polar_express_4", "newton_schulz"] = Field(
         "polar_express",
-        description="polynomial iteration towards the nearest orthogonal matrix, 5 times; "
-        "polar_express_4: 4 times, after a scaling by the norm of the Gram matrix",
+        description="iteration that orthogonalizes the update, with 5 steps; polar_express_4: 4 "
+        "steps, after scaling by the norm of the Gram matrix",
     )
     gram_newton_schulz: bool = Field(
-        True, description="iterate on the Gram matrix of long matrices, in float16 on a GPU"
+        True,
+        description="iterate on the smaller Gram matrix of long matrices (Gram Newton-Schulz), in "
+        "float16 on a GPU",
     )
     symmetric: bool = Field(
         True,
-        description="products of symmetric matrices compute one triangle, "
-        "where a kernel for it exists (Hopper)",
+        description="compute only one triangle of symmetric products, where a kernel exists "
+        "(Hopper)",
     )
     equilibrate: bool = Field(
-        True, description="give all output rows the same norm before orthogonalising (MuonEq)"
+        True, description="give all output rows the same norm before orthogonalizing (MuonEq)"
     )
     renormalize: bool = Field(
-        True, description="scale the result to the norm of an orthogonal matrix (Muon+)"
+        True, description="scale the update to the norm of an orthogonal matrix (Muon+)"
     )
-    normuon: bool = Field(True, description="divide by a running row or column norm (NorMuon)")
-    normuon_b2: float = Field(0.9, ge=0, lt=1, description="decay of NorMuon's second moment")
+    normuon: bool = Field(
+        True, description="divide the update by a running norm per row or column (NorMuon)"
+    )
+    normuon_b2: float = Field(0.9, ge=0, lt=1, description="decay rate of NorMuon's second moment")
     cautious_decay: bool = Field(
-        True, description="decay only the weights that the update moves towards zero"
+        True,
+        description="decay only weights that the update moves towards zero (cautious weight decay)",
     )
     embedding_lr: float | None = Field(
         None,
         gt=0,
-        description="peak rate of the token embedding; "
-        "default 0.3 x sqrt(batch tokens / 2^19) x sqrt(768 / width)",
+        description="peak learning rate of the token embedding; default 0.3 x sqrt(batch tokens / "
+        "2^19) x sqrt(768 / width)",
     )
     value_embedding_lr: float | None = Field(
         None,
         gt=0,
-        description="peak rate of the value embeddings; "
-        "default 0.15 x sqrt(batch tokens / 2^19) x sqrt(768 / width)",
+        description="peak learning rate of the value embeddings; default 0.15 x sqrt(batch tokens "
+        "/ 2^19) x sqrt(768 / width)",
     )
     head_lr: float | None = Field(
         None,
         gt=0,
-        description="peak rate of the head; "
-        "default 0.008 x sqrt(batch tokens / 2^19) x sqrt(768 / width)",
+        description="peak learning rate of the head; default 0.008 x sqrt(batch tokens / 2^19) x "
+        "sqrt(768 / width)",
     )
     residual_scale_lr: float | None = Field(
         None,
         gt=0,
-        description="peak rate of the residual scales; default 0.005 x sqrt(batch tokens / 2^19)",
+        description="peak learning rate of the residual scales; default 0.005 x sqrt(batch tokens "
+        "/ 2^19)",
     )
     x0_scale_lr: float | None = Field(
         None,
         gt=0,
-        description="peak rate of the x0 scales; default 0.5 x sqrt(batch tokens / 2^19)",
+        description="peak learning rate of the x0 scales; default 0.5 x sqrt(batch tokens / 2^19)",
     )
-    scalar_lr: float = Field(0.2, gt=0, description="peak rate of smear, backout and other scalars")
-    gain_lr: float = Field(0.02, gt=0, description="peak rate of the norms' gains")
+    scalar_lr: float = Field(
+        0.2, gt=0, description="peak learning rate of smear, backout and other scalars"
+    )
+    gain_lr: float = Field(0.02, gt=0, description="peak learning rate of the norm gains")
     adam_betas: dict[AdamGroup, tuple[Beta, Beta]] = Field(
         default_factory=dict,
-        description="decays b1 and b2 of AdamW's two moments in groups, as in "
-        "{embedding: [0.5, 0.95]}; the others keep nanochat's",
+        description="AdamW's (b1, b2) by parameter group, such as {embedding: [0.5, 0.95]}; other "
+        "groups keep nanochat's",
     )
     qk_heads: int | None = Field(
         None,
         ge=1,
-        description="heads of queries, or of keys, that are orthogonalised as one matrix; 1: each "
-        "head by itself, 2: pairs of heads (modded-nanogpt); default all heads together",
+        description="number of query heads, or key heads, orthogonalized as one matrix; 1: each "
+        "head by itself, 2: pairs of heads (modded-nanogpt). Default all heads together",
     )
     soap: SOAPDirectionConfig | None = Field(
-        None, description="divide the momentum in SOAP's basis before orthogonalising (SOAP-Muon)"
+        None,
+        description="normalize the momentum in SOAP's eigenbasis before orthogonalizing "
+        "(SOAP-Muon); default off",
     )
 
 

@@ -32,19 +32,19 @@ CHUNK_BYTES = (
 
 
 class HostOffload(Settings):
-    """ZeRO-Offload: states in host memory."""
+    """ZeRO-Offload: optimizer states in host memory."""
 
     name: Literal["host"] = "host"
 
 
 class FileOffload(Settings):
-    """ZeRO-Infinity: states in files on a local disk, if they do not fit in host memory."""
+    """ZeRO-Infinity: optimizer states in files on a local disk, when host memory is too small."""
 
     name: Literal["files"] = "files"
     directory: str | None = Field(
         None,
         min_length=1,
-        description="folder of the files, on a fast local disk, of one run at a time; default "
+        description="folder of the files, on a fast local disk, for one run at a time; default "
         "`states` in the run directory",
     )
 

@@ -60,15 +60,17 @@ class BatchScaling(Settings):
     """Scaling of learning rates with the batch size (Goyal et al. 2017; Malladi et al. 2022)."""
 
     rule: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="rates grow with (batch / reference)^0, ^1 or ^0.5, in all groups"
+        "none",
+        description="learning rates of all groups grow with (batch tokens / reference_tokens)^0, "
+        "^1 or ^0.5",
     )
     stage_rule: Literal["none", "linear", "sqrt"] = Field(
         "sqrt",
-        description="rates in a stage of the data grow with (its batch_size / train.batch_size)^0, "
-        "^1 or ^0.5",
+        description="learning rates in a data stage grow with (its batch_size / "
+        "train.batch_size)^0, ^1 or ^0.5",
     )
     reference_tokens: int = Field(
-        2**19, ge=1, description="tokens of the step that the rates are given for"
+        2**19, ge=1, description="batch size in tokens for which the learning rates are given"
     )
 
     def factor(self, tokens: int | None) -> float:
@@ -77,38 +79,41 @@ class BatchScaling(Settings):
 
 
 class CommonConfig(Settings):
-    """Settings that all optimizers have in common."""
+    """Settings common to all optimizers."""
 
     clip_norm: float | None = Field(
-        None, gt=0, description="global gradient norm is clipped to this"
+        None,
+        gt=0,
+        description="maximum global gradient norm, to which larger gradients are clipped; null: "
+        "no clipping",
     )
     multipliers: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,
-        description="factors on the learning rates of groups, as in {embedding: 0.1}",
+        description="factors on the learning rates of parameter groups, such as {embedding: 0.1}",
     )
     decay_multipliers: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,
-        description="factors on the weight decays of groups, as in {embedding: 0}",
+        description="factors on the weight decays of parameter groups, such as {embedding: 0}",
     )
     state_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="storage of the states of matrices and embeddings (8-bit ones stay); bfloat16 "
-        "halves them, and rounds away what changes a second moment by less than 0.4% a step",
+        description="dtype of the optimizer states of matrices and embeddings (8-bit states keep "
+        "theirs). bfloat16 halves them, and loses changes of a second moment below 0.4% per step",
     )
     offload: OffloadConfig = Field(
         None,
-        description="where the states of matrices and embeddings wait between steps; they come to "
-        "the device layer by layer, which changes the numbers by rounding at most; default on the "
-        "device",
+        description="storage of the states of matrices and embeddings between steps; they are "
+        "copied to the device layer by layer, and results change by rounding at most. Default "
+        "device memory",
     )
     wrappers: tuple[WrapperConfig, ...] = Field(
         (),
-        description="what goes around the optimizer, the innermost first: "
-        "[{name: cautious}, {name: ema, decay: 0.999}]",
+        description="wrappers around the optimizer, innermost first: [{name: cautious}, {name: "
+        "ema, decay: 0.999}]",
     )
     batch_scaling: BatchScaling = Field(
         default_factory=lambda: BatchScaling.model_validate({}),
-        description="how the rates follow the batch",
+        description="scaling of the learning rates with the batch size",
     )
 
 
@@ -116,11 +121,11 @@ SCHEDULE = {"name": "trapezoid", "warmup_steps": 40, "final_fraction": 0.05}
 
 
 class OptimizerConfig(CommonConfig):
-    """Settings of all optimizers whose learning rate decays towards the end of a run."""
+    """Settings of optimizers whose learning rate decays towards the end of a run."""
 
     schedule: Schedule = Field(
         default_factory=lambda: Trapezoid.model_validate(SCHEDULE),
-        description="learning rate over the run",
+        description="learning rate schedule",
     )
 
     @field_validator("schedule", mode="before")

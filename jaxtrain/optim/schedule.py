@@ -21,11 +21,13 @@ class Warmup(Settings):
 
 
 class Final(Warmup):
-    final_fraction: float = Field(0.0, ge=0, le=1, description="multiplier at the last step")
+    final_fraction: float = Field(
+        0.0, ge=0, le=1, description="learning rate at the last step, as a fraction of the peak"
+    )
 
 
 class Constant(Warmup):
-    """Constant at the peak rate."""
+    """Constant peak learning rate."""
 
     name: Literal["constant"] = "constant"
 
@@ -43,14 +45,16 @@ class Cosine(Final):
 
 
 class Trapezoid(Final):
-    """The peak rate, then a decay over the last part of the run (WSD).
+    """Constant peak learning rate, then a decay over the last part of the run (WSD).
 
     As in nanochat, the decay takes a whole number of steps, and warm-up has priority: if they
     overlap in a short run, the warm-up completes, and the rate then continues on the decay's curve.
     """
 
     name: Literal["trapezoid"] = "trapezoid"
-    decay_fraction: float = Field(0.65, gt=0, le=1, description="share of the run that decays")
+    decay_fraction: float = Field(
+        0.65, gt=0, le=1, description="fraction of the run, at its end, in which the rate decays"
+    )
     decay: Literal["linear", "sqrt", "power"] = Field(
         "linear",
         description="shape of the decay; sqrt is 1 - sqrt(progress) (Hagele et al. 2024, "
@@ -59,17 +63,24 @@ class Trapezoid(Final):
     decay_power: float = Field(
         1.2,
         gt=0,
-        description="exponent of the power decay; 1 is linear, more falls faster at first",
+        description="exponent of the power decay; 1 is linear, larger values decay faster at first",
     )
 
 
 class OneCycle(Warmup):
-    """Cosine up from `initial_fraction`, then down to `final_fraction` (Smith & Topin 2018)."""
+    """Cosine from `initial_fraction` up to the peak, then down to `final_fraction` (Smith & Topin
+    2018)."""
 
     name: Literal["onecycle"] = "onecycle"
-    initial_fraction: float = Field(0.04, ge=0, le=1, description="multiplier at the first step")
-    final_fraction: float = Field(4e-6, ge=0, le=1, description="multiplier at the last step")
-    warmup_fraction: float = Field(0.3, gt=0, lt=1, description="share of the run that goes up")
+    initial_fraction: float = Field(
+        0.04, ge=0, le=1, description="learning rate at the first step, as a fraction of the peak"
+    )
+    final_fraction: float = Field(
+        4e-6, ge=0, le=1, description="learning rate at the last step, as a fraction of the peak"
+    )
+    warmup_fraction: float = Field(
+        0.3, gt=0, lt=1, description="fraction of the run in which the rate rises"
+    )
 
 
 class InverseSqrt(Warmup):
@@ -79,7 +90,9 @@ class InverseSqrt(Warmup):
     """
 
     name: Literal["inverse_sqrt"] = "inverse_sqrt"
-    timescale: int = Field(100, ge=1, description="steps after which the rate is down to 1/sqrt(2)")
+    timescale: int = Field(
+        100, ge=1, description="steps after the warm-up at which the rate is 1/sqrt(2) of the peak"
+    )
 
 
 Schedule = Annotated[

@@ -15,17 +15,28 @@ from jaxtrain.optim.schedule import Constant, Schedule
 
 
 class ScheduleFreeConfig(CommonConfig):
-    """Higher rates than AdamW's, and a constant schedule, so the run may end at any step."""
+    """Schedule-free AdamW: higher learning rates than AdamW's and a constant schedule, so the run
+    may end at any step."""
 
     name: Literal["schedule_free"] = "schedule_free"
     learning_rate: float = Field(2.5e-3, gt=0, description="peak learning rate")
-    weight_decay: float = Field(0.05, ge=0, description="decoupled decay, times the learning rate")
-    b1: float = Field(0.9, gt=0, lt=1, description="share of the average in what is trained")
-    b2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(
+        0.05, ge=0, description="decoupled weight decay, multiplied by the learning rate"
+    )
+    b1: float = Field(
+        0.9,
+        gt=0,
+        lt=1,
+        description="interpolation weight of the average in the weights that gradients are taken "
+        "at (the paper's beta)",
+    )
+    b2: float = Field(0.95, ge=0, lt=1, description="decay rate of the second moment")
+    eps: float = Field(
+        1e-8, gt=0, description="epsilon, added to the square root of the second moment"
+    )
     schedule: Schedule = Field(
         default_factory=lambda: Constant.model_validate({"warmup_steps": 40}),
-        description="learning rate over the run; warm-up only",
+        description="learning rate schedule; only a warm-up is allowed",
     )
 
 

@@ -10,13 +10,16 @@ from jaxtrain.optim.param_groups import Hyper, OptimizerConfig, ParamGroup, sing
 
 
 class SGDConfig(OptimizerConfig):
-    """SGD needs rates far above AdamW's, since it does not normalize gradients."""
+    """SGD with momentum. It needs far higher learning rates than AdamW, since it does not normalize
+    gradients."""
 
     name: Literal["sgd"] = "sgd"
     learning_rate: float = Field(0.3, gt=0, description="peak learning rate")
-    weight_decay: float = Field(1e-4, ge=0, description="decoupled decay, times the learning rate")
-    momentum: float = Field(0.9, ge=0, lt=1, description="decay of the summed gradients")
-    nesterov: bool = Field(True, description="look one step of momentum ahead")
+    weight_decay: float = Field(
+        1e-4, ge=0, description="decoupled weight decay, multiplied by the learning rate"
+    )
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum coefficient")
+    nesterov: bool = Field(True, description="use Nesterov momentum")
 
 
 def make_sgd(nesterov: bool) -> Callable[[Hyper], optax.GradientTransformation]:

@@ -30,41 +30,54 @@ Basis = Literal["qr", "newton_schulz"]
 
 
 class SOAPConfig(OptimizerConfig):
-    """Matrices by Adam in the eigenbasis; everything else by AdamW."""
+    """SOAP: Adam in Shampoo's eigenbasis for matrices; AdamW for everything else."""
 
     name: Literal["soap"] = "soap"
     learning_rate: float = Field(3e-3, gt=0, description="peak learning rate")
-    weight_decay: float = Field(0.01, ge=0, description="decoupled decay, times the learning rate")
-    b1: float = Field(0.95, ge=0, lt=1, description="decay of the first moment")
-    b2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    shampoo_beta: float = Field(0.95, ge=0, lt=1, description="decay of Shampoo's factors")
+    weight_decay: float = Field(
+        0.01, ge=0, description="decoupled weight decay, multiplied by the learning rate"
+    )
+    b1: float = Field(0.95, ge=0, lt=1, description="decay rate of the first moment")
+    b2: float = Field(0.95, ge=0, lt=1, description="decay rate of the second moment")
+    eps: float = Field(
+        1e-8, gt=0, description="epsilon, added to the square root of the second moment"
+    )
+    shampoo_beta: float = Field(0.95, ge=0, lt=1, description="decay rate of Shampoo's factors")
     precondition_frequency: int = Field(
         10, ge=1, description="steps between updates of the eigenbasis"
     )
-    max_dim: int = Field(4096, ge=1, description="larger dims keep their own basis")
+    max_dim: int = Field(
+        4096, ge=1, description="larger dimensions are not rotated (identity basis)"
+    )
     basis: Basis = Field(
         "qr",
-        description="how the eigenbasis follows: by power iteration and QR, or by rotations in "
-        "matmuls alone",
+        description="update of the eigenbasis: qr, by power iteration and QR; newton_schulz, by "
+        "rotations that need only matmuls",
     )
 
 
 class SOAPDirectionConfig(Settings):
-    """Muon orthogonalises its momentum divided by the root of its second moment in SOAP's basis
-    (SOAP-Muon, Vyas et al. 2025; modded-nanogpt's track 3, record 44)."""
+    """Muon orthogonalizes its momentum after dividing it by the root of its second moment in SOAP's
+    basis (SOAP-Muon, Vyas et al. 2025; modded-nanogpt's track 3, record 44)."""
 
-    b2: float = Field(0.9, ge=0, lt=1, description="decay of the second moment")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    shampoo_beta: float = Field(0.9, ge=0, lt=1, description="decay of Shampoo's factors")
-    precondition_frequency: int = Field(
-        10, ge=1, description="steps between updates of the eigenbasis, after as many with one each"
+    b2: float = Field(0.9, ge=0, lt=1, description="decay rate of the second moment")
+    eps: float = Field(
+        1e-8, gt=0, description="epsilon, added to the square root of the second moment"
     )
-    max_dim: int = Field(1024, ge=1, description="larger dims keep their own basis")
+    shampoo_beta: float = Field(0.9, ge=0, lt=1, description="decay rate of Shampoo's factors")
+    precondition_frequency: int = Field(
+        10,
+        ge=1,
+        description="steps between updates of the eigenbasis; in the first so many steps it is "
+        "updated in each",
+    )
+    max_dim: int = Field(
+        1024, ge=1, description="larger dimensions are not rotated (identity basis)"
+    )
     basis: Basis = Field(
         "newton_schulz",
-        description="how the eigenbasis follows: by power iteration and QR, or by rotations in "
-        "matmuls alone",
+        description="update of the eigenbasis: qr, by power iteration and QR; newton_schulz, by "
+        "rotations that need only matmuls",
     )
 
 

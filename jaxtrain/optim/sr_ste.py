@@ -17,7 +17,12 @@ class SRSTEConfig(Settings):
     these weights shrink and masks settle. For model.weight_form=sparse_2_4."""
 
     name: Literal["sr_ste"] = "sr_ste"
-    refine: float = Field(2e-4, ge=0, description="factor on the weights that masks leave out")
+    refine: float = Field(
+        2e-4,
+        ge=0,
+        description="factor on the masked weights that is added to their gradients (lambda_W in "
+        "the paper)",
+    )
 
 
 def sr_ste(c: SRSTEConfig) -> Wrapper:

@@ -26,23 +26,26 @@ from jaxtrain.weights.params import Params
 
 
 class TailAverageConfig(Settings):
-    """Validation and samples use the mean in place of the trained weights, once there is one.
-
-    Checkpoints hold both. All averaged weights count equally.
-    """
+    """Averages the weights over the last part of the run; validation and samples use the average.
+    Checkpoints hold the trained weights too. All averaged weights count equally."""
 
     name: Literal["tail_average"] = "tail_average"
     tail_fraction: float = Field(
-        0.25, gt=0, le=1, description="share of the run, its last, that is averaged"
+        0.25,
+        gt=0,
+        le=1,
+        description="fraction of the run, at its end, over which weights are averaged",
     )
     every: int = Field(
-        1, ge=1, description="steps between the weights that count; the last step's do"
+        1,
+        ge=1,
+        description="steps between the weights that enter the average; the last step's always do",
     )
     validate_trained: bool = Field(
-        False, description="validate the trained weights as well, as trained_loss and so on"
+        False, description="also validate the trained weights, logged as trained_loss and so on"
     )
     export: Literal["average", "trained"] = Field(
-        "average", description="weights of the model that a run ends with"
+        "average", description="weights of the final model: the average or the trained ones"
     )
 
 

@@ -20,43 +20,56 @@ AxisSize = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
 class MeshConfig(Settings):
-    """Number of devices along each axis. One axis may be `auto`: the devices that remain."""
+    """Number of devices along each parallel axis. One axis may be `auto`: all remaining devices."""
 
-    data: AxisSize = Field("auto", description="devices that hold different batch rows")
+    data: AxisSize = Field(
+        "auto", description="data parallelism: devices with different sequences of the batch"
+    )
     fsdp: AxisSize = Field(
-        1, description="devices that split parameters and states (see zero) as well as batch rows"
+        1,
+        description="FSDP: devices that shard parameters and optimizer states (see zero) as well "
+        "as the batch",
     )
     tensor: AxisSize = Field(
-        1, description="devices that split heads, hidden units and vocabulary of each layer"
+        1,
+        description="tensor parallelism: devices that split heads, hidden units and vocabulary of "
+        "each layer",
     )
     expert: AxisSize = Field(
-        1, description="devices that split the experts of model.moe as well as batch rows"
+        1,
+        description="expert parallelism: devices that split the experts of model.moe as well as "
+        "the batch",
     )
-    context: AxisSize = Field(1, description="devices that split each sequence, for long texts")
-    pipeline: AxisSize = Field(1, description="stages, each with some of the layers")
+    context: AxisSize = Field(
+        1, description="context parallelism: devices that split each sequence, for long sequences"
+    )
+    pipeline: AxisSize = Field(
+        1, description="pipeline parallelism: number of stages, each with some of the layers"
+    )
     pipeline_repeats: int = Field(
         1,
         ge=1,
-        description="times that a microbatch goes round the stages, each of which holds so many "
-        "chunks of layers, for less idle time (interleaved schedule, virtual stages)",
+        description="chunks of layers per stage, through which a microbatch passes in turn "
+        "(interleaved schedule, virtual stages); more chunks give a smaller pipeline bubble",
     )
     pipeline_schedule: Literal["gpipe", "1f1b"] = Field(
         "gpipe",
-        description="order of the stages' passes; gpipe: all forward passes, then all backward "
-        "passes, which compute the layers again; 1f1b: a backward pass after each forward pass, "
-        "nothing is computed twice (but for model.remat), and all stages share the head",
+        description="gpipe: all forward passes, then all backward passes, which recompute the "
+        "layers. 1f1b: a backward pass after each forward pass, without recomputation (except "
+        "model.remat); all stages share the head",
     )
     batch_overlap: int = Field(
         1,
         ge=1,
-        description="parts of a device's rows that are computed side by side, so that what one "
-        "part sends (tensor, expert, fsdp) is hidden behind the matmuls of another (Domino, "
-        "two-batch overlap); 1: one part",
+        description="parts of a device's batch that are computed concurrently, so that the "
+        "communication of one part (tensor, expert, fsdp) overlaps the matmuls of another "
+        "(Domino, two-batch overlap); 1: off",
     )
     zero: Literal[1, 2, 3] = Field(
         3,
-        description="what fsdp splits: 1 weights' masters and states, 2 gradients as well, "
-        "3 also the copy that a step computes with, gathered layer by layer",
+        description="ZeRO stage, the state that fsdp shards: 1 master weights and optimizer "
+        "states, 2 also gradients, 3 also the weights in the compute dtype, which are gathered "
+        "layer by layer",
     )
 
 

@@ -12,35 +12,37 @@ from jaxtrain.storage.location import RUNS, cached, is_url, location_fault, path
 class Notice(Settings):
     """Source of a spot instance's preemption notice."""
 
-    every: float = Field(5.0, gt=0, description="seconds between two questions")
+    every: float = Field(5.0, gt=0, description="seconds between two queries")
 
 
 class AwsNotice(Notice):
     """EC2's instance metadata service, version 2."""
 
     name: Literal["aws"] = "aws"
-    endpoint: str = Field("http://169.254.169.254", description="URL of the service")
+    endpoint: str = Field("http://169.254.169.254", description="URL of the metadata service")
 
 
 class GcpNotice(Notice):
     """Compute Engine's metadata server."""
 
     name: Literal["gcp"] = "gcp"
-    endpoint: str = Field("http://metadata.google.internal", description="URL of the service")
+    endpoint: str = Field(
+        "http://metadata.google.internal", description="URL of the metadata server"
+    )
 
 
 class AzureNotice(Notice):
     """Azure's Scheduled Events."""
 
     name: Literal["azure"] = "azure"
-    endpoint: str = Field("http://169.254.169.254", description="URL of the service")
+    endpoint: str = Field("http://169.254.169.254", description="URL of the metadata service")
 
 
 class FileNotice(Notice):
-    """A file that a script of the scheduler creates."""
+    """A file that the scheduler's script creates as the notice."""
 
     name: Literal["file"] = "file"
-    path: str = Field(min_length=1, description="the notice is there when this file is")
+    path: str = Field(min_length=1, description="file whose existence is the preemption notice")
 
 
 PreemptionConfig = Annotated[
@@ -51,17 +53,17 @@ PreemptionConfig = Annotated[
 class RunConfig(Settings):
     """Directory, seed and preemption notice of a run."""
 
-    name: str = Field("run", min_length=1, description="folder of this run inside `directory`")
+    name: str = Field("run", min_length=1, description="folder of the run inside `directory`")
     directory: str = Field(
         "runs",
-        description="folder that holds the runs: a path, or s3://, gs:// or another URL of fsspec. "
-        "A run at a URL works in a local folder below $JAXTRAIN_CACHE/runs",
+        description="folder that contains the runs: a path, or s3://, gs:// or another URL of "
+        "fsspec. With a URL, the run works in a local folder below $JAXTRAIN_CACHE/runs",
     )
-    seed: int = Field(42, ge=0, description="of the initial values and the samples")
+    seed: int = Field(42, ge=0, description="random seed of the initialization and the samples")
     preemption: PreemptionConfig | None = Field(
         None,
-        description="where a spot machine asks whether it is taken back; the run then saves and "
-        "stops as after SIGTERM; null: nowhere",
+        description="source of the preemption notice of a spot instance; on notice the run saves "
+        "and stops as after SIGTERM. null: none",
     )
 
     @field_validator("name")
@@ -102,15 +104,15 @@ class MirrorConfig(Settings):
     url: str | None = Field(
         None,
         min_length=1,
-        description="folder for copies, which are in url/run.name: s3://, gs:// or another URL "
-        "of fsspec, or a path; credentials come from the environment. null: where run.directory "
-        "is a URL, there",
+        description="folder of the copies, which are in url/run.name: s3://, gs:// or another URL "
+        "of fsspec (credentials from the environment), or a path. null: run.directory, if it is a "
+        "URL",
     )
     every: int = Field(
         1,
         ge=1,
-        description="least steps from one copy to the next; 1: each checkpoint is copied. The "
-        "last one always is",
+        description="minimum steps between two copies; 1: each checkpoint is copied. The last one "
+        "always is",
     )
 
     @field_validator("url")
@@ -122,32 +124,34 @@ class MirrorConfig(Settings):
 
 
 class CheckpointConfig(Settings):
-    """When the training state is saved, and which checkpoints are kept."""
+    """Saving of the training state, and the checkpoints that are kept."""
 
     every: int | None = Field(
-        500, ge=1, description="steps between checkpoints; null: only the end"
+        500, ge=1, description="steps between checkpoints; null: only at the end"
     )
-    keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
+    keep: int = Field(2, ge=1, description="number of newest checkpoints to keep")
     keep_every: int | None = Field(
-        None, ge=1, description="checkpoints at multiples of this many steps are kept forever"
+        None,
+        ge=1,
+        description="keep checkpoints at multiples of this many steps forever; null: none",
     )
     mirror: MirrorConfig | None = Field(
         None,
-        description="a second place for checkpoints, which are copied there in the background; a "
-        "start with none of its own takes the newest from there; null: none",
+        description="second location, to which checkpoints are copied in the background; a run "
+        "without a checkpoint of its own restores the newest copy. null: none",
     )
     final: bool = Field(
         True,
-        description="save the state and the model at the end; false: a trial of which only the "
-        "metrics count",
+        description="save the state and the model at the end; false: for trials of which only the "
+        "metrics are needed",
     )
 
 
 class MetricsConfig(Settings):
-    """Where metrics are logged, and how often."""
+    """Logging of metrics."""
 
-    every: int = Field(10, ge=1, description="Steps between the logged and printed training rows.")
-    tensorboard: bool = Field(True, description="Also write TensorBoard event files.")
+    every: int = Field(10, ge=1, description="steps between logged and printed training metrics")
+    tensorboard: bool = Field(True, description="also write TensorBoard event files")
     wandb: bool = Field(
-        False, description="Also log to the W&B project `jaxtrain` (needs the extra `wandb`)."
+        False, description="also log to the W&B project `jaxtrain` (needs the extra `wandb`)"
     )

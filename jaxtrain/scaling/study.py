@@ -17,37 +17,39 @@ Counting = Literal["matrices_and_head", "matrices", "without_embeddings", "total
 
 
 class ModelSize(Settings):
-    """A model size of the study."""
+    """A model size in the study."""
 
-    depth: int = Field(ge=1, description="layers")
-    width: int | None = Field(None, ge=1, description="model width; default that of the depth dial")
+    depth: int = Field(ge=1, description="number of layers")
+    width: int | None = Field(
+        None, ge=1, description="model dimension; default that of the depth dial"
+    )
 
 
 class IsoFLOP(Settings):
     """Runs with equal training FLOPs and different sizes (Hoffmann et al. 2022, approach 2)."""
 
-    budgets: tuple[Positive, ...] = Field(min_length=1, description="training FLOPs of a run")
-    sizes: tuple[ModelSize, ...] = Field(min_length=1, description="models that each budget trains")
+    budgets: tuple[Positive, ...] = Field(min_length=1, description="training FLOPs per run")
+    sizes: tuple[ModelSize, ...] = Field(min_length=1, description="models to train at each budget")
 
 
 class Tokens(Settings):
-    """Runs of each size for each number of training tokens."""
+    """A grid of runs: each size with each number of training tokens."""
 
-    sizes: tuple[ModelSize, ...] = Field(min_length=1, description="models")
-    tokens: tuple[Positive, ...] = Field(min_length=1, description="training tokens of a run")
+    sizes: tuple[ModelSize, ...] = Field(min_length=1, description="model sizes")
+    tokens: tuple[Positive, ...] = Field(min_length=1, description="training tokens per run")
 
 
 class LearningRates(Settings):
     """Runs with different learning rates, to find the best one for each size."""
 
-    sizes: tuple[ModelSize, ...] = Field(min_length=1, description="models")
+    sizes: tuple[ModelSize, ...] = Field(min_length=1, description="model sizes")
     multipliers: tuple[Positive, ...] = Field(
         min_length=3, description="factors on all learning rates of the configuration"
     )
-    flops: Positive | None = Field(None, description="training FLOPs of a run")
-    tokens: Positive | None = Field(None, description="training tokens of a run")
+    flops: Positive | None = Field(None, description="training FLOPs per run")
+    tokens: Positive | None = Field(None, description="training tokens per run")
     tokens_per_parameter: Positive | None = Field(
-        None, description="training tokens for each parameter, by the study's count"
+        None, description="training tokens per parameter, as counted by the study's `parameters`"
     )
 
     @model_validator(mode="after")
@@ -60,37 +62,47 @@ class BatchSizeGrid(Settings):
     """Runs with different batch sizes, to find the best one and the critical batch size
     (McCandlish et al. 2018, arXiv:1812.06162)."""
 
-    size: ModelSize = Field(description="the model")
+    size: ModelSize = Field(description="model size")
     tokens: tuple[Positive, ...] = Field(
         min_length=1,
-        description="training tokens of a run; the critical batch size is read off the longest",
+        description="training tokens per run; the critical batch size is taken from the longest "
+        "runs",
     )
-    batch_sizes: tuple[Count, ...] = Field(min_length=3, description="rows of a step")
+    batch_sizes: tuple[Count, ...] = Field(
+        min_length=3, description="batch sizes, in sequences per step"
+    )
     multipliers: tuple[Positive, ...] = Field(
         (1.0,), min_length=1,
-        description="factors on the learning rates, tried at each batch size; the best counts",
+        description="factors on the learning rates, tried at each batch size; the best one counts",
     )  # fmt: skip
     rate_power: float = Field(
         0.5,
         ge=0,
         le=1,
-        description="the learning rates of a batch size grow with (rows / the first's rows)^this",
+        description="power of the learning rates: they grow with (batch size / the first "
+        "one)^rate_power",
     )
-    evaluations: int = Field(16, ge=4, description="validations along each run")
-    targets: int = Field(4, ge=2, description="losses, between the runs' ends, that are compared")
+    evaluations: int = Field(16, ge=4, description="validations during each run")
+    targets: int = Field(
+        4,
+        ge=2,
+        description="number of target losses, between the runs' final losses, at which runs are "
+        "compared",
+    )
     overrides: tuple[str, ...] = Field(
-        (), description="key.path=value of these runs alone, as a constant learning rate"
+        (),
+        description="key.path=value overrides of these runs only, such as a constant learning rate",
     )
 
 
 class HeldOut(Settings):
     """A run larger than the others, whose loss is predicted before it is trained."""
 
-    size: ModelSize = Field(description="the model")
+    size: ModelSize = Field(description="model size")
     flops: Positive | None = Field(None, description="training FLOPs of the run")
     tokens: Positive | None = Field(None, description="training tokens of the run")
     tokens_per_parameter: Positive | None = Field(
-        None, description="training tokens for each parameter, by the study's count"
+        None, description="training tokens per parameter, as counted by the study's `parameters`"
     )
 
     @model_validator(mode="after")
@@ -100,45 +112,61 @@ class HeldOut(Settings):
 
 
 class Intervals(Settings):
-    """Settings of bootstrap intervals: percentiles over resamples of the runs."""
+    """Bootstrap confidence intervals: percentiles over resamples of the runs."""
 
-    samples: int = Field(500, ge=10, le=100_000, description="resamples")
-    level: float = Field(0.9, gt=0, lt=1, description="share of the resamples inside")
-    seed: int = Field(0, ge=0, description="of the resamples")
+    samples: int = Field(500, ge=10, le=100_000, description="number of resamples")
+    level: float = Field(
+        0.9,
+        gt=0,
+        lt=1,
+        description="confidence level: fraction of the resamples inside the interval",
+    )
+    seed: int = Field(0, ge=0, description="seed of the resamples")
 
 
 class Study(Settings):
-    """A study of scaling laws."""
+    """A scaling-law study."""
 
-    name: str = Field(min_length=1, pattern=r"^[\w.-]+$", description="folder of the study")
-    directory: str = Field("runs", description="folder that the study's folder is in")
-    config: str = Field(description="a YAML file, or the bare name of a shipped config")
-    overrides: tuple[str, ...] = Field((), description="key.path=value of all runs")
-    seeds: tuple[int, ...] = Field((42,), min_length=1, description="run.seed of each run")
+    name: str = Field(
+        min_length=1, pattern=r"^[\w.-]+$", description="name of the study, and of its folder"
+    )
+    directory: str = Field("runs", description="folder that contains the study's folder")
+    config: str = Field(
+        description="configuration of the runs: a YAML file or a shipped config's name"
+    )
+    overrides: tuple[str, ...] = Field((), description="key.path=value overrides of all runs")
+    seeds: tuple[int, ...] = Field(
+        (42,), min_length=1, description="run.seed values; each run is repeated with each of them"
+    )
     measure: Literal["loss", "bpb"] = Field(
-        "loss", description="validation loss in nats a token, or in bits per byte"
+        "loss", description="validation metric: loss in nats per token, or bits per byte"
     )
     parameters: Counting = Field(
         "matrices_and_head",
-        description="what counts as a parameter; matrices_and_head: nanochat's; "
-        "without_embeddings: also norms' gains and scalars",
+        description="parameters that are counted; matrices_and_head: as nanochat counts; "
+        "without_embeddings: also norm gains and scalars",
     )
-    isoflop: IsoFLOP | None = Field(None, description="a grid of budgets and sizes")
-    tokens: Tokens | None = Field(None, description="a grid of tokens and sizes")
-    learning_rates: LearningRates | None = Field(None, description="for the best learning rate")
-    batch_sizes: BatchSizeGrid | None = Field(None, description="for the critical batch size")
-    held_out: HeldOut | None = Field(None, description="the larger run that is predicted")
+    isoflop: IsoFLOP | None = Field(None, description="grid of FLOP budgets and sizes")
+    tokens: Tokens | None = Field(None, description="grid of training tokens and sizes")
+    learning_rates: LearningRates | None = Field(
+        None, description="runs that find the best learning rate"
+    )
+    batch_sizes: BatchSizeGrid | None = Field(
+        None, description="runs that find the critical batch size"
+    )
+    held_out: HeldOut | None = Field(None, description="larger run, whose loss is predicted")
     intervals: Intervals = Field(
-        default_factory=lambda: Intervals.model_validate({}), description="how intervals are made"
+        default_factory=lambda: Intervals.model_validate({}),
+        description="bootstrap confidence intervals",
     )
     least_steps: int = Field(
-        50, ge=1, description="steps of the shortest run; with fewer a budget is refused"
+        50, ge=1, description="minimum steps of a run; a budget that gives fewer is an error"
     )
     most_epochs: float = Field(
-        1.0, gt=0, description="passes over the training data that a run may take"
+        1.0, gt=0, description="maximum passes over the training data per run"
     )
     flops_per_s: Positive | None = Field(
-        None, description="FLOPs a second, for the estimate of times; default unknown"
+        None, description="FLOPs per second, for the estimated run times; default unknown"
     )
 
     @property

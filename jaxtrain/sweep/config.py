@@ -24,10 +24,10 @@ MAXIMIZED = ("accuracy", "reward_margin", "tokens_per_s")
 class _Range(Settings):
     """A range of floats, both ends included."""
 
-    low: float = Field(description="least value")
-    high: float = Field(description="greatest value")
+    low: float = Field(description="lowest value")
+    high: float = Field(description="highest value")
     points: int | None = Field(
-        None, ge=2, description="values that the sampler `grid` takes of the range, evenly spaced"
+        None, ge=2, description="number of evenly spaced values for the sampler `grid`"
     )
 
     @model_validator(mode="after")
@@ -38,13 +38,13 @@ class _Range(Settings):
 
 
 class Uniform(_Range):
-    """A float, uniform between two ends."""
+    """A float with a uniform distribution between two ends."""
 
     name: Literal["uniform"] = "uniform"
 
 
 class LogUniform(_Range):
-    """A float whose logarithm is uniform, as for learning rates."""
+    """A float with a log-uniform distribution, such as a learning rate."""
 
     name: Literal["log_uniform"] = "log_uniform"
 
@@ -56,12 +56,12 @@ class LogUniform(_Range):
 
 
 class IntRange(Settings):
-    """A whole number between two ends, both included."""
+    """An integer range, both ends included."""
 
     name: Literal["int"] = "int"
-    low: int = Field(description="least value")
-    high: int = Field(description="greatest value")
-    step: int = Field(1, ge=1, description="distance of two values")
+    low: int = Field(description="lowest value")
+    high: int = Field(description="highest value")
+    step: int = Field(1, ge=1, description="difference between two adjacent values")
 
     @model_validator(mode="after")
     def _is_a_range(self) -> "IntRange":
@@ -73,11 +73,11 @@ class IntRange(Settings):
 
 
 class Choice(Settings):
-    """One of several values, without an order."""
+    """One of several unordered values (categorical)."""
 
     name: Literal["choice"] = "choice"
     values: tuple[Scalar, ...] = Field(
-        min_length=1, description="numbers, texts, true, false, null"
+        min_length=1, description="allowed values: numbers, strings, true, false, null"
     )
 
 
@@ -88,7 +88,7 @@ Parameter = Annotated[Uniform | LogUniform | IntRange | Choice, Field(discrimina
 
 
 class _Sampler(Settings):
-    seed: int = Field(0, ge=0, description="of the sampler; trial n depends on it and on n")
+    seed: int = Field(0, ge=0, description="seed of the sampler; trial n depends on it and on n")
 
 
 class GridSearch(_Sampler):
@@ -98,28 +98,32 @@ class GridSearch(_Sampler):
 
 
 class RandomSearch(_Sampler):
-    """Independent draws."""
+    """Independent random draws."""
 
     name: Literal["random"] = "random"
 
 
 class TPE(_Sampler):
-    """Tree-structured Parzen estimator (Bergstra et al. 2011); several objectives: Ozaki et al."""
+    """Tree-structured Parzen estimator (Bergstra et al. 2011; several objectives: Ozaki et al.)."""
 
     name: Literal["tpe"] = "tpe"
-    startup_trials: int = Field(10, ge=1, description="random trials before the model is used")
+    startup_trials: int = Field(
+        10, ge=1, description="number of random trials before the model is used"
+    )
     multivariate: bool = Field(True, description="model the parameters jointly")
 
 
 class GP(_Sampler):
-    """Gaussian process with expected improvement; needs the package torch."""
+    """Gaussian process with expected improvement. Needs the package torch."""
 
     name: Literal["gp"] = "gp"
-    startup_trials: int = Field(10, ge=1, description="random trials before the model is used")
+    startup_trials: int = Field(
+        10, ge=1, description="number of random trials before the model is used"
+    )
 
 
 class CMAES(_Sampler):
-    """Covariance matrix adaptation (Hansen); numbers only, choices are drawn at random."""
+    """CMA-ES, covariance matrix adaptation (Hansen), for numbers; choices are drawn at random."""
 
     name: Literal["cmaes"] = "cmaes"
 
@@ -128,7 +132,7 @@ class NSGA2(_Sampler):
     """NSGA-II (Deb et al. 2002), for several objectives."""
 
     name: Literal["nsga2"] = "nsga2"
-    population_size: int = Field(20, ge=2, description="trials of a generation")
+    population_size: int = Field(20, ge=2, description="trials per generation")
 
 
 Sampler = Annotated[
@@ -148,7 +152,10 @@ class ASHA(Settings):
     name: Literal["asha"] = "asha"
     min_steps: int = Field(ge=1, description="training steps before the first rung")
     reduction_factor: int = Field(
-        4, ge=2, description="one of so many trials passes a rung; the next has so many times steps"
+        4,
+        ge=2,
+        description="one of this many trials passes each rung; the next rung has this many times "
+        "the steps",
     )
 
 
@@ -157,18 +164,23 @@ class Hyperband(Settings):
 
     name: Literal["hyperband"] = "hyperband"
     min_steps: int = Field(ge=1, description="training steps before the first rung")
-    max_steps: int = Field(ge=2, description="training steps of a whole run")
+    max_steps: int = Field(ge=2, description="training steps of a full run")
     reduction_factor: int = Field(
-        3, ge=2, description="one of so many trials passes a rung; the next has so many times steps"
+        3,
+        ge=2,
+        description="one of this many trials passes each rung; the next rung has this many times "
+        "the steps",
     )
 
 
 class MedianStopping(Settings):
-    """Stop a trial that is worse than the median of the others at the same step (Vizier)."""
+    """Stops a trial that is worse than the median of the others at the same step (Vizier)."""
 
     name: Literal["median"] = "median"
-    startup_trials: int = Field(5, ge=1, description="trials that run to their end first")
-    warmup_steps: int = Field(0, ge=0, description="training steps that are never too few")
+    startup_trials: int = Field(
+        5, ge=1, description="number of trials that run to their end before any is stopped"
+    )
+    warmup_steps: int = Field(0, ge=0, description="training steps before a trial may be stopped")
 
 
 Pruner = Annotated[NoPruning | ASHA | Hyperband | MedianStopping, Field(discriminator="name")]
@@ -178,16 +190,18 @@ Pruner = Annotated[NoPruning | ASHA | Hyperband | MedianStopping, Field(discrimi
 
 
 class Goal(Settings):
-    """A metric of a run, and the direction in which it improves."""
+    """A metric of a run, and the direction of improvement."""
 
     metric: Metric = Field(
         "bpb",
-        description="of the last validation: bpb (bits per byte), loss (nats per token), "
-        "perplexity, accuracy, reward_margin; of the run: seconds (of training, without "
-        "validations), tokens_per_s (median), peak_bytes (of the fullest device)",
+        description="metric of the last validation: bpb (bits per byte), loss (nats per token), "
+        "perplexity, accuracy, reward_margin; or of the run: seconds (training time without "
+        "validations), tokens_per_s (median), peak_bytes (of the device with the highest peak)",
     )
     direction: Direction | None = Field(
-        None, description="default: the metric's own (maximize accuracy, margin and tokens/s)"
+        None,
+        description="maximize or minimize; default maximize for accuracy, reward_margin and "
+        "tokens_per_s, else minimize",
     )
 
     @property
@@ -201,88 +215,103 @@ class Goal(Settings):
 
 
 class Confirm(Settings):
-    """Run the best trials again, on seeds that the search has not used."""
+    """Reruns the best trials on seeds that the search has not used."""
 
-    best: int = Field(3, ge=1, description="trials that are run again")
-    seeds: int = Field(3, ge=2, description="fresh seeds of each, the same for all of them")
+    best: int = Field(3, ge=1, description="number of best trials to rerun")
+    seeds: int = Field(3, ge=2, description="new seeds per trial, the same for all trials")
     baseline: bool = Field(
-        True, description="also run the configuration as it is without the sweep's parameters"
+        True, description="also run the configuration without the sweep's parameters"
     )
 
 
 class Transfer(Settings):
-    """Run trials of the search again, on fresh seeds, at its own size and at another one."""
+    """Reruns trials of the search on new seeds, at the sweep's own model size and at another."""
 
     overrides: tuple[str, ...] = Field(
         min_length=1,
-        description="key.path=value of the other size, in the place of the sweep's own overrides",
+        description="key.path=value overrides that set the other size, used instead of the "
+        "sweep's overrides",
     )
-    best: int = Field(4, ge=1, description="of the best trials, so many")
-    spread: int = Field(4, ge=0, description="of the others, so many, evenly over their ranks")
+    best: int = Field(4, ge=1, description="number of best trials to rerun")
+    spread: int = Field(
+        4, ge=0, description="number of other trials to rerun, evenly spaced over their ranks"
+    )
     single: bool = Field(
-        True, description="also each value of the best trial by itself, the rest as it was"
+        True,
+        description="also run each parameter of the best trial by itself, with the others as in "
+        "the baseline",
     )
-    seeds: int = Field(2, ge=2, description="fresh seeds of each, the same for all and both sizes")
+    seeds: int = Field(
+        2, ge=2, description="new seeds per trial, the same for all trials and both sizes"
+    )
 
 
 class SweepConfig(Settings):
-    """A sweep."""
+    """A sweep: a hyperparameter search over the fields of a configuration."""
 
-    name: str = Field("", description="folder inside `directory`; default the file's name")
-    directory: str = Field("runs", min_length=1, description="folder that holds the sweep's folder")
-    config: str = Field(description="configuration of the runs: a YAML file or a shipped name")
-    overrides: tuple[str, ...] = Field((), description="key.path=value, for all runs")
+    name: str = Field(
+        "", description="folder of the sweep inside `directory`; default the file's name"
+    )
+    directory: str = Field(
+        "runs", min_length=1, description="folder that contains the sweep's folder"
+    )
+    config: str = Field(
+        description="configuration of the runs: a YAML file or a shipped config's name"
+    )
+    overrides: tuple[str, ...] = Field((), description="key.path=value overrides of all runs")
     parameters: dict[str, Parameter] = Field(
-        min_length=1, description="fields of the configuration, and what values they may have"
+        min_length=1,
+        description="search space: fields of the configuration and their values or ranges",
     )
     sampler: Sampler = Field(
-        default_factory=lambda: TPE.model_validate({}), description="what chooses the values"
+        default_factory=lambda: TPE.model_validate({}),
+        description="sampler that chooses the parameter values",
     )
-    pruner: Pruner = Field(default_factory=NoPruning, description="what stops bad trials early")
+    pruner: Pruner = Field(default_factory=NoPruning, description="early stopping of bad trials")
     objectives: tuple[Goal, ...] = Field(
         default_factory=lambda: (Goal.model_validate({}),),
         min_length=1,
-        description="figures to improve; of several, the Pareto front",
+        description="metrics to optimize; with several, the result is the Pareto front",
     )
-    trials: int | None = Field(
-        None, ge=1, description="sets of values that are tried; a grid has as many as it has points"
-    )
+    trials: int | None = Field(None, ge=1, description="number of trials; a grid has one per point")
     seeds: int = Field(
         1,
         ge=1,
-        description="runs of a trial, with run.seed and data.seed 1, 2, ...: the same for all "
-        "trials (paired); the mean counts",
+        description="runs per trial, with run.seed and data.seed 1, 2, ..., the same for all "
+        "trials (paired). The objective is their mean",
     )
     confirm: Confirm | None = Field(
-        None, description="run the best again on fresh seeds; default no. One objective only"
+        None, description="rerun the best trials on new seeds; default off. Only with one objective"
     )
     transfer: Transfer | None = Field(
         None,
-        description="run trials again at another size, to see what carries over; default no. One "
-        "objective only",
+        description="rerun trials at another model size, to test whether results transfer; "
+        "default off. Only with one objective",
     )
     population: int = Field(
         1,
         ge=1,
-        description="trials that train at once on one device as one program (vmap); their "
-        "parameters are the optimizer's rates alone",
+        description="trials that train together on one device as one program (vmap); they may "
+        "differ only in the optimizer's hyperparameters",
     )
-    workers: int = Field(1, ge=1, description="processes of this command that run trials")
+    workers: int = Field(
+        1, ge=1, description="number of processes that run trials, started by this command"
+    )
     isolate: bool = Field(
         False,
-        description="each trial in a process of its own, as the metric peak_bytes needs it: slower "
-        "to start, and its memory is given back",
+        description="run each trial in its own process, which the metric peak_bytes needs; slower "
+        "to start, but its memory is freed",
     )
     storage: str | None = Field(
         None,
-        description="database of the study, as postgresql://..., for hosts that share no local "
-        "disk; default SQLite in the sweep's folder",
+        description="database URL of the study, such as postgresql://..., for hosts without a "
+        "shared disk; default SQLite in the sweep's folder",
     )
     heartbeat: float = Field(
         15.0,
         gt=0,
-        description="seconds between signs of life of a worker; after four without one, its trial "
-        "is queued again",
+        description="seconds between heartbeats of a worker; after four missed ones its trial is "
+        "queued again",
     )
 
     @field_validator("name")

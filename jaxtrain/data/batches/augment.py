@@ -25,43 +25,56 @@ class NoAugment(Settings):
 
 
 class Masking(Settings):
-    """Masks input tokens (BERT, arXiv:1810.04805): token dropout, or a masked objective.
-
-    The model is causal: a masked token is predicted from the tokens before it.
-    """
+    """Masks input tokens (BERT, arXiv:1810.04805): token dropout, or a masked objective. The model
+    is causal: a masked token is predicted from the tokens before it."""
 
     name: Literal["masking"] = "masking"
-    rate: float = Field(default=0.15, gt=0, le=1, description="Share of the tokens that are hidden")
+    rate: float = Field(
+        default=0.15, gt=0, le=1, description="fraction of the tokens that are masked"
+    )
     random: float = Field(
-        default=0.1, ge=0, le=1, description="Share of them that become a random token, not <mask>"
+        default=0.1,
+        ge=0,
+        le=1,
+        description="fraction of the masked tokens that become a random token instead of <mask>",
     )
     kept: float = Field(
-        default=0.1, ge=0, le=1, description="Share of them that stay as they are, yet count"
+        default=0.1,
+        ge=0,
+        le=1,
+        description="fraction of the masked tokens that keep their token, but still count as "
+        "masked",
     )
     loss: Literal["all", "masked"] = Field(
-        default="all", description="Targets that count: all, or the hidden tokens alone"
+        default="all", description="targets in the loss: all tokens, or only the masked ones"
     )
 
 
 class SpanCorruption(Settings):
-    """Replaces spans by <mask> and appends them, each after a <mask> (T5, arXiv:1910.10683).
-
-    T5 has one sentinel token per span; here the order of the spans identifies them. Only the
-    appended spans are learned.
-    """
+    """Replaces spans by <mask> and appends them, each after a <mask> (T5, arXiv:1910.10683). T5 has
+    one sentinel token per span; here the order of the spans identifies them. Only the appended
+    spans count in the loss."""
 
     name: Literal["span_corruption"] = "span_corruption"
-    rate: float = Field(default=0.15, gt=0, lt=1, description="Share of the tokens in spans")
-    span: float = Field(default=3.0, ge=1, description="Tokens of a span, on average")
+    rate: float = Field(
+        default=0.15, gt=0, lt=1, description="fraction of the tokens that are in a replaced span"
+    )
+    span: float = Field(default=3.0, ge=1, description="mean length of a span in tokens")
 
 
 class FillInTheMiddle(Settings):
     """Cuts documents in three and moves the middle to the end (FIM, arXiv:2207.14255): for code."""
 
     name: Literal["fill_in_the_middle"] = "fill_in_the_middle"
-    rate: float = Field(default=0.5, gt=0, le=1, description="Share of the documents")
+    rate: float = Field(
+        default=0.5, gt=0, le=1, description="fraction of the documents that are rearranged"
+    )
     suffix_first: float = Field(
-        default=0.5, ge=0, le=1, description="Share of them in the order suffix, prefix, middle"
+        default=0.5,
+        ge=0,
+        le=1,
+        description="fraction of the rearranged documents in the order suffix, prefix, middle "
+        "(SPM)",
     )
 
 
@@ -69,7 +82,12 @@ class SubwordSplits(Settings):
     """Splits tokens in two at random, like BPE-dropout (arXiv:1910.13267), anew in every epoch."""
 
     name: Literal["subword_splits"] = "subword_splits"
-    rate: float = Field(default=0.1, gt=0, le=1, description="Share of the tokens that can be cut")
+    rate: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="probability that a token is split, of those that can be",
+    )
 
 
 AugmentConfig = Annotated[

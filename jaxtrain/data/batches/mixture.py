@@ -22,30 +22,35 @@ from jaxtrain.settings import Settings, UserError
 class MixturePart(Settings):
     """One source of a mixture."""
 
-    source: Source = Field(description="Where its text comes from")
+    source: Source = Field(description="source of the text")
     weight: float = Field(
-        default=1.0, ge=0, description="Its share of the rows, relative to the other sources"
+        default=1.0,
+        ge=0,
+        description="sampling weight: its share of the sequences, relative to the other sources",
     )
     max_epochs: float | None = Field(
         default=None,
         gt=0,
-        description="Passes over this source after which the others take its share; null: no limit",
+        description="passes over this source, after which the other sources take its share; null: "
+        "no limit",
     )
 
 
 class MixtureSource(Settings):
-    """Several named sources, each with its share of the rows."""
+    """Several named sources, mixed by sampling weights."""
 
     name: Literal["mixture"] = "mixture"
-    sources: dict[str, MixturePart] = Field(min_length=1, description="The parts by name")
+    sources: dict[str, MixturePart] = Field(
+        min_length=1, description="sources of the mixture by name"
+    )
     filters: tuple[Duplicates, ...] = Field(
         default=(),
-        description="exact_duplicates or near_duplicates of all sources together, after their own "
-        "filters: the copy in the first source stays. Conversations are left alone",
+        description="exact_duplicates or near_duplicates across all sources, after each source's "
+        "own filters. The copy in the first source stays; conversations are not deduplicated",
     )
     first: str | None = Field(
         default=None,
-        description="Source that keeps its copy before all others; default the order of `sources`",
+        description="source whose copies are kept over all others'; default the order of `sources`",
     )
 
     @model_validator(mode="after")
@@ -58,28 +63,30 @@ class MixtureSource(Settings):
 
 
 class Stage(Settings):
-    """A phase of the run with its own mixture, sequence length and batch size."""
+    """A stage of the run with its own mixture, sequence length and batch size."""
 
     tokens: int | None = Field(
         default=None,
         gt=0,
-        description="Training tokens of this stage, to the nearest step; null: to the end",
+        description="training tokens of this stage, rounded to a whole step; null: to the end of "
+        "the run",
     )
     sequence_length: int | None = Field(
         default=None,
         ge=2,
-        description="Tokens in a row, which divides train.sequence_length; there are so many more "
-        "rows that a step keeps its tokens; default train.sequence_length",
+        description="tokens per sequence, a divisor of train.sequence_length; the tokens per step "
+        "stay the same. Default train.sequence_length",
     )
     batch_size: int | None = Field(
         default=None,
         ge=1,
-        description="Rows of train.sequence_length tokens in a step of this stage, so many more of "
-        "shorter rows; default train.batch_size. Learning rates follow optim.batch_scaling",
+        description="sequences of train.sequence_length tokens per step; with shorter sequences, "
+        "more of them. Default train.batch_size; learning rates follow optim.batch_scaling",
     )
     weights: dict[str, float] | None = Field(
         default=None,
-        description="Shares of the rows by source, none for those not named; default their weight",
+        description="sampling weights by source; a source that is not listed has weight 0. "
+        "Default the weights of the mixture",
     )
 
 

@@ -16,12 +16,13 @@ from jaxtrain.settings import Settings
 
 
 class OneDocumentConfig(Settings):
-    """One document per row, in random order, padded with weight 0. Slow: for comparisons."""
+    """One document per sequence, in random order; the rest is padding of weight 0. Slow: for
+    comparisons."""
 
     name: Literal["one_document"] = "one_document"
     long_documents: Literal["split", "crop"] = Field(
         default="split",
-        description="A document longer than a row becomes several rows, or loses its end",
+        description="a document longer than a sequence is split over several sequences, or cropped",
     )
 
 

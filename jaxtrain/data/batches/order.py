@@ -28,14 +28,14 @@ class GlobalShuffle(Settings):
 
 
 class BlockShuffle(Settings):
-    """Documents of `window` blocks are mixed; blocks come from anywhere, in random order."""
+    """Mixes the documents of `window` blocks, which are read in random order."""
 
     name: Literal["blocks"] = "blocks"
     window: int = Field(
         default=256,
         ge=2,
-        description="Blocks, of 2^20 tokens each, whose documents are mixed: a host keeps about "
-        "twice as many of them in data.local_cache",
+        description="blocks of 2^20 tokens whose documents are mixed; a host keeps about twice as "
+        "many in data.local_cache",
     )
 
 

@@ -22,34 +22,36 @@ from jaxtrain.data.store.encode import unpack_loss_mask
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.settings import Settings
 
-BUFFER = "Documents to choose those that fit from"
+BUFFER = "documents buffered at a time; the packer chooses those that fit"
 
 
 class ConcatConfig(Settings):
-    """All documents as one stream, cut into rows that may start inside a document."""
+    """Concatenates all documents and cuts the stream into sequences, which may start inside a
+    document."""
 
     name: Literal["concat"] = "concat"
 
 
 class BestFitConfig(Settings):
-    """Every row starts with BOS and is full: documents that fit, then the beginning of the shortest
-    buffered document, whose end goes to a later row."""
+    """Packs whole documents by best fit, then fills the sequence with the beginning of the shortest
+    buffered document. Every sequence starts with BOS and has no padding."""
 
     name: Literal["best_fit"] = "best_fit"
     buffer: int = Field(default=1000, gt=0, description=BUFFER)
     long_documents: Literal["split", "crop"] = Field(
         default="split",
-        description="A document longer than a row becomes several, or loses its end",
+        description="a document longer than a sequence is split over several sequences, or cropped",
     )
     carry_tails: bool = Field(
         default=True,
-        description="The end of a document that is cut waits, after a BOS of its own, for a later "
-        "row; false, as in nanochat: it is lost for this epoch, which takes most from the shortest",
+        description="the cut-off end of a document starts a later sequence, after its own BOS. "
+        "false, as in nanochat: it is dropped for this epoch, which costs the shortest documents "
+        "most",
     )
 
 
 class PaddedConfig(Settings):
-    """Whole documents that fit, cropped to a row; the rest of the row is padding of weight 0."""
+    """Packs whole documents that fit; a longer one is cropped. The rest is padding of weight 0."""
 
     name: Literal["padded"] = "padded"
     buffer: int = Field(default=1000, gt=0, description=BUFFER)

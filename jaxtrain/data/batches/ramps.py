@@ -18,18 +18,22 @@ from jaxtrain.settings import Settings, UserError
 class LengthRamp(Settings):
     """Sequence length that doubles until it is train.sequence_length."""
 
-    start: int = Field(default=256, ge=2, description="Tokens of a row in the first phase")
+    start: int = Field(default=256, ge=2, description="tokens per sequence in the first phase")
     tokens: int = Field(
-        gt=0, description="Training tokens until rows are whole, an equal part for each length"
+        gt=0,
+        description="training tokens until the full sequence length, divided equally among "
+        "the shorter lengths",
     )
 
 
 class BatchRamp(Settings):
     """Batch size that doubles until it is train.batch_size."""
 
-    start: int = Field(ge=1, description="Rows of a step in the first phase")
+    start: int = Field(ge=1, description="sequences per step in the first phase")
     tokens: int = Field(
-        gt=0, description="Training tokens until steps are whole, an equal part for each size"
+        gt=0,
+        description="training tokens until the full batch size, divided equally among the "
+        "smaller sizes",
     )
 
 

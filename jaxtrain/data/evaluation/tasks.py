@@ -49,7 +49,7 @@ Example = dict[str, Any]
 
 
 class Task(Settings):
-    """An entry of `icl_tasks`."""
+    """A task: one entry of `icl_tasks`."""
 
     # llm-foundry's files have more keys, for metrics and batches, which are fixed here.
     model_config = ConfigDict(extra="ignore")

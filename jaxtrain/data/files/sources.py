@@ -25,15 +25,15 @@ from jaxtrain.settings import Settings, UserError
 from jaxtrain.storage.objects import is_local, retried
 
 SAMPLE_BY = (
-    "Key of a number from 0, as a score: documents are drawn with a probability proportional to "
-    "it; null: each once an epoch. Packing best_fit or padded"
+    "key of a non-negative number: documents are sampled with a probability proportional to it. "
+    "null: each once per epoch. Needs packing best_fit or padded"
 )
 SHAKESPEARE = Path(__file__).parents[1] / "tinyshakespeare.txt"
 HASH_ALWAYS_BELOW = 1 << 24  # bytes; larger files are hashed again only if size or time changed
 PATH = (
-    "A file, a folder, a glob such as data/*.gz, or a URL: hf://datasets/OWNER/NAME/*.parquet "
-    "(OWNER/NAME@REVISION for a branch, tag or commit), s3://, gs://, https://; {000..012} stands "
-    "for each of these numbers"
+    "a file, a folder, a glob such as data/*.gz, or a URL: hf://datasets/OWNER/NAME/*.parquet "
+    "(OWNER/NAME@REVISION for a branch, tag or commit), s3://, gs://, https://. {000..012} expands "
+    "to all of these numbers"
 )
 
 CODE = (
@@ -47,7 +47,9 @@ class Filtered(Settings):
     """A source whose documents may be filtered before they are tokenized."""
 
     filters: tuple[Filter, ...] = Field(
-        default=(), description="What removes documents, each from what those before it left"
+        default=(),
+        description="filters of documents, applied in order, each to the documents that the "
+        "previous ones kept",
     )
 
 
@@ -61,7 +63,7 @@ class TextSource(Filtered):
     )
     document: Literal["file", "line", "paragraph"] = Field(
         default="file",
-        description="What one document is: a file, a line, or the text between blank lines",
+        description="unit of a document: a file, a line, or the text between blank lines",
     )
 
     @model_validator(mode="after")
@@ -79,7 +81,7 @@ class JsonlSource(Filtered):
 
     name: Literal["jsonl"] = "jsonl"
     path: str = Field(description=PATH)
-    field: str = Field(default="text", description="The key that holds a document's text")
+    field: str = Field(default="text", description="key of a document's text")
     sample_by: str | None = Field(default=None, description=SAMPLE_BY)
 
 
@@ -88,7 +90,7 @@ class ParquetSource(Filtered):
 
     name: Literal["parquet"] = "parquet"
     path: str = Field(description=PATH)
-    column: str = Field(default="text", description="The column that holds a document's text")
+    column: str = Field(default="text", description="column of a document's text")
     sample_by: str | None = Field(default=None, description=SAMPLE_BY)
 
 
@@ -103,52 +105,53 @@ class CodeSource(Filtered):
     path: str = Field(description=PATH)
     suffixes: tuple[str, ...] = Field(
         default=tuple(CODE.split()),
-        description="Endings of the files that are read",
+        description="file name endings that are read",
     )
     max_bytes: int = Field(
-        default=1 << 20, gt=0, description="Files larger than this are left out as generated"
+        default=1 << 20,
+        gt=0,
+        description="files larger than this are skipped as generated code, in bytes",
     )
     header: str | None = Field(
-        default=None, description="First line of each document, such as '# {path}'; null: none"
+        default=None, description="first line of each document, such as '# {path}'; null: none"
     )
 
 
 class ChatTemplateSource(Settings):
-    """Records that a chat template turns into text. A .json file may hold them as one array."""
+    """JSON records rendered as text by a chat template; all tokens count in the loss. A .json file
+    may hold them as one array."""
 
     filters: ClassVar[tuple[Filter, ...]] = ()  # filters work on text, not on JSON of messages
     sample_by: ClassVar[str | None] = None
     path: str = Field(description=PATH)
     template: str | None = Field(
         default=None,
-        description="Jinja text, or its file; default that of train.init_from, or a plain one "
-        "with ### before each role",
+        description="Jinja template, or a file that holds it. Default that of train.init_from, "
+        "else a plain one with ### before each role",
     )
     special: dict[str, str] = Field(
         default_factory=dict,
-        description="Tokens that the template names, as {eos_token: </s>}; default those of "
-        "train.init_from, or BOS for both ends",
+        description="special tokens that the template uses, such as {eos_token: </s>}; default "
+        "those of train.init_from, else BOS for both ends",
     )
     refused: Literal["error", "drop"] = Field(
         default="error",
-        description="What the template refuses (a system message, tool_calls, roles that do not "
-        "alternate) stops the preparation, or is left out and counted",
+        description="records that the template rejects (a system message, tool_calls, roles that "
+        "do not alternate) stop the preparation, or are dropped and counted",
     )
 
 
 class ChatSource(ChatTemplateSource):
     """Conversations, one JSON object per line; only the assistant's tokens count in the loss.
-
     Formats: messages; ShareGPT's conversations; Alpaca's instruction, input, output, history;
     Dolly's instruction, context, response; prompt and completion, strings or messages. The fields
-    system and tools are optional. A message with weight 0 or train false is not learned.
-    """
+    system and tools are optional. A message with weight 0 or train false is masked in the loss."""
 
     name: Literal["chat"] = "chat"
     too_long: Literal["truncate", "drop"] = Field(
         default="truncate",
-        description="A conversation longer than train.sequence_length loses its end, or is left "
-        "out; it is left out as well if nothing of an answer would remain",
+        description="a conversation longer than train.sequence_length is truncated at its end, or "
+        "dropped; it is also dropped if truncation would leave no answer tokens",
     )
 
 
@@ -162,8 +165,8 @@ class PreferenceSource(ChatTemplateSource):
     name: Literal["preference"] = "preference"
     too_long: Literal["truncate", "drop"] = Field(
         default="drop",
-        description="A pair that has more than train.sequence_length tokens is left out, or its "
-        "longer text loses its end, both of them if need be",
+        description="a pair longer than train.sequence_length tokens is dropped, or its longer "
+        "answer is truncated (both if need be)",
     )
 
 

@@ -21,18 +21,18 @@ BRACKET, LOREM, SHORT = 1, 2, 3
 
 
 class C4(Settings):
-    """Keeps the lines that are sentences, and the documents that have enough of them left.
-
-    Not implemented: C4's list of bad words, and its deduplication of spans of three sentences.
-    """
+    """Keeps the lines that are sentences, and the documents with enough lines left. Not
+    implemented: C4's list of bad words, and its deduplication of spans of three sentences."""
 
     name: Literal["c4"] = "c4"
     terminal_punctuation: bool = Field(
-        default=True, description="Take lines away that end without . ! ? or a quotation mark"
+        default=True, description="remove lines that do not end in . ! ? or a quotation mark"
     )
-    min_line_words: int = Field(default=5, ge=0, description="Words of a line at least")
-    min_sentences: int = Field(default=3, ge=0, description="Sentences of a document at least")
-    curly_brackets: bool = Field(default=True, description="Remove documents with a {, as code")
+    min_line_words: int = Field(default=5, ge=0, description="minimum words per line")
+    min_sentences: int = Field(default=3, ge=0, description="minimum sentences per document")
+    curly_brackets: bool = Field(
+        default=True, description="remove documents that contain a {, as code"
+    )
 
 
 def filter_c4(config: C4, batch: TextBatch) -> FilterVerdict:

@@ -27,25 +27,26 @@ ROOM = 1 << 17  # minimum number of table slots, which fit in the cache of a cor
 
 class Decontaminate(Settings):
     """Removes documents that share word n-grams with an evaluation set (GPT-3, arXiv:2005.14165).
-
-    Case, punctuation, kinds of spaces and forms of a letter (NFKC) do not count. A text of fewer
-    than `ngram` words is matched as a whole, and removes a document whatever `min_hits` says.
-    """
+    Matching ignores case, punctuation, kinds of spaces and forms of a letter (NFKC). An evaluation
+    text of fewer than `ngram` words is matched as a whole, and one match removes a document
+    whatever `min_hits` is."""
 
     name: Literal["decontaminate"] = "decontaminate"
     against: tuple[str, ...] = Field(
         default=("core",),
         min_length=1,
-        description="core (the bundle at $JAXTRAIN_CORE), names of its tasks, YAML files of tasks, "
-        "or JSONL files, of which all texts count",
+        description="evaluation sets: core (the bundle at $JAXTRAIN_CORE), names of its tasks, "
+        "YAML files of tasks, or JSONL files, of which every string counts",
     )
     spare: tuple[str, ...] = Field(
         default=(),
-        description="Tasks of `against` that are left out, as those made from Wikipedia are",
+        description="tasks of `against` that are not matched, such as those made from Wikipedia",
     )
-    ngram: int = Field(default=13, gt=0, description="Words in a row")
+    ngram: int = Field(default=13, gt=0, description="length n of an n-gram in words")
     min_hits: int = Field(
-        default=1, gt=0, description="Such sequences in a document, above which it is removed"
+        default=1,
+        gt=0,
+        description="minimum number of matching n-grams for which a document is removed",
     )
 
 

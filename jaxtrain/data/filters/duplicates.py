@@ -28,9 +28,11 @@ class NearDuplicates(Settings):
     """
 
     name: Literal["near_duplicates"] = "near_duplicates"
-    ngram: int = Field(default=5, gt=0, description="Words in a shingle")
-    bands: int = Field(default=14, gt=0, description="Groups of hashes, one of which must agree")
-    rows: int = Field(default=8, gt=0, description="Hashes of a group")
+    ngram: int = Field(default=5, gt=0, description="words per shingle (n-gram)")
+    bands: int = Field(
+        default=14, gt=0, description="bands: groups of hashes, of which one must be equal"
+    )
+    rows: int = Field(default=8, gt=0, description="hashes per band")
 
 
 Duplicates = Annotated[ExactDuplicates | NearDuplicates, Field(discriminator="name")]

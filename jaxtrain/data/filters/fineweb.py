@@ -41,23 +41,23 @@ class FineWeb(Settings):
 
     name: Literal["fineweb"] = "fineweb"
     preset: Literal["paper", "datatrove"] = Field(
-        default="paper", description="Whose rules: those of the paper, or of the library datatrove"
+        default="paper", description="rules of the FineWeb paper, or of the library datatrove"
     )
     min_line_ends: float = Field(
-        default=0.12, ge=0, le=1, description="Share of the lines that end in punctuation, at least"
+        default=0.12, ge=0, le=1, description="minimum fraction of lines that end in punctuation"
     )
     max_repeated: float | None = Field(
         default=None,
         ge=0,
-        description="Share of the characters in lines seen before, at most; default 0.1, "
-        "datatrove 0.01",
+        description="maximum fraction of characters in repeated lines; default 0.1, for datatrove "
+        "0.01",
     )
     max_short_lines: float = Field(
-        default=0.67, ge=0, description="Share of the lines that are short, at most"
+        default=0.67, ge=0, description="maximum fraction of short lines"
     )
-    short_line: int = Field(default=30, ge=0, description="Characters of a line that is short")
+    short_line: int = Field(default=30, ge=0, description="maximum characters of a short line")
     max_line_breaks: float = Field(
-        default=0.3, ge=0, description="Line breaks to a word, at most; of datatrove alone"
+        default=0.3, ge=0, description="maximum line breaks per word; datatrove only"
     )
 
 

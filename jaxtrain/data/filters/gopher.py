@@ -25,49 +25,65 @@ ELLIPSES = ("...", "\u2026")
 
 
 class GopherQuality(Settings):
-    """Removes what is not prose: too short or long, strange words, symbols, lists; English only."""
+    """Removes documents that are not prose: too short or long, unusual words, symbols, lists.
+    English only."""
 
     name: Literal["gopher_quality"] = "gopher_quality"
-    min_words: int = Field(default=50, ge=0, description="Words of a document at least")
-    max_words: int = Field(default=100_000, gt=0, description="Words of a document at most")
-    min_word_length: float = Field(default=3, ge=0, description="Mean characters at least")
-    max_word_length: float = Field(default=10, gt=0, description="Mean characters at most")
+    min_words: int = Field(default=50, ge=0, description="minimum words per document")
+    max_words: int = Field(default=100_000, gt=0, description="maximum words per document")
+    min_word_length: float = Field(
+        default=3, ge=0, description="minimum mean word length in characters"
+    )
+    max_word_length: float = Field(
+        default=10, gt=0, description="maximum mean word length in characters"
+    )
     max_symbols: float = Field(
-        default=0.1, ge=0, description="Hash signs to a word at most, and ellipses to a word"
+        default=0.1,
+        ge=0,
+        description="maximum number of hash signs per word, and of ellipses per word",
     )
     max_bullets: float = Field(
-        default=0.9, ge=0, description="Share of the lines that begin with a bullet, at most"
+        default=0.9, ge=0, description="maximum fraction of lines that begin with a bullet"
     )
     max_ellipses: float = Field(
-        default=0.3, ge=0, description="Share of the lines that end with an ellipsis, at most"
+        default=0.3, ge=0, description="maximum fraction of lines that end with an ellipsis"
     )
     min_letters: float = Field(
-        default=0.8, ge=0, le=1, description="Share of the words with a letter, at least"
+        default=0.8, ge=0, le=1, description="minimum fraction of words that contain a letter"
     )
     min_stop_words: int = Field(
-        default=2, ge=0, le=8, description="Of the, be, to, of, and, that, have, with, at least"
+        default=2,
+        ge=0,
+        le=8,
+        description="minimum number of different stop words (the, be, to, of, and, that, "
+        "have, with)",
     )
 
 
 class GopherRepetition(Settings):
-    """Removes repetitive documents: lines, paragraphs or n-grams with an equal one before them."""
+    """Removes repetitive documents, by the share of repeated lines, paragraphs and n-grams."""
 
     name: Literal["gopher_repetition"] = "gopher_repetition"
-    max_lines: float = Field(default=0.3, ge=0, description="Share of the lines at most")
-    max_paragraphs: float = Field(default=0.3, ge=0, description="Share of the paragraphs at most")
+    max_lines: float = Field(
+        default=0.3, ge=0, description="maximum fraction of lines that repeat an earlier one"
+    )
+    max_paragraphs: float = Field(
+        default=0.3, ge=0, description="maximum fraction of paragraphs that repeat an earlier one"
+    )
     max_line_characters: float = Field(
-        default=0.2, ge=0, description="Share of the characters, in such lines, at most"
+        default=0.2, ge=0, description="maximum fraction of characters in repeated lines"
     )
     max_paragraph_characters: float = Field(
-        default=0.2, ge=0, description="Share of the characters, in such paragraphs, at most"
+        default=0.2, ge=0, description="maximum fraction of characters in repeated paragraphs"
     )
     max_top_ngrams: tuple[float, ...] = Field(
         default=(0.2, 0.18, 0.16),
-        description="Share of the characters in the most frequent pair of words, ... of 3, of 4",
+        description="maximum fraction of characters in the most frequent n-gram, for n = 2, 3, 4 "
+        "words",
     )
     max_ngrams: tuple[float, ...] = Field(
         default=(0.15, 0.14, 0.13, 0.12, 0.11, 0.1),
-        description="Share of the characters in repeated sequences of 5 words, ... of 10",
+        description="maximum fraction of characters in repeated n-grams, for n = 5 to 10 words",
     )
 
 

@@ -63,12 +63,15 @@ Script = Literal[
 
 
 class LanguageFilter(Settings):
-    """Removes documents whose stop words are of another language, or of no known language."""
+    """Removes documents in other languages, detected by stop words, or in no known language."""
 
     name: Literal["language"] = "language"
-    keep: tuple[Language, ...] = Field(default=("en",), description="Languages that stay")
+    keep: tuple[Language, ...] = Field(default=("en",), description="languages to keep")
     min_stop_words: float = Field(
-        default=0.1, ge=0, le=1, description="Share of the words that are its stop words, at least"
+        default=0.1,
+        ge=0,
+        le=1,
+        description="minimum fraction of words that are stop words of the language",
     )
 
 
@@ -76,12 +79,18 @@ class ScriptFilter(Settings):
     """Removes documents with too few letters of the kept scripts, or too few letters at all."""
 
     name: Literal["script"] = "script"
-    keep: tuple[Script, ...] = Field(default=("latin",), description="Scripts that stay")
+    keep: tuple[Script, ...] = Field(default=("latin",), description="scripts to keep")
     min_share: float = Field(
-        default=0.9, ge=0, le=1, description="Share of the letters that are of them, at least"
+        default=0.9,
+        ge=0,
+        le=1,
+        description="minimum fraction of letters that belong to these scripts",
     )
     min_letters: float = Field(
-        default=0.5, ge=0, le=1, description="Letters among the characters, spaces left out"
+        default=0.5,
+        ge=0,
+        le=1,
+        description="minimum fraction of letters among the characters, without spaces",
     )
 
 

@@ -15,14 +15,16 @@ class ScoreFilter(Settings):
     """Keeps documents by a JSONL field or Parquet column; those without a number are removed."""
 
     name: Literal["score"] = "score"
-    field: str = Field(description="The key or column that holds the number")
-    minimum: float | None = Field(default=None, description="The number at least; null: no bound")
-    maximum: float | None = Field(default=None, description="The number at most; null: no bound")
+    field: str = Field(description="key or column of the score")
+    minimum: float | None = Field(default=None, description="minimum score; null: no bound")
+    maximum: float | None = Field(default=None, description="maximum score; null: no bound")
     keep_fraction: float | None = Field(
-        default=None, gt=0, le=1, description="Share of the documents that stay; null: all"
+        default=None, gt=0, le=1, description="fraction of the documents to keep; null: all"
     )
     keep: Literal["highest", "lowest", "middle"] = Field(
-        default="highest", description="Which share stays"
+        default="highest",
+        description="documents that keep_fraction keeps: those with the highest, lowest or "
+        "middle scores",
     )
 
     @model_validator(mode="after")

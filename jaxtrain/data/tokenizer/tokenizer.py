@@ -45,7 +45,7 @@ PROBE = (
     "It's  a test:\n\n  \tx1 = 2,500.75 \u00e9t\u00e9 \u4e2d\u6587 -- "
     '"YES" , don\'t\r\n\u2581 end  '
 )
-SPECIAL = "Tokens that no text has, in the vocabulary that is trained, as <mask> for data.augment"
+SPECIAL = "extra tokens of a newly trained vocabulary, which no text contains, such as <mask>"
 SUM = ".sha256"  # added to the name of a tokenizer's file: the file of its checksum
 BYTES_BOS = "<|bos|>"  # how the BOS of plain bytes is written
 
@@ -55,49 +55,50 @@ class SentencePieceConfig(Settings):
 
     name: Literal["sentencepiece"] = "sentencepiece"
     vocab_size: int = Field(
-        default=512, gt=258, description="Tokens in the vocabulary that is trained"
+        default=512, gt=258, description="vocabulary size of a newly trained tokenizer"
     )
-    path: str | None = Field(default=None, description="A trained .model file to use as it is")
+    path: str | None = Field(default=None, description="trained .model file, used unchanged")
     train_bytes: int = Field(
-        default=16_000_000, gt=0, description="UTF-8 bytes of text, drawn at random, to train on"
+        default=16_000_000, gt=0, description="UTF-8 bytes of randomly drawn text to train on"
     )
     across_words: bool = Field(
-        default=True, description="Let a token span several words: fewer tokens, slower training"
+        default=True,
+        description="allow tokens that span several words: fewer tokens, slower training",
     )
     special_tokens: tuple[str, ...] = Field(default=(), description=SPECIAL)
 
 
 class HuggingFaceConfig(Settings):
-    """A tokenizer.json as Hugging Face ships it, or a byte-level BPE trained on the text."""
+    """A tokenizer.json in Hugging Face's format, or a byte-level BPE trained on the data."""
 
     name: Literal["huggingface"] = "huggingface"
     path: str | None = Field(
-        default=None, description="The tokenizer.json file, or a folder that holds it"
+        default=None, description="tokenizer.json file, or a folder that contains it"
     )
     vocab_size: int = Field(
-        default=32768, gt=257, description="Tokens in the vocabulary that is trained without a path"
+        default=32768, gt=257, description="vocabulary size of a newly trained tokenizer (no path)"
     )
     train_bytes: int = Field(
-        default=200_000_000, gt=0, description="UTF-8 bytes of text, drawn at random, to train on"
+        default=200_000_000, gt=0, description="UTF-8 bytes of randomly drawn text to train on"
     )
     special_tokens: tuple[str, ...] = Field(default=(), description=SPECIAL)
 
 
 class NanochatConfig(Settings):
-    """Byte-level BPE as nanochat trains it: GPT-4's words, numbers in at most two digits."""
+    """nanochat's byte-level BPE: GPT-4's split pattern, numbers in at most two digits."""
 
     name: Literal["nanochat"] = "nanochat"
     path: str | None = Field(
-        default=None, description="A tokenizer.json to use as it is, or a folder that holds it"
+        default=None, description="tokenizer.json to use unchanged, or a folder that contains it"
     )
     vocab_size: int = Field(
-        default=32768, gt=265, description="Tokens in the vocabulary, BOS and special ones included"
+        default=32768, gt=265, description="vocabulary size, with BOS and special tokens"
     )
     max_chars: int = Field(
-        default=2_000_000_000, gt=0, description="Characters of text to train on, at most"
+        default=2_000_000_000, gt=0, description="maximum characters of text to train on"
     )
     document_chars: int = Field(
-        default=10_000, gt=0, description="Characters of a document, from its beginning, at most"
+        default=10_000, gt=0, description="maximum characters per document, from its beginning"
     )
     special_tokens: tuple[str, ...] = Field(
         default=(
@@ -109,7 +110,7 @@ class NanochatConfig(Settings):
 
 
 class BytesConfig(Settings):
-    """Each UTF-8 byte is a token: 256 of them and BOS."""
+    """Each UTF-8 byte is a token: 256 byte tokens and BOS."""
 
     name: Literal["bytes"] = "bytes"
 
