@@ -88,7 +88,7 @@ def test_every_variant_of_the_page_decodes(monkeypatch):
 
 def test_the_variants_are_those_of_the_page_on_sharing():
     page = (Path(__file__).parents[1] / "docs" / "howto" / "sharing.md").read_text()
-    table = page.split("## Bytes of the cache")[1].split("\n\n")[2]
+    table = page.split("## Bytes of the KV cache")[1].split("\n\n")[2]
     switches = [line.strip("| ").split(" | ")[0] for line in table.splitlines()[2:]]
     ours = ["` `".join(v).join("``") if v else "none" for v in decode_models.VARIANTS.values()]
     assert ours == switches

@@ -70,7 +70,7 @@ def test_bytes_of_a_token_in_the_cache():
 @pytest.mark.slow
 def test_the_bytes_of_the_page_on_sharing():
     page = (Path(__file__).parents[1] / "docs" / "howto" / "sharing.md").read_text()
-    table = page.split("## Bytes of the cache")[1].split("|---|---|---|---|")[1]
+    table = page.split("## Bytes of the KV cache")[1].split("|---|---|---|---|")[1]
     lines = table.strip().split("\n\n")[0].splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines]
     assert len(rows) == 7
