@@ -166,7 +166,7 @@ ARGUMENTS = {
         "nowhere --port 0": "not a run directory", "hf --port 0": "not a run directory",
         "run --port 0 --step 7": "nothing was saved yet", "run --host no.host.invalid": "--host",
         "run --port 0 --tensor 3": "does not divide", "run --port 0 --draft-run hf": "not a run",
-        "run --port 0 --draft-run run": "draft_run guesses tokens", "run extra": "unrecognized",
+        "run --port 0 --draft-run run": "draft_run needs drafts", "run extra": "unrecognized",
         "run --api-key \udcff": "no UTF-8", "run --name \udcff": "no UTF-8",
         "run --tensor 0": WHOLE, "run --cache-dtype int4": "invalid choice",
     },

@@ -229,7 +229,7 @@ def test_the_modules_come_back_from_safetensors_and_not_from_an_export(tmp_path)
     same(back.params["blocks"], saved.params["blocks"])
     guessed = EngineOptions(slots=1, drafts=1, draft_mtp=True)
     assert load_engine(run, None, guessed).options.draft_mtp
-    with pytest.raises(UserError, match="this model has no module"):
+    with pytest.raises(UserError, match="this model has no multi-token prediction module"):
         load_engine(tmp_path / "back", None, guessed)
 
 
