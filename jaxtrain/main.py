@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(parser.parse_intermixed_args(argv))
     except KeyboardInterrupt:  # outside the loop (which saves and stops on one), or a second one
-        print("interrupted; the same command goes on from its last checkpoint", file=sys.stderr)
+        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
         return 130
 
 

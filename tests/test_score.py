@@ -261,7 +261,7 @@ def test_a_killed_scoring_goes_on(run, corpus, tmp_path, monkeypatch, capsys, se
         assert not out.exists() and len(codes) < 20
         codes.append(command(run, corpus, out))
     assert codes.count(130) > 1 and sum(calls) - sum(calls[2::3]) == 40
-    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert "interrupted; the same command resumes" in capsys.readouterr().err
     assert out.read_bytes() == (tmp_path / "whole.jsonl.zst").read_bytes()
     before = len(calls)
     assert command(run, corpus, out) == 0 and len(calls) == before

@@ -36,7 +36,7 @@ MANY = 128  # more processes query less often: each answer lists all of them
 WAIT = 0.5  # timeout in seconds of one request for a value that is not yet set
 LINGER = 5.0  # seconds for the others to receive the reason of a failure
 PATIENCE = 5.0  # seconds after which a wait at the start is reported
-AGAIN = "; the same command goes on from the last checkpoint"
+AGAIN = "; the same command resumes from the last checkpoint"
 
 
 def end_process(message: str, code: int) -> None:

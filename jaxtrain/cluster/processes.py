@@ -170,7 +170,7 @@ def told(error: BaseException) -> tuple[int, str]:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2, str(error)
     if isinstance(error, KeyboardInterrupt):
-        print("interrupted; the same command goes on from its last checkpoint", file=sys.stderr)
+        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
         return 130, "interrupted"
     traceback.print_exception(error)
     return 1, f"{type(error).__name__}: {error}".splitlines()[0]

@@ -111,5 +111,5 @@ class NodeModels:
             if self.processes:
                 return
             if time.monotonic() - begin > PROBE:
-                raise UserError("--ray: no node is left; the same command goes on from its files")
+                raise UserError("--ray: no node is left; the same command resumes from its files")
             time.sleep(0.5)

@@ -66,7 +66,7 @@ def search_rope_parser() -> Parser:
     parser = Parser(
         "jaxtrain search-rope",
         description="Search the divisors of a model's rotary frequencies for longer texts "
-        "(LongRoPE), and write model.rope_scaling. The same command again goes on.",
+        "(LongRoPE), and write model.rope_scaling. The same command again resumes the search.",
     )
     add_model(parser)
     parser.add_argument(

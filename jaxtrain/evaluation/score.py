@@ -371,7 +371,7 @@ def main(argv: list[str] | None = None) -> int:
             rest = arguments.out, arguments.clusters, progress, model if cluster else None
             result = score(saved, config, names, *rest)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on after what it saved", file=sys.stderr)
+        print("interrupted; the same command resumes after the last saved scores", file=sys.stderr)
         return 130
     console.print(score_table(result), f"\n{arguments.out}", highlight=False)
     return 0

@@ -277,7 +277,10 @@ def main(argv: list[str] | None = None) -> int:
         best = search(space, measures.target, history, a.generations, a.population, a.seed)
         finish(compared(space, measures, history, best), best, space, a.length, out)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on after what it measured", file=sys.stderr)
+        print(
+            "interrupted; the same command resumes after the last measured candidate",
+            file=sys.stderr,
+        )
         return 130
     return 0
 

@@ -12,7 +12,7 @@ def scaling_parser() -> Parser:
     parser = Parser(
         "jaxtrain scaling",
         description="Scaling laws. run: train the missing runs of a study, fit, predict the "
-        "held-out run and train it; the same command again goes on. fit: fit what is there, a "
+        "held-out run and train it; the same command again resumes. fit: fit what is there, a "
         "study or run directories. plan: list the runs, and stop. coordinates: how large "
         "activations grow with width and depth in the first steps (muP's coordinate check).",
     )

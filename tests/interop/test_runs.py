@@ -119,7 +119,7 @@ def test_a_run_starts_from_it_and_hands_its_files_on(imported, tmp_path, capsys)
     keep = [x for x in keep if not x.startswith(drop)]
     keep += ["optim.name=adamw", "optim.learning_rate=1e-9", "data.validation.name=none"]
     assert main([*keep, f"train.init_from={run}"]) == 2
-    assert "data.train.path: a start from" in capsys.readouterr().err
+    assert "data.train.path: training from" in capsys.readouterr().err
     keep += ["data.train.path=tinyshakespeare"]
     assert main([*keep, f"train.init_from={run}"]) == 0, capsys.readouterr().err
     trained, start = load_saved(tmp_path / "tiny"), load_saved(run)

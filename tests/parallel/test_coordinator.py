@@ -295,7 +295,7 @@ def test_a_process_without_heartbeats_is_named():
             rf"process 1 \({socket.gethostname()}\) has not been heard of for 6 s \(in step 5\)"
         )
         assert re.match(silent, message) and code == 1
-        assert message.endswith("; the same command goes on from the last checkpoint")
+        assert message.endswith("; the same command resumes from the last checkpoint")
 
 
 def test_a_hang_names_the_process_that_is_behind(capfd):
