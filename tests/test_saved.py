@@ -94,4 +94,6 @@ def test_a_model_with_another_tokenizer_beside_it_is_refused(copy, capsys):
     bytes_config = load_config(None, ["data.tokenizer.name=bytes"]).data.tokenizer
     build_tokenizer(bytes_config, ()).save(copy / "model")
     assert generate.main([str(copy)]) == 2
-    assert "was trained with another tokenizer than the one beside it" in capsys.readouterr().err
+    assert (
+        "was trained with another tokenizer than the one in its folder" in capsys.readouterr().err
+    )

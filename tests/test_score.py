@@ -294,5 +294,5 @@ def test_bad_input_is_one_line(run, corpus, tmp_path, capsys):
     )
     arguments = [str(run), "--score", "el2n", "--out", str(mixed), parts]
     assert score.main([*arguments, "data.validation.name=none"]) == 2
-    assert "scores are of the documents of one source" in capsys.readouterr().err
+    assert "score reads one source of text" in capsys.readouterr().err
     assert measures.MEASURES == ("nll", "el2n", "grad_norm")

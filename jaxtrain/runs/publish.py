@@ -54,7 +54,7 @@ class Publisher:
         self.thread.join()
         if kind is None and self.fault:
             raise UserError(
-                f"{self.remote.url} cannot be written ({self.fault}); the run is whole in "
+                f"{self.remote.url} cannot be written ({self.fault}); the run is complete in "
                 f"{self.run_dir}, and the same command uploads it"
             )
 

@@ -145,7 +145,7 @@ def test_a_quantized_model_is_evaluated_saved_again_and_not_trained_on(run, text
     capsys.readouterr()
     small = str(tmp_path / "small")
     assert main(["merge", small, small, "--out", str(tmp_path / "merged")]) == 2
-    assert "is quantized; merge the models before" in capsys.readouterr().err
+    assert "is quantized; merge the unquantized models" in capsys.readouterr().err
     assert quantized(small, text, "int4", tmp_path / "twice") == 2
     assert "is quantized already" in capsys.readouterr().err
     train = [

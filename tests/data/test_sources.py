@@ -191,7 +191,7 @@ def test_names_that_mean_something_elsewhere(tmp_path):
     assert read(TextSource(path=f"file://{odd}")) == both
     pq.write_table(pa.table({"text": ["three"]}), odd / "a::b.parquet")
     assert read(ParquetSource(path=str(odd))) == ["three"]
-    with pytest.raises(ValueError, match="it has NUL in it"):
+    with pytest.raises(ValueError, match="it has a NUL character"):
         TextSource(path=f"{tmp_path}/\0")
 
 

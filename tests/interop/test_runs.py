@@ -390,6 +390,6 @@ def test_a_dtype_that_is_none_is_asked_for(tmp_path, capsys):
     export = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
     assert interop(export) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "config.json: dtype auto is none to write; say --dtype, one of bfloat16" in line
+    assert "config.json: dtype auto cannot be written; set --dtype to one of bfloat16" in line
     assert not (tmp_path / "out").exists()
     assert interop([*export, "--dtype", "bfloat16"]) == 0
