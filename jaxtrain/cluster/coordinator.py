@@ -401,7 +401,7 @@ class Coordinator:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-        raise jax.errors.JaxRuntimeError(f"the job is over, and {key} was never set")
+        raise jax.errors.JaxRuntimeError(f"the job has ended, and {key} was never set")
 
     def _get_all(self, folder: str) -> list[str]:
         """Wait for the values of all processes, in order. Lists the folder, not key by key."""
@@ -411,7 +411,7 @@ class Coordinator:
                 values = {int(key.removeprefix(folder)): value for key, value in found}
                 return [values[i] for i in range(self.count)]
             time.sleep(0.05 * max(1.0, self.count / MANY))
-        raise jax.errors.JaxRuntimeError(f"the job is over, and {folder} was never whole")
+        raise jax.errors.JaxRuntimeError(f"the job has ended, and {folder} was never complete")
 
     def _publish(self, message: str, code: int, hung: bool = False) -> None:
         """Publish why the job ends, unless another process has already done so."""

@@ -66,8 +66,8 @@ def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> No
     for name, *_ in LAUNCHERS:
         if int(environment.get(name, 1)) > 1:
             raise UserError(
-                f"{command} is one process, and {name} says {environment[name]}: start it without "
-                "the launcher, or with one task"
+                f"{command} runs in one process, but {name} is {environment[name]}: start it "
+                "without the launcher, or with one task"
             )
 
 

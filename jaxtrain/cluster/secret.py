@@ -36,7 +36,9 @@ class Secret:
     def __init__(self, folder: Path, address: str, environment: Mapping[str, str] = os.environ):
         self.given = environment.get(VARIABLE, "").encode()
         if 0 < len(self.given) < LEAST:
-            raise UserError(f"{VARIABLE} has {len(self.given)} characters, give it {LEAST} or more")
+            raise UserError(
+                f"{VARIABLE} has {len(self.given)} characters; it needs at least {LEAST}"
+            )
         self.file = folder / f".secret-{re.sub(r'[^0-9A-Za-z.]', '-', address)}"
 
     def make(self) -> bytes:

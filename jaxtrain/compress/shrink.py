@@ -60,7 +60,7 @@ def check_shrunk_size(c: ResolvedModel, wanted: Size) -> None:
     check_decoder(c)
     for name in REFUSED:
         if getattr(c, name):
-            raise UserError(f"model.{name}: jaxtrain shrink does not cut models that have it")
+            raise UserError(f"model.{name}: jaxtrain shrink does not support it")
     for name, count in wanted._asdict().items():
         if count > getattr(c, name):
             raise UserError(f"--{name} {count} is more than the model's {getattr(c, name)}")
@@ -275,7 +275,9 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"{a.out} holds a model already; name another folder with --out")
     saved = load_saved(a.run, a.step)
     if is_quantized(saved):
-        raise UserError(f"{a.run} is quantized; shrink the model before, then quantize")
+        raise UserError(
+            f"{a.run} is quantized; shrink the unquantized model, then quantize the result"
+        )
     c = saved.config.model
     wanted = Size(a.depth or c.depth, a.heads or c.heads, a.hidden or c.hidden, a.width or c.width)
     check_shrunk_size(c, wanted)

@@ -96,7 +96,7 @@ def train_one(planner: Planner, run: PlannedRun, number: str) -> bool:
         print("scaling  stopped; the same command resumes")
         return False
     if not has_ended(folder):
-        raise UserError(f"{folder}: the run has ended without a validation loss")
+        raise UserError(f"{folder}: the run ended without a validation loss")
     return True
 
 

@@ -103,7 +103,7 @@ def check_parameters(c: SweepConfig) -> None:
         if key in OURS:
             raise UserError(f"{key}: the sweep sets it for each run; leave it out")
     if twice := sorted(given & c.parameters.keys()):
-        raise UserError(f"parameters.{twice[0]}: overrides sets it, too; keep one of the two")
+        raise UserError(f"parameters.{twice[0]}: overrides also sets it; keep one of the two")
     base_config(c)
     if larger:
         run_config(c, {}, "check", 1, larger)

@@ -68,7 +68,7 @@ def test_sparsegpt_solves_for_the_weights_that_are_left():
         ((None, None), "name one of"),
         ((0.5, "2:4"), "name one of"),
         ((1.5, None), "between 0 and 1"),
-        ((None, "4:2"), "N:M leaves N weights"),
+        ((None, "4:2"), "N:M, which keeps N weights"),
     ],
 )
 def test_a_target_that_is_none_is_refused(given, message):

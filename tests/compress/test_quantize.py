@@ -90,7 +90,7 @@ def test_a_quantized_folder_is_held_packed_and_computes_as_its_arrays(
     assert texts[0] == texts[1] or METHODS[method].activations
     assert (run / "model" / "model.safetensors").read_bytes() == original
     assert quantized(run, text, method, tmp_path / "small") == 2
-    assert "is there already and not empty" in capsys.readouterr().err
+    assert "already exists and is not empty" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def test_an_address_is_host_and_port(address):
 def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(UserError, match=f"process 0 cannot listen at port {port}: "):
+        with pytest.raises(UserError, match=f"process 0 cannot listen on port {port}: "):
             Coordinator(0, 2).meet(f"localhost:{port}", 1.0, SECRET)
 
 
