@@ -163,7 +163,7 @@ BAD = {
     "optim.name=muon",
     'data.train.filters=[{"term":3}]': "data.train.filters.0.name: field required, it says which "
     "variant this is; see --help",
-    "data.train.path=a.jsonl.xz": "data.train: a.jsonl.xz is no plain text: set name=jsonl, and "
+    "data.train.path=a.jsonl.xz": "data.train: a.jsonl.xz is not plain text: set name=jsonl, and "
     "perhaps its field",
     "model.depth=[1": "'model.depth=[1': not readable as YAML: while parsing a flow sequence, "
     "expected ',' or ']', but got '<stream end>' (line 1, column 3)",

@@ -212,7 +212,9 @@ def test_two_processes_evaluate_as_one(whole, tmp_path, capsys):
 def test_generate_is_one_process(whole, capsys, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     assert generate([str(whole)]) == 2
-    message = "error: jaxtrain generate runs in one process, but SLURM_STEP_NUM_TASKS is 2: start it"
+    message = (
+        "error: jaxtrain generate runs in one process, but SLURM_STEP_NUM_TASKS is 2: start it"
+    )
     assert message in capsys.readouterr().err
 
 

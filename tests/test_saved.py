@@ -84,7 +84,7 @@ def test_evaluate_takes_overrides_and_refuses_another_tokenizer(whole, capsys, t
     assert evaluate.main([str(whole), "--step", "3", *source]) == 0
     assert "bpb" in capsys.readouterr().out
     assert evaluate.main([str(whole), "data.tokenizer.name=bytes"]) == 2
-    assert "another tokenizer than the model was trained with" in capsys.readouterr().err
+    assert "differs from the tokenizer that the model was trained with" in capsys.readouterr().err
     assert evaluate.main([str(whole), "data.validation.name=none"]) == 2
     assert "data.validation is none" in capsys.readouterr().err
 

@@ -286,7 +286,7 @@ def test_bad_input_is_one_line(run, corpus, tmp_path, capsys):
     assert "empty.jsonl holds no text" in error(path=tmp_path / "empty.jsonl")
     taken = tmp_path / "taken.jsonl.zst"
     taken.write_text("mine")
-    assert "holds something else" in error(out="taken.jsonl.zst")
+    assert "holds other scores" in error(out="taken.jsonl.zst")
     assert taken.read_text() == "mine"
     mixed = tmp_path / "m.jsonl.zst"
     parts = (

@@ -97,7 +97,7 @@ def find_place(
     missing = [name for name, value in given.items() if value is None]
     if coordinator is None or count is None or index is None:
         raise UserError(
-            f"{' and '.join(missing)} missing: processes that no launcher numbers need "
+            f"{' and '.join(missing)} missing: processes started without a launcher need "
             "--coordinator HOST:PORT --processes N --process I"
         )
     if not 0 <= index < count:

@@ -55,7 +55,7 @@ class Secret:
         except OSError as error:
             raise UserError(
                 f"{self.file.parent} cannot be written ({error.strerror}), where the processes "
-                f"would find the secret of the job; set {VARIABLE} for all of them"
+                f"look for the secret of the job; set {VARIABLE} for all of them"
             ) from error
         return made
 

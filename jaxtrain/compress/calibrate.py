@@ -149,8 +149,8 @@ def stored_rows(saved: Saved, config: Resolved, sequences: int, length: int) -> 
     prepared = data.prepare(config.data)
     if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
         raise UserError(
-            "data.tokenizer makes another tokenizer than the model was trained with; name a text "
-            "with --text FILE"
+            "data.tokenizer differs from the tokenizer that the model was trained with; name a "
+            "text with --text FILE"
         )
     stores = prepared.train if isinstance(prepared.train, dict) else {"": prepared.train}
     missing = sequences

@@ -195,9 +195,7 @@ def quantize_saved(
     embedding, and as `quantize_params` and `calibration_rows` do.
     """
     if is_quantized(saved):
-        raise UserError(
-            f"{saved.tokenizer_dir} is quantized already; use the model before quantization"
-        )
+        raise UserError(f"{saved.tokenizer_dir} is quantized already; use the unquantized model")
     if head and saved.config.model.tied_head:
         raise UserError(
             "--head: this model's head is its embedding, which is not quantized; leave out --head"
@@ -290,8 +288,8 @@ def options_of(a: argparse.Namespace, config: Resolved) -> MethodOptions:
     for name in sorted(given - METHODS[a.method].options):
         others = ", ".join(other for other in METHODS if name in METHODS[other].options)
         raise UserError(
-            f"--{name.replace('_', '-')}: --method {a.method} does not read it; "
-            f"leave it out, or take a method that reads it: {others}"
+            f"--{name.replace('_', '-')}: --method {a.method} does not use it; leave it out, or "
+            f"use a method that does: {others}"
         )
     alpha = ABSMAX.alpha if a.alpha is None else a.alpha
     return MethodOptions(a.group_size or trained_group(config), a.act_order, alpha)

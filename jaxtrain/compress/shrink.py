@@ -74,7 +74,7 @@ def check_shrunk_size(c: ResolvedModel, wanted: Size) -> None:
     if c.value_embeddings and (c.depth - wanted.depth) % 2:
         raise UserError(
             f"--depth {wanted.depth} of {c.depth}: every other layer has value embeddings, so "
-            "layers go two at a time; take one more or one less"
+            "layers are removed in pairs; keep one more or one less"
         )
 
 

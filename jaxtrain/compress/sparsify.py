@@ -59,8 +59,8 @@ def check_shape(name: str, K: int, target: SparsityTarget) -> None:
     """Raise UserError for a matrix whose K is no multiple of the pattern's group."""
     if target.of and K % target.of:
         raise UserError(
-            f"--pattern {target.left}:{target.of}: {name} has {K} inputs, no multiple of "
-            f"{target.of}; take --sparsity"
+            f"--pattern {target.left}:{target.of}: {name} has {K} inputs, not a multiple of "
+            f"{target.of}; use --sparsity"
         )
 
 

@@ -112,8 +112,8 @@ def check_parameters(c: SweepConfig) -> None:
             run_config(c, {key: value}, "check", 1)
     if c.pruner.name != "none" and base_config(c).eval.every is None:
         raise UserError(
-            f"pruner.name={c.pruner.name} looks at validations during a run, and eval.every is "
-            "null: set the steps between two, as in overrides: [eval.every=100]"
+            f"pruner.name={c.pruner.name} compares validations during a run, but eval.every is "
+            "null: set it, for example by overrides: [eval.every=100]"
         )
     if c.sampler.name == "grid":
         grid_points(c.parameters)

@@ -166,7 +166,7 @@ def test_an_option_that_a_method_does_not_read_is_one_line(run, text, tmp_path, 
         ("nf4", "--group-size=8"),
     ):
         assert quantized(run, text, method, tmp_path / "small", option) == 2
-        said = f"{option.split('=')[0]}: --method {method} does not read it"
+        said = f"{option.split('=')[0]}: --method {method} does not use it"
         assert said in capsys.readouterr().err
     assert quantized(run, text, "int4", tmp_path / "small", "--ray=local") == 2
     assert "--method int4 reads no text: leave it out" in capsys.readouterr().err

@@ -337,7 +337,7 @@ def test_an_unsupported_config_is_named(change, message, tmp_path, capsys):
 def test_what_is_no_checkpoint_is_refused(tmp_path, capsys):
     for source, message in (
         (str(tmp_path), "has no config.json"),
-        ("no/such/place", "is no folder, and not OWNER/NAME"),
+        ("no/such/place", "is not a folder, nor OWNER/NAME"),
     ):
         assert interop(["import", source, str(tmp_path / "run")]) == 2
         assert message in capsys.readouterr().err
