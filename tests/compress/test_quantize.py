@@ -156,7 +156,7 @@ def test_a_quantized_model_is_evaluated_saved_again_and_not_trained_on(run, text
         "train.steps=1",
     ]
     assert main([*train, f"data.train.path={text}", "train.batch_size=8"]) == 2
-    assert "is quantized: start from the model" in capsys.readouterr().err
+    assert "is quantized: start from the unquantized model" in capsys.readouterr().err
 
 
 def test_an_option_that_a_method_does_not_read_is_one_line(run, text, tmp_path, capsys):
