@@ -69,7 +69,7 @@ def train_parser() -> Parser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print memory, communication and time of a step, and stop",
+        help="print what a step needs, and stop",
     )
     add_preflight(parser)
     add_json(parser)

@@ -10,7 +10,7 @@ def add_preflight(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help="dry run: device model, such as T4 or RTX-4090 (default H200)",
+        help="dry run: device, such as T4 or RTX-4090 (H200)",
     )
     parser.add_argument(
         "--devices",
@@ -22,7 +22,7 @@ def add_preflight(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=real(TINY, "above 0"),
         metavar="GIB",
-        help="dry run: memory per device in GiB; default the device's",
+        help="dry run: memory per device; default the device's",
     )
     parser.add_argument(
         "--fit",

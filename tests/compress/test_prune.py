@@ -74,7 +74,7 @@ def test_sparsegpt_solves_for_the_weights_that_are_left():
 def test_a_target_that_is_none_is_refused(given, message):
     with pytest.raises(UserError, match=message):
         sparsify.parse_target(*given)
-    with pytest.raises(UserError, match="6 inputs, no multiple of 4"):
+    with pytest.raises(UserError, match="6 inputs, not a multiple of 4"):
         sparsify.check_shape("w", 6, TWO_FOUR)
 
 

@@ -141,7 +141,7 @@ def test_a_search_goes_on_after_a_torn_line(run, tmp_path, monkeypatch, capfd):
     [
         ([], ["--length", "32"], "--length 32: it must be longer than the model's context of 32"),
         (["model.position_embedding=learned"], [], "this model has learned positions"),
-        (["model.rope_scaling={name: linear, factor: 2}"], [], "is linear already"),
+        (["model.rope_scaling={name: linear, factor: 2}"], [], "is already linear"),
         ([], ["--length", "9000000"], "no document of the validation text has 9000000 tokens"),
     ],
     ids=["short", "learned", "stretched", "text"],
