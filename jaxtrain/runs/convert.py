@@ -46,7 +46,7 @@ def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
     """
     model_dir = run_dir / "model"
     if model_dir.exists():
-        raise UserError(f"{model_dir} already exists; name another run directory")
+        raise UserError(f"{model_dir} is there already; name another run directory")
     path_or_repo = pin_revision(path_or_repo)
     source = open_checkpoint(find_folder(path_or_repo))
     check_aux_files(source.folder)
