@@ -178,8 +178,8 @@ JSONL = {
     b'{"text": "a"}\n{"text"': "line 2", b"": "", b'{"text": null}': "not a string",
 }  # fmt: skip
 CHATS = {
-    b"{": "not valid JSON", b"3\n": "no conversation", b"[" * 5000: "nested too deep",
-    b'{"messages": 3}\n': "no conversation", b'{"messages": []}\n': "no answer",
+    b"{": "not valid JSON", b"3\n": "not a conversation", b"[" * 5000: "nested too deep",
+    b'{"messages": 3}\n': "not a conversation", b'{"messages": []}\n': "no answer",
     b'{"messages": [3]}\n': "not an object", talk("a"): "no answer of the assistant",
     b'{"messages": [{"role": "x", "content": "a"}]}\n': "role 'x' is not known",
     b'{"messages": [{"role": "user", "content": 3}]}\n': "not a string", b"": "",
