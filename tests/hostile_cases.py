@@ -217,7 +217,7 @@ ARGUMENTS = {
     "interop": {
         "nope": "no such command", "import": "required",
         "export run": "out",
-        "import nowhere out": "is no folder", "import run out": "no config.json",
+        "import nowhere out": "is not a folder", "import run out": "no config.json",
         "export nowhere out": "not a run", "export hf out": "not a run",
         "export run out --dtype int3": "invalid choice", "export run out --family bert": "invalid",
         "export run out --shard-bytes 0": WHOLE, "export run out --shard-bytes x": WHOLE,
