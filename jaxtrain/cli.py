@@ -42,18 +42,18 @@ COMMANDS = {
     ),
     "estimate": Command(
         "", "main:main", "main:estimate_parser",
-        "memory, exchanges and time of a step, without a GPU", ("--dry-run",),
+        "memory, communication, time of a step, without a GPU", ("--dry-run",),
     ),
     "launch": Command(
         "", "cluster.launch:main", "cluster.launch:launch_parser",
-        "several processes on this host, as one job",
+        "one job of several processes on this host",
     ),
     "config": Command(
         "", "cli:show_config", "cli:config_parser", "shipped configs, one resolved, or the schema"
     ),
     "prepare": Command(
         "data", "train.prepare:main", "train.arguments:prepare_parser",
-        "text to token stores, ahead of training",
+        "tokenize text ahead of training",
     ),
     "show-data": Command(
         "", "train.show_data:main", "train.arguments:show_data_parser",
@@ -76,7 +76,7 @@ COMMANDS = {
         "continue a prompt",
     ),
     "chat": Command(
-        "", "inference.generate:main", "inference.arguments:chat_parser", "talk in the terminal",
+        "", "inference.generate:main", "inference.arguments:chat_parser", "chat in the terminal",
         ("--chat",), joined=True,
     ),
     "serve": Command(
@@ -89,7 +89,7 @@ COMMANDS = {
     ),
     "search-rope": Command(
         "", "evaluation.search_rope:main", "evaluation.arguments:search_rope_parser",
-        "divisors of the rotary frequencies for longer texts",
+        "RoPE scaling for a longer context (LongRoPE)",
     ),
     "lm-eval": Command(
         "", "evaluation.lm_eval:main", "evaluation.arguments:lm_eval_parser",
@@ -109,7 +109,7 @@ COMMANDS = {
     ),
     "prune": Command(
         "", "compress.prune:main", "compress.arguments:prune_parser",
-        "a trained model with weights that are zero",
+        "set weights of a trained model to zero",
     ),
     "report": Command(
         "runs", "runs.report:main", "runs.arguments:report_parser", "a page about a run"

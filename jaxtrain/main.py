@@ -27,7 +27,7 @@ Train a language model. The same command again resumes the run. To begin with:
   --config lora_chat train.init_from=OWNER/NAME data.train.path=chat.jsonl
                                     LoRA on a checkpoint, with conversations
   --config continue train.init_from=OWNER/NAME data.train.path=corpus.jsonl
-                                    go on with a checkpoint's pretraining
+                                    continue a checkpoint's pretraining
   ... --dry-run --device RTX-4090   what a step would need there, and stop
   ... --print-config                the resolved configuration, and stop
   --help                            all options; --help SECTION its fields
@@ -60,13 +60,17 @@ def train_parser() -> Parser:
         nargs="?",
         metavar="SECTION",
         action=Help,
-        help="this, or the fields of a section",
+        help="show this help, or the fields of a section",
     )
     add_config(parser)
     parser.add_argument(
-        "--print-config", action="store_true", help="show the resolved tree and stop"
+        "--print-config", action="store_true", help="print the resolved configuration and stop"
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what a step needs and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what a step needs, and stop",
+    )
     add_preflight(parser)
     add_json(parser)
     add_place(parser)
@@ -77,7 +81,7 @@ def estimate_parser() -> Parser:
     """Parser of `jaxtrain estimate`, which is `jaxtrain train --dry-run`."""
     parser = Parser(
         "jaxtrain estimate",
-        description="What a step needs on devices that are not here: memory, exchanges, time.",
+        description="Memory, communication and time of a training step on other devices.",
     )
     add_config(parser)
     add_preflight(parser)
@@ -102,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(parser.parse_intermixed_args(argv))
     except KeyboardInterrupt:  # outside the loop (which saves and stops on one), or a second one
-        print("interrupted; the same command goes on from its last checkpoint", file=sys.stderr)
+        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
         return 130
 
 

@@ -60,7 +60,7 @@ def _fault(value: Any, field: FieldInfo) -> str | None:
         if type(one) is int and not -(2**63) <= one < 2**63:
             return "the number is beyond 64 bits"
         if isinstance(one, str) and not is_text(one):
-            return "it has NUL in it, or what is no UTF-8"
+            return "it has a NUL character, or is not UTF-8"
     return None
 
 
@@ -151,7 +151,7 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         for given in sys.argv[1:] if args is None else args:
             if not is_text(given):
-                raise UserError(f"argument {given!r}: it has NUL in it, or what is no UTF-8")
+                raise UserError(f"argument {given!r}: it has a NUL character, or is not UTF-8")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:

@@ -135,7 +135,7 @@ def checkpoints():
         yield file("interop", into, words, "hf/model.safetensors", damage)
     for name in ("../run/model/model.safetensors", "/etc/passwd", "..", "", "a\0b"):
         index = json.dumps({"weight_map": {"a": name}}).encode()
-        yield file("interop", into, "no file beside it", INDEX, index)
+        yield file("interop", into, "not a file in that folder", INDEX, index)
     for text in ("[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "{", "[" * 5000):
         yield file("interop", into, "index.json", INDEX, text.encode())
     for damage in (cut(0.5), lambda old: b"", lambda old: b"[]", lambda old: b"{}", flat_tokenizer):
@@ -173,30 +173,30 @@ def talk(*turns):
 JSONL = {
     b"{": "line 1 is not valid JSON", b"3\n": "is not a JSON object", b"[]\n": "not a JSON object",
     b'{"text": 3}\n': "is int, not a string", b'{"body": "x"}\n': "no field 'text'",
-    b'{"text": "\\ud800"}\n': "no Unicode", b"[" * 5000: "not valid JSON", b"\n\n": "no text",
+    b'{"text": "\\ud800"}\n': "not Unicode", b"[" * 5000: "not valid JSON", b"\n\n": "no text",
     b'{"text": ' + b"9" * 5000 + b"}": "not valid JSON", b'{"text": "\xff"}\n': "not UTF-8",
     b'{"text": "a"}\n{"text"': "line 2", b"": "", b'{"text": null}': "not a string",
 }  # fmt: skip
 CHATS = {
-    b"{": "not valid JSON", b"3\n": "no conversation", b"[" * 5000: "nested too deep",
-    b'{"messages": 3}\n': "no conversation", b'{"messages": []}\n': "no answer",
+    b"{": "not valid JSON", b"3\n": "not a conversation", b"[" * 5000: "nested too deep",
+    b'{"messages": 3}\n': "not a conversation", b'{"messages": []}\n': "no answer",
     b'{"messages": [3]}\n': "not an object", talk("a"): "no answer of the assistant",
     b'{"messages": [{"role": "x", "content": "a"}]}\n': "role 'x' is not known",
     b'{"messages": [{"role": "user", "content": 3}]}\n': "not a string", b"": "",
     b'{"messages": [{"role": ["user"], "content": "a"}]}\n': "is not known",
     b'{"prompt": "a", "completion": "b", "label": true}\n': "label",
     b'{"instruction": 3, "output": "b"}\n': "is int", b"9" * 5000: "not valid JSON",
-    talk("\ud800", "b"): "no Unicode", talk("a", ""): "none of its 1 conversations is left",
+    talk("\ud800", "b"): "not Unicode", talk("a", ""): "none of its 1 conversations is left",
     b'{"instruction": "a", "output": "b", "history": 3}\n': "history must be",
     b'{"instruction": "a", "output": "b", "tools": "{"}\n': "tools is a string",
 }  # fmt: skip
 TEMPLATES = {
     "{{ 1 / 0 }}": "ZeroDivisionError", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "Recurs",
     "{% for i in range(10000000000) %}{% endfor %}": "Range", "{{ 'a' * 10000000000 }}": "makes",
-    "{{ 10 ** 100000000 }}": "makes", "{% if %}": "is no Jinja", "{{": "is no Jinja",
+    "{{ 10 ** 100000000 }}": "makes", "{% if %}": "is not valid Jinja", "{{": "is not valid Jinja",
     "{{ messages[9].content }}": "refuses", "{{ raise_exception('no') }}": "no", "{{ ''.x.y }}": "",
-    "{{ ().__class__.__mro__ }}": "", "{{ messages }}": "answers cannot be found",
-    "{% include 'x' %}": "", "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}": "is no Jinja",
+    "{{ ().__class__.__mro__ }}": "", "{{ messages }}": "answers cannot be located",
+    "{% include 'x' %}": "", "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}": "is not valid Jinja",
 }  # fmt: skip
 PAIRS = {
     pair("a", "b", "b") * 60: "are the same answer", pair("", "", "") * 3: "are the same answer",
@@ -205,7 +205,7 @@ PAIRS = {
     pair("a", 3, "b"): "not a string", b"3\n": "no preference",
     pair("a", "b", None): "not a string",
     b'{"prompt": "a", "completion": "b", "label": 3}\n': "must be true or false",
-    b'{"prompt": "a", "completion": "b", "label": true}\n': "there is no other", b"": "",
+    b'{"prompt": "a", "completion": "b", "label": true}\n': "there is none", b"": "",
     b"[" * 5000: "nested too deep",
     pair("a", "b", "c") + b'{"prompt": "a", "completion": "b", "label": true}\n': "one kind",
 }  # fmt: skip

@@ -142,8 +142,8 @@ BAD = {
     "sample.temperature=.inf": "sample.temperature: got inf: input should be a finite number",
     "optim.matrix_lr=nan": "optim.matrix_lr: got 'nan': input should be a finite number",
     "run.name=../../escape": "run.name: got '../../escape': it must be a folder inside "
-    "run.directory; set run.directory for another place",
-    'run.name="a\\0b"': "run.name: got 'a\\x00b': it has NUL in it, or what is no UTF-8",
+    "run.directory; set run.directory to use another folder",
+    'run.name="a\\0b"': "run.name: got 'a\\x00b': it has a NUL character, or is not UTF-8",
     f"run.name={'x' * 300}": f"run.name: got '{'x' * 59} ... {'x' * 19}': a folder's name has at "
     "most 255 bytes",
     "model.depth=100000000": "model.depth: got 100000000: input should be less than or equal to "
@@ -163,7 +163,7 @@ BAD = {
     "optim.name=muon",
     'data.train.filters=[{"term":3}]': "data.train.filters.0.name: field required, it says which "
     "variant this is; see --help",
-    "data.train.path=a.jsonl.xz": "data.train: a.jsonl.xz is no plain text: set name=jsonl, and "
+    "data.train.path=a.jsonl.xz": "data.train: a.jsonl.xz is not plain text: set name=jsonl, and "
     "perhaps its field",
     "model.depth=[1": "'model.depth=[1': not readable as YAML: while parsing a flow sequence, "
     "expected ',' or ']', but got '<stream end>' (line 1, column 3)",

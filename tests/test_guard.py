@@ -212,7 +212,7 @@ def test_rollback_goes_on_as_if_the_batches_since_had_not_been(tmp_path, poison,
     assert_same_run(back, without)
     ((step, text),) = events_of(back, "rollback")
     assert step == 5 and "step 6: the loss is nan; " in text
-    assert "back to checkpoint 4, and on without the batches 5 to 6" in text
+    assert "rolled back to checkpoint 4, continuing without the batches 5 to 6" in text
     assert text in capfd.readouterr().out
     assert steps_of(back) == [2, 4, 6, 8]
 
@@ -251,7 +251,7 @@ def test_skip_leaves_out_an_update_and_gives_up_after_so_many(tmp_path, poison, 
     shutil.rmtree(run_dir / "checkpoints" / "8")
     assert main(run_overrides(tmp_path, **asked)) == 2
     error = capfd.readouterr().err
-    assert "2 steps before it were left out, one after the other" in error
+    assert "the updates of 2 steps in a row before it were skipped" in error
     assert "the last good checkpoint is 3" in error
 
 
@@ -266,10 +266,10 @@ def test_processes_go_back_together(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2, done.stdout
     said = re.findall(
-        r"\[(.)\] error: .*the run went back to checkpoint \d 2 times already", done.stdout
+        r"\[(.)\] error: .*the run rolled back to checkpoint \d 2 times already", done.stdout
     )
     assert said, done.stdout
-    assert len(re.findall(r"back to checkpoint \d, and on without ", done.stdout)) == 2
+    assert len(re.findall(r"rolled back to checkpoint \d, continuing without ", done.stdout)) == 2
     assert "Traceback" not in done.stdout
 
 
@@ -292,7 +292,7 @@ def test_a_spike_goes_back_and_leaves_out_the_batches_around_it(tmp_path, poison
     assert_same_run(back, without)
     ((step, text),) = events_of(back, "rollback")
     assert step == 9 and re.match(r"step 12: the loss is [\d.]+, [\d.]+ standard deviations", text)
-    assert "back to checkpoint 8, and on without the batches 10 to 14" in text
+    assert "rolled back to checkpoint 8, continuing without the batches 10 to 14" in text
 
     for checkpoint in (12, 8):  # the batches that are left out are in the checkpoint of step 12
         for later in range(checkpoint + 4, 20, 4):
@@ -315,7 +315,7 @@ def test_the_update_of_a_spike_is_left_out(tmp_path, poison):
     skipped = [row["skipped"] for row in rows_of(run_dir)]
     assert [i for i, x in enumerate(skipped, 1) if x] == [12]
     ((step, text),) = events_of(run_dir, "skip")
-    assert step == 12 and text.endswith("its update is left out")
+    assert step == 12 and text.endswith("its update is skipped")
     kept = weights_of(run_dir)
     for name in ("12", "16"):
         shutil.rmtree(run_dir / "checkpoints" / name)

@@ -212,7 +212,9 @@ def test_two_processes_evaluate_as_one(whole, tmp_path, capsys):
 def test_generate_is_one_process(whole, capsys, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     assert generate([str(whole)]) == 2
-    message = "error: jaxtrain generate is one process, and SLURM_STEP_NUM_TASKS says 2: start it"
+    message = (
+        "error: jaxtrain generate runs in one process, but SLURM_STEP_NUM_TASKS is 2: start it"
+    )
     assert message in capsys.readouterr().err
 
 
@@ -356,7 +358,7 @@ def test_devices_are_dealt(devices, outer, expected):
 
 
 def test_more_devices_than_there_are(capsys, monkeypatch):
-    with pytest.raises(UserError, match="3 processes of 2 GPUs, but there are 4"):
+    with pytest.raises(UserError, match="3 processes of 2 GPUs, but this host has 4 GPUs"):
         launch.process_environment(0, 3, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     assert launch.main(["--processes", "0", "--", "--config", "gpt_d12"]) == 2
     assert "--processes: got '0', must be a whole number from 1" in capsys.readouterr().err

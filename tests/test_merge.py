@@ -64,9 +64,9 @@ def test_checkpoints_of_a_run_become_one(whole, tmp_path, capsys):
         (["RUN"], "name two models or more"),
         (["RUN", "RUN", "--weights", "1"], "--weights has 1 numbers for 2 models"),
         (["RUN", "RUN", "--weights", "1", "-1"], "must be a number above 0"),
-        (["RUN", "RUN", "RUN", "--method", "slerp"], "slerp is for two models, not for 3"),
+        (["RUN", "RUN", "RUN", "--method", "slerp"], "slerp merges two models, not 3"),
         (["RUN", "RUN", "--method", "ties"], "ties needs --base"),
-        (["RUN", "RUN", "--base", "RUN"], "--base is for --method ties"),
+        (["RUN", "RUN", "--base", "RUN"], "--base applies only to --method ties"),
         (["RUN", "RUN@5"], "no checkpoint of step 5; there are 3, 6"),
     ],
 )

@@ -265,7 +265,7 @@ def test_a_damaged_copy_is_said_and_the_one_before_is_taken(tmp_path, url, damag
     said = []
     check = lambda file: load_config(file)  # fails for what is cut
     assert taken(tmp_path / "two", c, said, check) == 1
-    assert len(said) == 2 and "checkpoint 2 is not taken from there" in said[0]
+    assert len(said) == 2 and "checkpoint 2 is not restored from there" in said[0]
     assert steps_of(tmp_path / "two") == [1]
 
 
@@ -394,7 +394,7 @@ def test_a_killed_run_goes_on_bit_for_bit_from_the_mirror_alone(tmp_path, capsys
     assert "a run tiny of another configuration: " in said and said.count("\n") == 1
     assert not (run_dir / "checkpoints").exists() and not (run_dir / "config.yaml").exists()
     assert main(arguments) == 0
-    assert "checkpoint 3 is taken from there" in capsys.readouterr().out.replace("\n", " ")
+    assert "checkpoint 3 is restored from there" in capsys.readouterr().out.replace("\n", " ")
     assert_same_run(run_dir, tmp_path / "whole" / "tiny")
     assert Store(str(far)).steps() == [3, 6]
     assert read_rows(run_dir / "metrics.jsonl")[0]["event"] == "start"

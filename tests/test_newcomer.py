@@ -54,7 +54,7 @@ def test_a_warm_up_as_long_as_the_run_stays(capsys):
 
 def test_a_start_from_a_model_names_its_text(whole, capsys):
     start = f"train.init_from={whole}"
-    line = f"data.train.path: a start from {whole} needs it, the text to train on; "
+    line = f"data.train.path: training from {whole} needs a text; "
     for more in ([], ["data.train.document=line"]):
         with pytest.raises(UserError, match="data.train.path=tinyshakespeare is the one that"):
             check_text(load_config(None, [start, *more]))

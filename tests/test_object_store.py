@@ -88,7 +88,7 @@ def test_a_read_that_stays_damaged_is_said(tmp_path, s3):
         one.look()
     s3.fault = lambda request: SHORT if request.key.endswith("/2/checkpoint/rest/d/0") else None
     assert taken(tmp_path / "two", c, said) == 1
-    assert len(said) == 2 and "/2/checkpoint/rest/d/0" in said[0] and "is not taken" in said[0]
+    assert len(said) == 2 and "/2/checkpoint/rest/d/0" in said[0] and "is not restored" in said[0]
 
 
 # ---- with runs -----------------------------------------------------------------------------------
@@ -132,6 +132,6 @@ def test_a_job_of_two_processes_goes_on_from_s3_alone(tmp_path, s3):
         command, env=os.environ | s3.environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "checkpoint 3 is taken from there" in done.stdout
+    assert "checkpoint 3 is restored from there" in done.stdout
     assert [row["step"] for row in rows_of(tmp_path / "two" / "tiny")] == list(range(1, 7))
     assert Store(f"{fields['checkpoint__mirror__url']}/tiny").steps() == [3, 6]

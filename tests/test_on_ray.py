@@ -91,7 +91,7 @@ def test_what_a_task_raises_is_one_line_and_a_process_that_dies_too(cluster, mon
         assert list(nodes.map(abs, range(-20, 0))) == [*range(20, 0, -1)]
         with pytest.raises(RuntimeError, match="bad operand type"):
             list(nodes.map(abs, ["x"]))
-        with pytest.raises(UserError, match="a part of the work was lost 1 times"):
+        with pytest.raises(UserError, match="a task was lost 1 times"):
             list(nodes.map(os._exit, [3]))
 
 

@@ -287,7 +287,7 @@ def test_a_form_of_another_site_is_refused(client):
         ({"config": "run:../outside"}, "no run"),
         ({"config": "quickstart", "overrides": "--print-config"}, "override '--print-config'"),
         ({"config": "quickstart", "overrides": "steps"}, "must be key.path=value"),
-        ({"config": 3}, "config must be a text"),
+        ({"config": 3}, "config must be a string"),
     ],
 )
 def test_what_the_form_may_not_ask(client, asked, said):

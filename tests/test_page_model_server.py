@@ -102,7 +102,7 @@ def test_while_one_loads_another_is_told_to_wait(url):
         same = ask(url, "slow", 50)
     assert second.status_code == 400
     assert second.json()["error"] == (
-        "busy: slow at step 50 is being loaded; ask again when it is there"
+        "busy: slow at step 50 is being loaded; try again when it is ready"
     )
     assert first.result().json() == same.json()
     assert ask(url, "first").json()["run"] == "first"

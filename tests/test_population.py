@@ -133,7 +133,7 @@ def test_members_that_are_not_of_one_population_are_left_as_they_are(members, tm
     directory, _ = members
     shutil.copytree(directory / "first", tmp_path / "again" / "first")
     configs = [config(tmp_path / "again", "first"), config(tmp_path / "again", "new", run__seed=1)]
-    with pytest.raises(UserError, match=r"first is at step 6, .*new at step 0: the members of"):
+    with pytest.raises(UserError, match=r"first is at step 6, .*new at step 0: members of"):
         train_population(configs)
     assert steps_of(tmp_path / "again" / "first") == [3, 6]
 
@@ -251,12 +251,21 @@ def test_what_may_differ_passes(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"train__on_nonfinite": "rollback"}, r"train\.on_nonfinite: a population cannot have it"),
-        ({"train__loss_spike": "{}"}, r"train\.loss_spike: a population cannot have it: members"),
+        (
+            {"train__on_nonfinite": "rollback"},
+            r"train\.on_nonfinite: a population does not support it",
+        ),
+        (
+            {"train__loss_spike": "{}"},
+            r"train\.loss_spike: a population does not support it: members",
+        ),
         ({"train__phases": "[{until: 3, model: {depth: 1}}]"}, r"train\.phases: a population"),
-        ({"model__moe": "{experts: 4}"}, r"model\.moe: a population cannot have it"),
-        ({"metrics__wandb": True}, r"metrics\.wandb: a population cannot have it: a process has"),
-        ({"run__seed": 2**32}, r"run\.seed=4294967296: in a population it is below 2\^32"),
+        ({"model__moe": "{experts: 4}"}, r"model\.moe: a population does not support it"),
+        (
+            {"metrics__wandb": True},
+            r"metrics\.wandb: a population does not support it: a process has",
+        ),
+        ({"run__seed": 2**32}, r"run\.seed=4294967296: in a population it must be below 2\^32"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -270,7 +279,7 @@ def test_objectives_with_another_model_are_refused(tmp_path, name):
     (plan,) = plans_of(tmp_path, {})
     objective = SimpleNamespace(name=name)
     with_other = plan.config.model_copy(update={"objective": objective})
-    with pytest.raises(UserError, match=r"objective\.name: a population cannot have it"):
+    with pytest.raises(UserError, match=r"objective\.name: a population does not support it"):
         check_plans([plan._replace(config=with_other)])
 
 

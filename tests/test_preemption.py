@@ -98,7 +98,7 @@ def test_a_service_that_is_down_is_said_once_and_asked_again(name, metadata, tmp
     metadata.state = "down"
     with watched_for_preemption(asked(name, metadata, tmp_path), stopped.set, said.append):
         time.sleep(0.2)
-        assert len(said) == 1 and "cannot be asked (HTTPError" in said[0]
+        assert len(said) == 1 and "cannot be queried (HTTPError" in said[0]
         metadata.state = "notice"
         assert stopped.wait(20)
 

@@ -44,7 +44,7 @@ def test_a_full_cache_is_one_line(tmp_path, capfd, monkeypatch):
     assert main(run_overrides(tmp_path, data__cache_dir=tmp_path / "cache")) == 2
     (line,) = [x for x in capfd.readouterr().err.splitlines() if x.startswith("error: ")]
     where = f"error: data.cache_dir: {tmp_path / 'cache' / 'data'}: No space left on device; free "
-    assert line.startswith(where) and "the same command goes on" in line
+    assert line.startswith(where) and "the same command resumes" in line
 
 
 @pytest.mark.slow

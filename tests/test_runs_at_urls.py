@@ -104,7 +104,7 @@ def test_an_end_that_does_not_arrive_is_an_error_that_names_the_local_run(tmp_pa
     url, run = f"{s3.bucket()}/a", run_with_model(tmp_path / "a")
     s3.fault = lambda r: DENIED
     said = []
-    with pytest.raises(UserError, match=f"the run is whole in {run}"), Publisher(
+    with pytest.raises(UserError, match=f"the run is complete in {run}"), Publisher(
         run, url, said.append
     ):  # fmt: skip
         pass
@@ -233,7 +233,7 @@ def test_a_run_at_a_url_from_its_start_to_an_export(tmp_path, s3, whole, capsys)
     shutil.rmtree(tmp_path / "cache")  # another machine
     assert main(run_overrides(tmp_path, **fields)) == 0
     out = capsys.readouterr().out
-    assert "checkpoint 3 is taken from there" in out.replace("\n", " ")
+    assert "checkpoint 3 is restored from there" in out.replace("\n", " ")
     assert f"model    {url}/runs/tiny/model" in out
     shutil.rmtree(tmp_path / "cache")
     run = f"{url}/runs/tiny"

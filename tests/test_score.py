@@ -263,7 +263,7 @@ def test_a_killed_scoring_goes_on(run, corpus, tmp_path, monkeypatch, capsys, se
         assert not out.exists() and len(codes) < 20
         codes.append(command(run, corpus, out))
     assert codes.count(130) > 1 and sum(calls) - sum(calls[2::3]) == 40
-    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert "interrupted; the same command resumes" in capsys.readouterr().err
     assert out.read_bytes() == (tmp_path / "whole.jsonl.zst").read_bytes()
     before = len(calls)
     assert command(run, corpus, out) == 0 and len(calls) == before
@@ -288,7 +288,7 @@ def test_bad_input_is_one_line(run, corpus, tmp_path, capsys):
     assert "empty.jsonl holds no text" in error(path=tmp_path / "empty.jsonl")
     taken = tmp_path / "taken.jsonl.zst"
     taken.write_text("mine")
-    assert "holds something else" in error(out="taken.jsonl.zst")
+    assert "holds other scores" in error(out="taken.jsonl.zst")
     assert taken.read_text() == "mine"
     mixed = tmp_path / "m.jsonl.zst"
     parts = (
@@ -296,5 +296,5 @@ def test_bad_input_is_one_line(run, corpus, tmp_path, capsys):
     )
     arguments = [str(run), "--score", "el2n", "--out", str(mixed), parts]
     assert score.main([*arguments, "data.validation.name=none"]) == 2
-    assert "scores are of the documents of one source" in capsys.readouterr().err
+    assert "score reads one source of text" in capsys.readouterr().err
     assert measures.MEASURES == ("nll", "el2n", "grad_norm")

@@ -65,7 +65,7 @@ def test_a_search_goes_on_and_writes_the_phases_of_the_best(tmp_path, capfd, mon
 
 @pytest.mark.parametrize(
     ("more", "message"),
-    [(["--depths", "4"], "--depths 4: the model has depth 4"), (["--shares", "1"], "--shares 1:")],
+    [(["--depths", "4"], "--depths 4: a first depth must be"), (["--shares", "1"], "--shares 1:")],
 )
 def test_a_search_that_cannot_be_is_refused(tmp_path, capfd, more, message):
     _, words = arguments(tmp_path)

@@ -101,7 +101,7 @@ def test_a_second_signal_is_final(tmp_path, monkeypatch, capsys):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command resumes" in capsys.readouterr().err
     assert rows_of(tmp_path / "tiny", "event")[-1]["status"] == "interrupted"
 
 

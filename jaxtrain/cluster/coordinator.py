@@ -36,7 +36,7 @@ MANY = 128  # more processes query less often: each answer lists all of them
 WAIT = 0.5  # timeout in seconds of one request for a value that is not yet set
 LINGER = 5.0  # seconds for the others to receive the reason of a failure
 PATIENCE = 5.0  # seconds after which a wait at the start is reported
-AGAIN = "; the same command goes on from the last checkpoint"
+AGAIN = "; the same command resumes from the last checkpoint"
 
 
 def end_process(message: str, code: int) -> None:
@@ -401,7 +401,7 @@ class Coordinator:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-        raise jax.errors.JaxRuntimeError(f"the job is over, and {key} was never set")
+        raise jax.errors.JaxRuntimeError(f"the job has ended, and {key} was never set")
 
     def _get_all(self, folder: str) -> list[str]:
         """Wait for the values of all processes, in order. Lists the folder, not key by key."""
@@ -411,7 +411,7 @@ class Coordinator:
                 values = {int(key.removeprefix(folder)): value for key, value in found}
                 return [values[i] for i in range(self.count)]
             time.sleep(0.05 * max(1.0, self.count / MANY))
-        raise jax.errors.JaxRuntimeError(f"the job is over, and {folder} was never whole")
+        raise jax.errors.JaxRuntimeError(f"the job has ended, and {folder} was never complete")
 
     def _publish(self, message: str, code: int, hung: bool = False) -> None:
         """Publish why the job ends, unless another process has already done so."""

@@ -39,23 +39,30 @@ def launch_parser() -> Parser:
         usage="%(prog)s (--processes N | --ray ADDRESS --nodes N) [OPTIONS] -- ARGUMENTS",
         description=(__doc__ or "").split("\n")[0],
     )
-    parser.add_argument("--processes", type=whole(1, 4096), help="how many, on this host")
+    parser.add_argument("--processes", type=whole(1, 4096), help="number of processes on this host")
     parser.add_argument(
         "--devices-per-process",
         type=whole(1, 4096),
-        help="GPUs of each, or virtual devices on a CPU",
+        help="GPUs per process, or virtual CPU devices",
     )
     parser.add_argument(
-        "--command", default="train", choices=list(COMMANDS), help="what they run (train)"
+        "--command",
+        default="train",
+        choices=list(COMMANDS),
+        help="command that the processes run (default train)",
     )
     parser.add_argument(
-        "--port", type=whole(1, 65535), help="of the coordinator; default a free one"
+        "--port", type=whole(1, 65535), help="port of the coordinator; default a free one"
     )
     parser.add_argument("--ray", metavar="ADDRESS|local", help="a Ray cluster: HOST:PORT or auto")
     parser.add_argument(
-        "--nodes", metavar="N|LEAST:MOST", help="of the cluster, a process on each; elastic"
+        "--nodes",
+        metavar="N|LEAST:MOST",
+        help="Ray nodes, one process on each; LEAST:MOST is elastic",
     )
-    parser.add_argument("--gpus", type=whole(0, 4096), default=8, help="of each node (8)")
+    parser.add_argument(
+        "--gpus", type=whole(0, 4096), default=8, help="GPUs per Ray node (default 8)"
+    )
     return parser
 
 
@@ -67,7 +74,10 @@ def main(argv: list[str] | None = None) -> int:
     asked = launch_parser().parse_args(arguments[:cut])
     if asked.ray:
         if asked.processes or asked.devices_per_process or asked.port or not asked.nodes:
-            raise UserError("--ray takes --nodes and --gpus; the others are of this host alone")
+            raise UserError(
+                "--ray takes --nodes and --gpus; leave out the other options, which are "
+                "for this host alone"
+            )
         bounds = Bounds(*read_bounds(asked.nodes), asked.gpus)
         return run_job(asked.ray, bounds, COMMANDS[asked.command], arguments[cut + 1 :])
     if not asked.processes:
@@ -95,7 +105,9 @@ def process_environment(
         return dict(outer) | ({} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)})
     each = devices or len(gpus) // count
     if not each or each * count > len(gpus):
-        raise UserError(f"{count} processes of {max(each, 1)} GPUs, but there are {len(gpus)}")
+        raise UserError(
+            f"{count} processes of {max(each, 1)} GPUs, but this host has {len(gpus)} GPUs"
+        )
     mine = gpus[index * each : (index + 1) * each]
     return dict(outer) | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
 

@@ -86,7 +86,7 @@ def listen(host: str, port: int, until: float) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() + RETRY > until:
                 why = error.strerror
-                raise UserError(f"process 0 cannot listen at port {port}: {why}") from None
+                raise UserError(f"process 0 cannot listen on port {port}: {why}") from None
         time.sleep(RETRY)
 
 

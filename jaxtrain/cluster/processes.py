@@ -66,8 +66,8 @@ def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> No
     for name, *_ in LAUNCHERS:
         if int(environment.get(name, 1)) > 1:
             raise UserError(
-                f"{command} is one process, and {name} says {environment[name]}: start it without "
-                "the launcher, or with one task"
+                f"{command} runs in one process, but {name} is {environment[name]}: start it "
+                "without the launcher, or with one task"
             )
 
 
@@ -97,7 +97,7 @@ def find_place(
     missing = [name for name, value in given.items() if value is None]
     if coordinator is None or count is None or index is None:
         raise UserError(
-            f"{' and '.join(missing)} missing: processes that no launcher numbers need "
+            f"{' and '.join(missing)} missing: processes started without a launcher need "
             "--coordinator HOST:PORT --processes N --process I"
         )
     if not 0 <= index < count:
@@ -170,7 +170,7 @@ def told(error: BaseException) -> tuple[int, str]:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2, str(error)
     if isinstance(error, KeyboardInterrupt):
-        print("interrupted; the same command goes on from its last checkpoint", file=sys.stderr)
+        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
         return 130, "interrupted"
     traceback.print_exception(error)
     return 1, f"{type(error).__name__}: {error}".splitlines()[0]

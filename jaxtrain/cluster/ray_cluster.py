@@ -149,14 +149,14 @@ def task_result(result: Any, passed_on: type[Exception] | tuple[type[Exception],
     except passed_on:
         raise
     except RayTaskError as failed:  # raised before the function was called
-        raise UserError(f"--ray: a node cannot do the work: {ray_reason(failed)}") from failed
+        raise UserError(f"--ray: a node cannot run the tasks: {ray_reason(failed)}") from failed
     except LocalRayletDiedError as lost:
         raise UserError(f"--ray: {HEAD_LOST}") from lost
     except RayError as lost:
         raise UserError(
-            f"--ray: a part of the work was lost {RETRIES + 1} times ({type(lost).__name__}); if "
-            "memory ran out, use fewer tasks at once (data.prepare_workers). The same command goes "
-            "on from what is on disk"
+            f"--ray: a task was lost {RETRIES + 1} times ({type(lost).__name__}); if memory ran "
+            "out, use fewer tasks at once (data.prepare_workers). The same command goes on from "
+            "what is on disk"
         ) from lost
     if error is not None:
         raise error

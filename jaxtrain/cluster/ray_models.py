@@ -83,8 +83,8 @@ class NodeModels:
             except RayActorError as lost:
                 if call.lost == RETRIES:
                     raise UserError(
-                        f"--ray: {call.lost + 1} processes died on one part of the work; if memory "
-                        "ran out, lower eval.batch_size. What is done is kept"
+                        f"--ray: {call.lost + 1} processes died on the same task; if memory ran "
+                        "out, lower eval.batch_size. What is done is kept"
                     ) from lost
                 if self.processes.get(call.process.node) is call.process:
                     del self.processes[call.process.node]
@@ -111,5 +111,5 @@ class NodeModels:
             if self.processes:
                 return
             if time.monotonic() - begin > PROBE:
-                raise UserError("--ray: no node is left; the same command goes on from its files")
+                raise UserError("--ray: no node is left; the same command resumes from its files")
             time.sleep(0.5)

@@ -151,8 +151,8 @@ def check_code(caller: Caller) -> None:
     for name, theirs in caller.code.items():
         if mine[name] != theirs:
             raise UserError(
-                f"--ray: node {socket.gethostname()} has {name} {mine[name]}, this command "
-                f"{theirs}; install the same on all nodes"
+                f"--ray: node {socket.gethostname()} has {name} {mine[name]}, this command has "
+                f"{theirs}; install the same version on all nodes"
             )
 
 

@@ -36,7 +36,9 @@ class Secret:
     def __init__(self, folder: Path, address: str, environment: Mapping[str, str] = os.environ):
         self.given = environment.get(VARIABLE, "").encode()
         if 0 < len(self.given) < LEAST:
-            raise UserError(f"{VARIABLE} has {len(self.given)} characters, give it {LEAST} or more")
+            raise UserError(
+                f"{VARIABLE} has {len(self.given)} characters; it needs at least {LEAST}"
+            )
         self.file = folder / f".secret-{re.sub(r'[^0-9A-Za-z.]', '-', address)}"
 
     def make(self) -> bytes:
@@ -53,7 +55,7 @@ class Secret:
         except OSError as error:
             raise UserError(
                 f"{self.file.parent} cannot be written ({error.strerror}), where the processes "
-                f"would find the secret of the job; set {VARIABLE} for all of them"
+                f"look for the secret of the job; set {VARIABLE} for all of them"
             ) from error
         return made
 

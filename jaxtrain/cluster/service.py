@@ -58,7 +58,7 @@ def start_service(
         service.stdin.close()
         service.wait()
         if time.monotonic() > until:
-            raise UserError(f"JAX's coordination service cannot listen at {address}")
+            raise UserError(f"JAX's coordination service cannot listen on {address}")
         time.sleep(0.2)
 
 

@@ -125,7 +125,7 @@ def calibration_rows(
     if len(rows) < sequences:
         raise UserError(
             f"{text or 'data.train'}: the calibration text fills {len(rows)} sequences of {length} "
-            f"tokens, not {sequences}; name a longer one, or lower --sequences"
+            f"tokens, not {sequences}; name a longer text, or lower --sequences"
         )
     batches = range(0, sequences, sizes[-1])
     stack = lambda *xs: np.stack(xs)
@@ -149,8 +149,8 @@ def stored_rows(saved: Saved, config: Resolved, sequences: int, length: int) -> 
     prepared = data.prepare(config.data)
     if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
         raise UserError(
-            "data.tokenizer makes another tokenizer than the model was trained with; name a text "
-            "with --text FILE"
+            "data.tokenizer differs from the tokenizer that the model was trained with; name a "
+            "text with --text FILE"
         )
     stores = prepared.train if isinstance(prepared.train, dict) else {"": prepared.train}
     missing = sequences
@@ -233,7 +233,7 @@ class LayerRunner:
         if c.share_layers:
             raise UserError(
                 "model.share_layers: calibration measures the inputs of each layer's own matrices, "
-                "and these are shared by several; only --method magnitude takes them"
+                "which several layers share here; only --method magnitude supports them"
             )
         if c.virtual:
             raise UserError(

@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     start()
     saved = load_saved(a.run, a.step)
     if is_quantized(saved):
-        raise UserError(f"{a.run} is quantized; prune the model that it was made of")
+        raise UserError(f"{a.run} is quantized; prune the unquantized model")
     batches = None
     if METHODS[a.method].inputs:
         batches = calibration_rows(saved, config, a.text, a.sequences, a.length)

@@ -195,11 +195,11 @@ def quantize_saved(
     embedding, and as `quantize_params` and `calibration_rows` do.
     """
     if is_quantized(saved):
-        raise UserError(
-            f"{saved.tokenizer_dir} is quantized already; take the model that it was made of"
-        )
+        raise UserError(f"{saved.tokenizer_dir} is quantized already; use the unquantized model")
     if head and saved.config.model.tied_head:
-        raise UserError("--head: this model's head is its embedding, which stays; leave out --head")
+        raise UserError(
+            "--head: this model's head is its embedding, which is not quantized; leave out --head"
+        )
     if METHODS[method].activations and saved.config.model.mla:
         raise UserError(
             f"--method {method} rounds the inputs of matrices, and with model.mla decoding "
@@ -234,7 +234,7 @@ def text_config(config: Resolved, text: Path | None) -> Resolved:
     if text is None:
         return config
     if not text.is_file():
-        raise UserError(f"--text {text} is no file")
+        raise UserError(f"--text {text} is not a file")
     source = TextSource(path=str(text))
     held = SourceValidation(source=source)
     data = DataConfig(
@@ -288,8 +288,8 @@ def options_of(a: argparse.Namespace, config: Resolved) -> MethodOptions:
     for name in sorted(given - METHODS[a.method].options):
         others = ", ".join(other for other in METHODS if name in METHODS[other].options)
         raise UserError(
-            f"--{name.replace('_', '-')}: --method {a.method} does not read it; "
-            f"leave it out, or take a method that reads it: {others}"
+            f"--{name.replace('_', '-')}: --method {a.method} does not use it; leave it out, or "
+            f"use a method that does: {others}"
         )
     alpha = ABSMAX.alpha if a.alpha is None else a.alpha
     return MethodOptions(a.group_size or trained_group(config), a.act_order, alpha)
@@ -300,9 +300,9 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 after one line about what the user can fix."""
     a = quantize_parser().parse_args(argv)
     if a.out.exists() and (not a.out.is_dir() or any(a.out.iterdir())):
-        raise UserError(f"{a.out} is there already and not empty; name another folder with --out")
+        raise UserError(f"{a.out} already exists and is not empty; name another folder with --out")
     if not a.core and (a.bundle or a.limit):
-        raise UserError("--bundle and --limit are of --core: name it as well, or leave them out")
+        raise UserError("--bundle and --limit need --core: add it, or leave them out")
     if a.ray and not METHODS[a.method].inputs:
         others = ", ".join(name for name, method in METHODS.items() if method.inputs)
         raise UserError(

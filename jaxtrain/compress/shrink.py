@@ -60,7 +60,7 @@ def check_shrunk_size(c: ResolvedModel, wanted: Size) -> None:
     check_decoder(c)
     for name in REFUSED:
         if getattr(c, name):
-            raise UserError(f"model.{name}: jaxtrain shrink does not cut models that have it")
+            raise UserError(f"model.{name}: jaxtrain shrink does not support it")
     for name, count in wanted._asdict().items():
         if count > getattr(c, name):
             raise UserError(f"--{name} {count} is more than the model's {getattr(c, name)}")
@@ -74,7 +74,7 @@ def check_shrunk_size(c: ResolvedModel, wanted: Size) -> None:
     if c.value_embeddings and (c.depth - wanted.depth) % 2:
         raise UserError(
             f"--depth {wanted.depth} of {c.depth}: every other layer has value embeddings, so "
-            "layers go two at a time; take one more or one less"
+            "layers are removed in pairs; keep one more or one less"
         )
 
 
@@ -275,7 +275,9 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"{a.out} holds a model already; name another folder with --out")
     saved = load_saved(a.run, a.step)
     if is_quantized(saved):
-        raise UserError(f"{a.run} is quantized; shrink the model before, then quantize")
+        raise UserError(
+            f"{a.run} is quantized; shrink the unquantized model, then quantize the result"
+        )
     c = saved.config.model
     wanted = Size(a.depth or c.depth, a.heads or c.heads, a.hidden or c.hidden, a.width or c.width)
     check_shrunk_size(c, wanted)

@@ -110,7 +110,10 @@ def cut_channels(saved: Saved, kept_d: Int[np.ndarray, " d"]) -> dict[str, np.nd
         if name in CHANNELS:
             x = np.take(x, kept_d, axis=CHANNELS[name])
         elif not name.endswith(OTHERS):
-            raise UserError(f"--width: {name} is not known to have channels or none")
+            raise UserError(
+                f"--width: {name} may have channels of the residual stream or not; shrink does not "
+                "know it"
+            )
         return np.asarray(x * factors.get(name, 1.0), x.dtype)
 
     return {name: cut(name, np.asarray(x)) for name, x in flatten(saved.params).items()}

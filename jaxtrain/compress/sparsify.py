@@ -42,11 +42,16 @@ def parse_target(sparsity: float | None, pattern: str | None) -> SparsityTarget:
         raise UserError("name one of --sparsity 0.5 and --pattern 2:4")
     if sparsity is not None:
         if not 0 < sparsity < 1:
-            raise UserError(f"--sparsity {sparsity}: a share of zeros between 0 and 1, as in 0.5")
+            raise UserError(
+                f"--sparsity {sparsity}: must be a share of zeros between 0 and 1, such as 0.5"
+            )
         return SparsityTarget(sparsity)
     left, colon, of = (pattern or "").partition(":")
     if not (colon and left.isdigit() and of.isdigit() and 0 < int(left) < int(of)):
-        raise UserError(f"--pattern {pattern}: N:M leaves N weights of every M inputs, as in 2:4")
+        raise UserError(
+            f"--pattern {pattern}: must be N:M, which keeps N weights of every M inputs, such as "
+            "2:4"
+        )
     return SparsityTarget(1 - int(left) / int(of), int(left), int(of))
 
 
@@ -54,8 +59,8 @@ def check_shape(name: str, K: int, target: SparsityTarget) -> None:
     """Raise UserError for a matrix whose K is no multiple of the pattern's group."""
     if target.of and K % target.of:
         raise UserError(
-            f"--pattern {target.left}:{target.of}: {name} has {K} inputs, no multiple of "
-            f"{target.of}; take --sparsity"
+            f"--pattern {target.left}:{target.of}: {name} has {K} inputs, not a multiple of "
+            f"{target.of}; use --sparsity"
         )
 
 

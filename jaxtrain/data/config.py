@@ -166,7 +166,7 @@ class DataConfig(Settings):
         names = [source.name for source in sources]
         talk = any(isinstance(source, ChatTemplateSource) for source in sources)
         if talk and self.packing.name != "padded":
-            raise ValueError("conversations are packed whole and apart: set packing.name: padded")
+            raise ValueError("conversations are not cut or concatenated: set packing.name: padded")
         if "preference" in names and set(names) != {"preference"}:
             raise ValueError("preferences are not mixed with other sources")
         staged = self.stages or self.length_ramp or self.batch_ramp
@@ -174,7 +174,9 @@ class DataConfig(Settings):
             raise ValueError("preferences have one stage and are not augmented")
         held = self.validation.source.name if self.validation.name == "source" else names[0]
         if (held == "preference") != (names[0] == "preference"):
-            raise ValueError("preferences are validated on preferences, other text on other text")
+            raise ValueError(
+                "preferences need preferences as data.validation, and other text needs other text"
+            )
         texts = [self.train, *sources]
         if self.validation.name == "tail" and any(text.filters for text in texts):
             raise ValueError(

@@ -20,24 +20,37 @@ def evaluate_parser() -> Parser:
     """Parser of `jaxtrain evaluate`: validation, or in-context tasks."""
     parser = Parser(
         "jaxtrain evaluate",
-        description="Validation loss, perplexity and bits per byte of a split; or tasks.",
+        description="Validation loss, perplexity and bits per byte of a split; or in-context "
+        "tasks.",
     )
     add_model(parser)
-    parser.add_argument("--tasks", help="core, names of its tasks, or FILE.yaml: comma-separated")
+    parser.add_argument("--tasks", help="comma-separated: core, names of its tasks, or FILE.yaml")
     parser.add_argument(
-        "--needle", metavar="TOKENS", help="hidden numbers in texts of so many tokens: 1024,4096"
-    )
-    parser.add_argument("--bundle", type=Path, help="of the tasks; default $JAXTRAIN_CORE")
-    parser.add_argument(
-        "--limit", type=whole(1), help="examples of a task (all), or of a length and depth (10)"
+        "--needle",
+        metavar="TOKENS",
+        help="needle in a haystack at these lengths in tokens: 1024,4096",
     )
     parser.add_argument(
-        "--all-shots", action="store_true", help="draw shots from beyond --limit too"
+        "--bundle", type=Path, help="folder or archive of the tasks; default $JAXTRAIN_CORE"
     )
     parser.add_argument(
-        "--crop", action="store_true", help="cut prompts longer than the context at their beginning"
+        "--limit",
+        type=whole(1),
+        help="examples per task (default all), or per length and depth of --needle (10)",
     )
-    parser.add_argument("--out", type=Path, help="results; RUN/tasks[_step_N].json, or needle...")
+    parser.add_argument(
+        "--all-shots",
+        action="store_true",
+        help="draw few-shot examples from all examples, not only from --limit",
+    )
+    parser.add_argument(
+        "--crop", action="store_true", help="cut the beginning of prompts longer than the context"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="file of the results; default RUN/tasks[_step_N].json, or needle...",
+    )
     parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
     add_place(parser)
     add_ray(parser)
@@ -48,14 +61,19 @@ def score_parser() -> Parser:
     """Parser of `jaxtrain score`: columns of scores for each document of a text."""
     parser = Parser(
         "jaxtrain score",
-        description="Score the documents of a text by a trained model, to filter or sample it by.",
+        description="Score documents with a trained model, to filter or sample them by.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"{name:16s} {what}" for name, what in SCORES.items()),
     )
     add_model(parser)
-    parser.add_argument("--score", required=True, help="names from below, comma-separated")
+    parser.add_argument("--score", required=True, help="names of scores (below), comma-separated")
     parser.add_argument("--out", type=Path, required=True, help=f"file to write, NAME{ENDING}")
-    parser.add_argument("--clusters", type=whole(1), default=100, help="prototypes (100)")
+    parser.add_argument(
+        "--clusters",
+        type=whole(1),
+        default=100,
+        help="prototypicality: number of clusters (default 100)",
+    )
     parser.add_argument("overrides", nargs="*", help="data.train.path=corpus.jsonl ...")
     add_ray(parser)
     return parser
@@ -65,24 +83,35 @@ def search_rope_parser() -> Parser:
     """Parser of `jaxtrain search-rope`: LongRoPE's divisors for a trained model."""
     parser = Parser(
         "jaxtrain search-rope",
-        description="Search the divisors of a model's rotary frequencies for longer texts "
-        "(LongRoPE), and write model.rope_scaling. The same command again goes on.",
+        description="Search the divisors of a model's RoPE frequencies for a longer context "
+        "(LongRoPE), and write model.rope_scaling. The same command again resumes the search.",
     )
     add_model(parser)
     parser.add_argument(
-        "--length", type=whole(2), required=True, help="tokens of the context to extend to"
+        "--length", type=whole(2), required=True, help="context length to extend to, in tokens"
     )
-    parser.add_argument("--text", type=Path, help="plain text; default the validation text")
     parser.add_argument(
-        "--rows", type=whole(1), default=8, help="pieces of documents, of --length tokens (8)"
+        "--text", type=Path, help="plain text file to search on; default the validation text"
     )
-    parser.add_argument("--generations", type=whole(0), default=40, help="after the first (40)")
+    parser.add_argument(
+        "--rows",
+        type=whole(1),
+        default=8,
+        help="sequences of --length tokens to evaluate on (default 8)",
+    )
+    parser.add_argument(
+        "--generations", type=whole(0), default=40, help="generations after the first (default 40)"
+    )
     parser.add_argument(
         "--population", type=whole(4), default=64,
-        help="candidates of the first generation; of the others half as many (64)",
+        help="candidates of the first generation (default 64); later ones have half as many",
     )  # fmt: skip
-    parser.add_argument("--seed", type=whole(0, SEEDS), default=0, help="of the search (0)")
-    parser.add_argument("--out", type=Path, help="folder to write; RUN/rope_LENGTH[_step_N]")
+    parser.add_argument(
+        "--seed", type=whole(0, SEEDS), default=0, help="seed of the search (default 0)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder to write; default RUN/rope_LENGTH[_step_N]"
+    )
     parser.add_argument("overrides", nargs="*", help="mesh.data=8 ...")
     return parser
 
@@ -93,8 +122,10 @@ def lm_eval_parser() -> Parser:
         "jaxtrain lm-eval", description="Any task of EleutherAI's lm-evaluation-harness."
     )
     add_model(parser)
-    parser.add_argument("--tasks", required=True, help="names of the harness, comma-separated")
-    parser.add_argument("--num-fewshot", type=whole(0), help="shots; default what each task says")
+    parser.add_argument("--tasks", required=True, help="task names of the harness, comma-separated")
+    parser.add_argument(
+        "--num-fewshot", type=whole(0), help="few-shot examples; default each task's own"
+    )
     parser.add_argument("--limit", type=whole(1), help="examples of each task; default all")
     parser.add_argument("--out", type=Path, help="results as JSON; default RUN/harness.json")
     parser.add_argument("overrides", nargs="*", help="eval.batch_size=16 ...")
@@ -104,4 +135,6 @@ def lm_eval_parser() -> Parser:
 def add_model(parser: Parser) -> None:
     """Add RUN and --step, which name the model."""
     parser.add_argument("run", type=local, help="run directory or model folder, also at a URL")
-    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
+    parser.add_argument(
+        "--step", type=whole(0), help="use this step's checkpoint, not the final model"
+    )

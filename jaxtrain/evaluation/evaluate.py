@@ -217,8 +217,8 @@ def check_text_loss(saved: Saved, config: Resolved) -> None:
     """Raise UserError for a model and data that have no language-modeling loss."""
     if saved.config.objective.name in PREFERENCES and config.data == saved.config.data:
         raise UserError(
-            f"{saved.config.run.name} was trained on preferences, which have no loss of text; its "
-            "metrics.jsonl has their held-out figures. --tasks asks it tasks; name a text by "
+            f"{saved.config.run.name} was trained on preferences, so validation has no text; its "
+            "metrics.jsonl has the preference metrics. Use --tasks, or name a text with "
             "data.train... overrides"
         )
 
@@ -229,7 +229,7 @@ def prepare_validation(saved: Saved, config: Resolved) -> data.TokenStore:
     for line in data.damaged_shards(prepared):
         print(line, file=sys.stderr)
     if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
-        raise UserError("data.tokenizer makes another tokenizer than the model was trained with")
+        raise UserError("data.tokenizer differs from the tokenizer that the model was trained with")
     if prepared.validation is None:
         raise UserError("data.validation is none: name a split or a source to evaluate on")
     return prepared.validation

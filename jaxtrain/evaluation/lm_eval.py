@@ -115,7 +115,9 @@ def main(argv: list[str] | None = None) -> int:
         )
     except (OSError, KeyError, ValueError) as error:  # from its tasks, or their data
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"--tasks {a.tasks}: the harness has no such data: {first}{why}") from error
+        raise UserError(
+            f"--tasks {a.tasks}: the harness cannot load its data: {first}{why}"
+        ) from error
     print(importlib.import_module("lm_eval.utils").make_table(found))
     out = a.out or a.run / "harness.json"
     write_json(out, found["results"])

@@ -63,8 +63,8 @@ def haystack(
     room = length - 1 - len(fact) - len(question) - max(map(len, answers))
     if room < 0:
         raise UserError(
-            f"--needle: {length} tokens do not hold the fact and the question, which have "
-            f"{length - room}; give longer texts"
+            f"--needle: {length} tokens are too few for the fact and the question, which have "
+            f"{length - room}; give larger lengths"
         )
     sentences: list[list[int]] = []
     while (one := encode(" " + FILLER[rng.integers(len(FILLER))])) and len(one) <= room:
@@ -94,7 +94,7 @@ def find_needles(
     if longer := [length for length in lengths if length > config.model.context_length]:
         raise UserError(
             f"--needle: {longer[0]} tokens are more than the context of "
-            f"{config.model.context_length}; model.context_length={longer[0]} tries them"
+            f"{config.model.context_length}; set model.context_length={longer[0]} to try them"
         )
     cells = [(length, depth) for length in lengths for depth in DEPTHS]
     found = []
@@ -130,7 +130,7 @@ def lengths_of(text: str) -> list[int]:
     """Parse the lengths of --needle. Raises UserError unless all are integers above 0."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f"--needle: got {text!r}, must be lengths in tokens, as in 1024,4096")
+        raise UserError(f"--needle: got {text!r}, must be lengths in tokens, such as 1024,4096")
     return sorted({int(part) for part in parts})
 
 

@@ -116,11 +116,11 @@ def check_arguments(
     if not names:
         raise UserError(f"--score names none of {', '.join(SCORES)}")
     if not out.name.endswith(ENDING):
-        raise UserError(f"--out {out}: the name has to end in {ENDING}, which is what is written")
+        raise UserError(f"--out {out}: the name has to end in {ENDING}")
     if config.train.name in ("mixture", *CHAT_TEMPLATE_SOURCES):
         raise UserError(
-            f"data.train is a {config.train.name}, but scores are of the documents of one source "
-            "of text: name it with data.train.name=jsonl data.train.path=FILES"
+            f"data.train is a {config.train.name}, but score reads one source of text: set "
+            "data.train.name=jsonl data.train.path=FILES"
         )
 
 
@@ -265,7 +265,7 @@ def prototypicality(files: Sequence[Path], clusters: int) -> np.ndarray:
     if len(numbers) <= clusters:
         raise UserError(
             f"--clusters {clusters} needs more documents than that, but there are {len(numbers)}: "
-            "take fewer; what has been measured is kept"
+            "give fewer; the scores measured so far are kept"
         )
     if len(numbers) > SAMPLE:
         numbers = np.sort(np.random.default_rng(0).choice(numbers, SAMPLE, replace=False))
@@ -328,8 +328,8 @@ def existing_summary(out: Path, key: str) -> dict[str, Any]:
         if result["key"] == key:
             return result
     raise UserError(
-        f"{out} holds something else than these scores of this text by this model; name a new "
-        "file, or delete it"
+        f"{out} holds other scores, or scores of another text or model; name a new file, or delete "
+        "it"
     )
 
 
@@ -371,7 +371,7 @@ def main(argv: list[str] | None = None) -> int:
             rest = arguments.out, arguments.clusters, progress, model if cluster else None
             result = score(saved, config, names, *rest)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on after what it saved", file=sys.stderr)
+        print("interrupted; the same command resumes after the last saved scores", file=sys.stderr)
         return 130
     console.print(score_table(result), f"\n{arguments.out}", highlight=False)
     return 0

@@ -74,16 +74,17 @@ def search_space(saved: Saved, length: int) -> RopeSpace:
     check_decoder(c)
     if c.position_embedding != "rotary":
         raise UserError(
-            f"search-rope stretches rotary positions, and this model has learned ones "
+            "search-rope scales RoPE, but this model has learned positions "
             f"(model.position_embedding={c.position_embedding})"
         )
     if c.rope_scaling is not None:
         raise UserError(
-            f"model.rope_scaling is {c.rope_scaling.name} already: search from the run before it"
+            f"model.rope_scaling is already {c.rope_scaling.name}: search from a run without it"
         )
     if length <= c.context_length:
         raise UserError(
-            f"--length {length}: the model has a context of {c.context_length} tokens; give more"
+            f"--length {length}: it must be longer than the model's context of {c.context_length} "
+            "tokens"
         )
     return RopeSpace(c.rope_dim // 2, c.rope_base, length / c.context_length, c.context_length)
 
@@ -101,7 +102,7 @@ def long_rows(store: data.TokenStore, length: int, count: int) -> np.ndarray:
         longest = int(store.lengths.max(initial=0))
         raise UserError(
             f"no document of the validation text has {length} tokens, the longest has {longest}: "
-            "give longer ones (--text FILE), or a smaller --length"
+            "give longer documents (--text FILE), or a smaller --length"
         )
     places = [
         (document, piece * length)
@@ -167,7 +168,7 @@ class SearchHistory:
             whole = [json.dumps(facts, sort_keys=True) + "\n"]
         elif whole[0] != json.dumps(facts, sort_keys=True) + "\n":
             raise UserError(
-                f"{path} is of another search (model, text, length, seed or population); name "
+                f"{path} belongs to another search (model, text, length, seed or population); name "
                 "another folder with --out, or delete it"
             )
         for number, line in enumerate(whole[1:], 2):
@@ -260,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError("data.validation is none: give --text FILE")
         if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
             raise UserError(
-                "data.tokenizer makes another tokenizer than the model was trained with"
+                "data.tokenizer differs from the tokenizer that the model was trained with"
             )
         rows = long_rows(prepared.validation, a.length, a.rows)
         measures = make_measures(saved, config, rows)
@@ -277,7 +278,10 @@ def main(argv: list[str] | None = None) -> int:
         best = search(space, measures.target, history, a.generations, a.population, a.seed)
         finish(compared(space, measures, history, best), best, space, a.length, out)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on after what it measured", file=sys.stderr)
+        print(
+            "interrupted; the same command resumes after the last measured candidate",
+            file=sys.stderr,
+        )
         return 130
     return 0
 

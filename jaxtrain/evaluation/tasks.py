@@ -146,8 +146,8 @@ def is_correct(loaded: Loaded, found: Scores) -> np.ndarray:
     """Whether each example is answered correctly, bool [examples]. In a tie the first wins."""
     if not np.isfinite(found.nll).all():
         raise UserError(
-            f"{loaded.task.label}: the model's log-likelihoods are not finite: its weights are "
-            "not, or train.precision=float16 is too narrow for it"
+            f"{loaded.task.label}: the model's log-likelihoods are not finite: its weights are not "
+            "finite, or train.precision=float16 overflows"
         )
     if loaded.task.icl_task_type == "language_modeling":
         return found.greedy

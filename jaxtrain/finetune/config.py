@@ -98,7 +98,7 @@ class LoRAConfig(FrozenBaseConfig):
         if self.loftq_iterations is None:
             return self
         if self.base_quantization is None:
-            raise ValueError("loftq_iterations needs base_quantization, whose loss A B make up for")
+            raise ValueError("loftq_iterations needs base_quantization, whose error A B compensate")
         for name in ("freeze_a", "init_adapter"):
             if getattr(self, name):
                 raise ValueError(f"leave out one of {name} and loftq_iterations: both choose A")
@@ -272,20 +272,22 @@ def apply_finetune_defaults(tree: dict[str, Any], talks: bool = False) -> None:
     if kind not in RATES or (kind == "full" and not (talks and train.get("init_from"))):
         return
     if not train.get("steps"):
-        raise UserError(f"train.steps: finetune.name={kind} needs it, how long to tune the model")
+        raise UserError(
+            f"train.steps: finetune.name={kind} needs the number of steps to tune the model"
+        )
     train.setdefault("batch_size", BATCH_SIZE)
     if finetune.get("init_adapter"):
         folder = adapter_folder(str(finetune["init_adapter"]))
         tree["finetune"] = adapter_settings(folder, kind) | finetune
         if finetune.get("freeze_a"):
             raise UserError(
-                "finetune.freeze_a: A is the seed's, not an adapter's; leave one of freeze_a and "
-                "init_adapter out"
+                "finetune.freeze_a: A is drawn from the seed, not read from an adapter; leave out "
+                "freeze_a or init_adapter"
             )
         if finetune.get("projection"):
             raise UserError(
                 f"finetune.projection: {folder} has keys and values, not the MLP that made them; "
-                "leave one of projection and init_adapter out"
+                "leave out projection or init_adapter"
             )
     of_muon = MuonConfig.model_fields.keys() - AdamWConfig.model_fields
     other = [key for key in optim if key in of_muon]
@@ -310,7 +312,7 @@ def adapter_folder(path: str, option: str = "finetune.init_adapter") -> Path:
     for place in (folder, folder / "adapter", folder / "model" / "adapter"):
         if (place / "adapter_config.json").is_file():
             return place
-    raise UserError(f"{option} {path}: there is no adapter_config.json, no adapter")
+    raise UserError(f"{option} {path}: not an adapter: it has no adapter_config.json")
 
 
 def adapter_settings(folder: Path, kind: str = "lora") -> dict[str, Any]:

@@ -24,14 +24,17 @@ def add_drafts(parser: Parser) -> None:
     """Add the options that `asked_drafts` reads."""
     parser.add_argument(
         "--drafts", type=whole(0, 16), default=0, metavar="N",
-        help="tokens guessed for each step (speculative decoding; default 0), from the text before",
+        help="draft tokens per step (speculative decoding; default 0), by prompt lookup",
     )  # fmt: skip
     parser.add_argument(
-        "--draft-run", type=local, metavar="RUN", help="a small model that guesses them instead"
+        "--draft-run",
+        type=local,
+        metavar="RUN",
+        help="draft model, in the place of prompt lookup",
     )
     parser.add_argument(
         "--draft-mtp", action="store_true",
-        help="the model's module of multi-token prediction (objective.name=mtp) guesses them",
+        help="draft with the model's multi-token prediction module (objective.name=mtp)",
     )  # fmt: skip
 
 
@@ -44,30 +47,39 @@ def generate_parser(program: str = "jaxtrain generate") -> Parser:
     """Parser of `jaxtrain generate`, which continues or answers a prompt."""
     parser = Parser(program, description="Text from a trained model.")
     parser.add_argument("run", type=local, help="run directory or model folder, also at a URL")
-    parser.add_argument("--prompt", action="append", help="text to continue; may be given often")
+    parser.add_argument("--prompt", action="append", help="prompt to continue; may be repeated")
     parser.add_argument(
-        "--chat", action="store_true", help="talk in the terminal; with --prompt: answer that"
+        "--chat",
+        action="store_true",
+        help="chat in the terminal; with --prompt: answer it and stop",
     )
     parser.add_argument("--system", help="with --chat: the system message")
     parser.add_argument(
         "--tokens",
         type=whole(1, 2**20),
-        help=f"new tokens (default {TOKENS}; in a talk half its context)",
+        help=f"new tokens (default {TOKENS}; in a chat at most half the context)",
     )
     parser.add_argument(
-        "--temperature", type=real(0.0, "from 0 on"), default=0.8, help="0 takes the best token"
+        "--temperature",
+        type=real(0.0, "from 0 on"),
+        default=0.8,
+        help="sampling temperature (default 0.8); 0 is greedy",
     )
-    parser.add_argument("--top-k", type=whole(1), help="sample among this many best tokens")
+    parser.add_argument("--top-k", type=whole(1), help="sample from the K most likely tokens")
     parser.add_argument(
         "--top-p", type=real(TINY, "above 0 and at most 1", 1.0),
-        help="sample among this much probability",
+        help="sample from the smallest set of tokens with this probability (nucleus)",
     )  # fmt: skip
     parser.add_argument(
-        "--cache-dtype", choices=["int8", "float8"], help="of the cache; default the compute dtype"
+        "--cache-dtype",
+        choices=["int8", "float8"],
+        help="KV cache dtype; default the compute dtype",
     )
     add_drafts(parser)
     parser.add_argument("--seed", type=whole(0, SEEDS), default=0)
-    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
+    parser.add_argument(
+        "--step", type=whole(0), help="use this step's checkpoint, not the final model"
+    )
     return parser
 
 

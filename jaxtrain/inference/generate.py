@@ -304,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
         saved = load_saved(a.run, a.step)
         check_decoder(saved.config.model)
         if a.system and not a.chat:
-            raise UserError("--system belongs to --chat")
+            raise UserError("--system needs --chat")
         chat = make_chat(*template_for(saved), saved.tokenizer) if a.chat else None
         if chat and not a.prompt:
             chat_in_terminal(saved, chat, a)

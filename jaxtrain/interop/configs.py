@@ -212,7 +212,7 @@ def rope_fields(family: Family, given: Json) -> Json:
     shorts = [x for x in (short.get("rope_theta"), given.get("rope_local_base_freq")) if x]
     if any(values[1:] != values[:-1] for values in (stretched, bases, shorts)):
         raise UserError(
-            "config.json: rope_parameters says something else than rope_theta, rope_scaling and "
+            "config.json: rope_parameters differs from rope_theta, rope_scaling and "
             "rope_local_base_freq; take one of the two out"
         )
     fields: Json = {

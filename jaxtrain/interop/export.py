@@ -126,7 +126,7 @@ def quantized_section(family: Family, packed: Mapping[str, QuantizedWeight]) -> 
     section = quantization_config(packed)
     if family.model_type == "nanochat" and section["format"] == "pack-quantized":
         raise UserError(
-            "transformers' NanoChat is not opened with packed integers: quantize it by float8"
+            "transformers' NanoChat does not load packed integers: quantize it by float8"
         )
     return {"quantization_config": section}
 

@@ -186,7 +186,7 @@ def pieces_of(arch: Architecture, source: FamilyModel, kind: Type) -> dict[str, 
     if packed := quantized_matrices(params):
         raise UserError(
             f"the matrix {next(iter(packed))} is quantized already, and GGUF has formats of its "
-            "own: export the model that this one was made of, with --outtype q4_k or q8_0"
+            "own: export the unquantized model, with --outtype q4_k or q8_0"
         )
     if lost := sorted(flat.keys() - places(family, flat).keys()):
         raise UserError(f"the family {family.model_type} has no tensor for {', '.join(lost)}")

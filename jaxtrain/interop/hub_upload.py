@@ -23,7 +23,7 @@ def open_hub(name: str) -> HubClient:
     Called before a checkpoint is written, since writing may take long.
     """
     if not NAME.fullmatch(name) or ".." in name or "--" in name or name.endswith(".git"):
-        raise UserError(f"--push-to-hub {name}: must be OWNER/NAME, as me/my-model")
+        raise UserError(f"--push-to-hub {name}: must be OWNER/NAME, such as me/my-model")
     try:
         import huggingface_hub
     except ModuleNotFoundError:
@@ -51,7 +51,7 @@ def upload(client: HubClient, folder: Path, name: str, public: bool) -> str:
         client.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload model")
     except Exception as error:
         raise UserError(
-            f"the hub refuses {name}: {error_line(error)}; the checkpoint is whole in {folder}, "
+            f"the hub refuses {name}: {error_line(error)}; the checkpoint is complete in {folder}, "
             f"and `hf upload {name} {folder}` sends it"
         ) from error
     return f"https://huggingface.co/{name}"

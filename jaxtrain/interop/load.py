@@ -88,7 +88,7 @@ def find_folder(path_or_repo: str) -> Path:
         if folder.is_dir():
             return folder
         raise UserError(
-            f"{path_or_repo} is no folder, and not OWNER/NAME or OWNER/NAME@REVISION of "
+            f"{path_or_repo} is not a folder, nor OWNER/NAME or OWNER/NAME@REVISION of "
             "huggingface.co"
         )
     import huggingface_hub
@@ -99,7 +99,8 @@ def find_folder(path_or_repo: str) -> Path:
     except Exception as error:  # hub and network errors have no common base class
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"there is no folder {path_or_repo}, and huggingface.co does not give it: {first}"
+            f"there is no folder {path_or_repo}, and it cannot be downloaded from huggingface.co: "
+            f"{first}"
         ) from error
     return Path(folder)
 
@@ -126,7 +127,7 @@ def is_checkpoint(folder: Path) -> bool:
 def open_checkpoint(folder: Path) -> Source:
     """Read config.json and the tensor headers. Raises UserError for an unsupported model."""
     if not is_checkpoint(folder):
-        raise UserError(f"{folder} has no config.json: it is no checkpoint of Hugging Face")
+        raise UserError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
     config = text_part(read_object(folder / "config.json"))
     fields, family = model_fields(config), family_of(config)
     named = {own_name(name, family): stored for name, stored in read_headers(folder).items()}

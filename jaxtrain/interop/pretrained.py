@@ -176,8 +176,8 @@ def inherit_config(tree: Json, path: str) -> None:
         if found := conflicts(sections["model"], asked, is_checkpoint(model_folder(path))):
             more = f" and {len(found) - 6} more" if len(found) > 6 else ""
             raise UserError(
-                f"train.init_from {path} is a model with {', '.join(found[:6])}{more}: leave out "
-                "what is given there, the model section is taken over from it"
+                f"train.init_from {path} is a model with {', '.join(found[:6])}{more}: leave these "
+                "fields out; the model section is taken from it"
             )
     train, context = tree["train"], sections["model"].get("context_length")
     if isinstance(context, int) and context < LENGTH:
@@ -200,7 +200,7 @@ def check_tokenizer(path: str, tokenizer: Tokenizer) -> None:
         return
     raise UserError(
         f"train.init_from {path} was trained with another tokenizer than data.tokenizer: leave "
-        "data.tokenizer out, it is taken over from that model"
+        "data.tokenizer out; it is taken from that model"
     )
 
 
@@ -217,7 +217,7 @@ def load_init_params(
     stored = read_header(folder / WEIGHTS)
     if "quantized" in metadata_of(folder / WEIGHTS):
         raise UserError(
-            f"train.init_from {path} is quantized: start from the model that it was made of; "
+            f"train.init_from {path} is quantized: start from the unquantized model; "
             "finetune.base_quantization stores a frozen base in few bits"
         )
     for name, spec in flatten(specs).items():

@@ -63,7 +63,9 @@ def read_headers(folder: Path) -> dict[str, Stored]:
         tensors: dict[str, Stored] = {}
         for name in sorted(set(index.values())):
             if Path(name).name != name or name in ("", "..") or not is_text(name):
-                raise UserError(f"{folder / INDEX} names {name!r}, which is no file beside it")
+                raise UserError(
+                    f"{folder / INDEX} names {name!r}, which is not a file in that folder"
+                )
             if not (folder / name).is_file():
                 raise UserError(f"{folder / INDEX} names the file {name}, which is missing")
             found = read_header(folder / name)

@@ -349,7 +349,7 @@ class ModelFields[Size: int | None](Settings):
     def _check_sharing(self) -> "ModelFields":
         if self.share_kv and self.share_kv.name == "adjacent" and self.rope_base_short:
             raise ValueError(
-                "share_kv: adjacent layers with other rotary bases have no common keys; set "
+                "share_kv: adjacent layers with different RoPE bases cannot share keys; set "
                 "share_kv: global, or leave out rope_base_short"
             )
         if self.depth % self.layers_per_set:
@@ -406,7 +406,7 @@ def check_decoder(c: ResolvedModel) -> None:
     """Raise UserError for a model that cannot generate text (an encoder)."""
     if not c.causal:
         raise UserError(
-            "this model is an encoder (model.causal=false): it fills in hidden tokens and cannot "
+            "this model is an encoder (model.causal=false): it predicts masked tokens and cannot "
             "continue a text; `jaxtrain evaluate RUN` gives its masked loss"
         )
 

@@ -166,7 +166,7 @@ def make_adamw8bit(block: int, min_size: int) -> Callable[[Hyper], optax.Gradien
             if state.block.size != block:
                 raise UserError(
                     f"optim.block_size is {block}, but the 8-bit state was saved with "
-                    f"{state.block.size}: set optim.block_size={state.block.size} to go on"
+                    f"{state.block.size}: set optim.block_size={state.block.size} to resume"
                 )
             count = state.count + 1
             grads, treedef = jax.tree.flatten(updates)

@@ -50,7 +50,7 @@ class EMANesterovConfig(Settings):
     def _check(self) -> "EMANesterovConfig":
         if self.start_fraction > self.end_fraction:
             raise ValueError(
-                f"start_fraction {self.start_fraction} is behind end_fraction {self.end_fraction}"
+                f"start_fraction {self.start_fraction} is above end_fraction {self.end_fraction}"
             )
         return self
 

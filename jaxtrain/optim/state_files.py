@@ -129,7 +129,7 @@ class StateFiles:
                 if not got:
                     raise UserError(
                         f"optim.offload.directory: {self.folder / self.names[key]} was cut short "
-                        "while the run used it; the same command goes on from the newest checkpoint"
+                        "while the run used it; the same command resumes from the newest checkpoint"
                     )
                 left, at = left[got:], at + got
         except OSError as error:

@@ -56,14 +56,14 @@ def make_wrappers(configs: Sequence[WrapperConfig], averages: bool) -> list[Wrap
     names = [c.name for c in configs]
     for i, name in enumerate(names):
         if name in names[:i]:
-            raise UserError(f"optim.wrappers: {name} is there twice; name it once")
+            raise UserError(f"optim.wrappers: {name} is listed twice; name it once")
     made = [WRAPPERS[c.name](c) for c in configs]
     means = [name for name, wrapper in zip(names, made) if wrapper.eval_params]
     zeroing = [name for name, wrapper in zip(names, made) if wrapper.keeps_zeros]
     if means and zeroing:
         raise UserError(
-            f"optim.wrappers: {zeroing[0]} makes weights zero, and an average of them would not "
-            f"be; leave {means[0]} out"
+            f"optim.wrappers: {zeroing[0]} sets weights to zero, and their average would not be "
+            f"zero; leave {means[0]} out"
         )
     if len(zeroing) > 1:
         raise UserError(

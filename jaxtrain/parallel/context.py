@@ -239,7 +239,9 @@ def attention(
             arrays = jax.tree.map(halves, (q, k, v, ids))
             out: jax.Array = _attend(options, *arrays)
         except NotImplementedError as error:
-            raise UserError(f"model.{error}; model.attention=null takes one that can") from None
+            raise UserError(
+                f"model.{error}; model.attention=null chooses a backend that can"
+            ) from None
         return out.reshape(q.shape)
 
     return shard_map(local, specs, spec)(q_BTNH, k_BSKH, v_BSKH, segments_BT)

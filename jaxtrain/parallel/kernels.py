@@ -64,7 +64,9 @@ def attention(
                 return_lse=return_lse,
             )  # fmt: skip
         except NotImplementedError as error:
-            raise UserError(f"model.{error}; model.attention=null takes one that can") from None
+            raise UserError(
+                f"model.{error}; model.attention=null chooses a backend that can"
+            ) from None
 
     mesh = current_mesh()
     if mesh is None:
@@ -100,7 +102,7 @@ def rope_attention(
             arrays = qkv, cos, sin, value
             return kernels.rope_attention(*arrays, segment_ids_BT=segments, **options)
         except NotImplementedError as error:
-            raise UserError(f"model.kernels.qkv: {error}; xla leaves it out") from None
+            raise UserError(f"model.kernels.qkv: {error}; set it to xla") from None
 
     mesh, arrays = current_mesh(), (qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, segments_BT)
     if mesh is None:
@@ -346,7 +348,7 @@ def feed_forward_relu2(
         try:
             return kernels.feed_forward_relu2(x, w_up, w_down, implementation=implementation)
         except NotImplementedError as error:
-            raise UserError(f"model.kernels.ffn: {error}; xla takes XLA's") from None
+            raise UserError(f"model.kernels.ffn: {error}; set it to xla") from None
 
     if mesh is None:
         return local(x_BTD, w_up_DF, w_down_FD)

@@ -163,9 +163,9 @@ def process_batch_shard(mesh: Mesh) -> tuple[int, int]:
     for process, mine in parts.items():
         if len(mine) != size or mine[0] % size or mine[-1] - mine[0] != size - 1:
             raise UserError(
-                f"mesh: process {process} would hold the parts {mine} of {num_batch_shards(mesh)} "
-                "of the batch: give all processes as many devices, and let mesh.tensor divide that "
-                "number or be a multiple of it"
+                f"mesh: process {process} would hold the batch shards {mine} of "
+                f"{num_batch_shards(mesh)}: give all processes equally many devices, and let "
+                "mesh.tensor divide their number or be a multiple of it"
             )
     return parts[jax.process_index()][0] // size, num_batch_shards(mesh) // size
 

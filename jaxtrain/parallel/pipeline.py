@@ -88,9 +88,9 @@ def check_stages(stages: int, repeats: int, plan: Sequence[Hashable], context: i
     if chunks <= layers and context > 1 and not alike(chunks):
         can = ", ".join(str(n) for n in range(1, layers + 1) if alike(n))
         raise UserError(
-            f"mesh.pipeline={stages}{times} has chunks of unlike layers (model.window_pattern, "
-            f"value_embeddings, moe.every), which do not go with mesh.context={context}; there can "
-            f"be {can}, or set mesh.context=1"
+            f"mesh.pipeline={stages}{times} has chunks that differ in their layers "
+            "(model.window_pattern, value_embeddings, moe.every), which do not go with "
+            f"mesh.context={context}; there can be {can}, or set mesh.context=1"
         )
     if chunks <= layers:
         return

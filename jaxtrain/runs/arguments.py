@@ -27,9 +27,14 @@ def compare_parser() -> Parser:
     parser.add_argument(
         "runs", type=local, nargs="+", metavar="RUN", help="run directories, also at URLs"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="their curves as a picture")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE.html", help="the same as one page, with all curves"
+        "--plot", type=Path, metavar="FILE.png", help="write a plot of their loss curves"
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE.html",
+        help="write the comparison as an HTML page, with all curves",
     )
     return parser
 
@@ -39,18 +44,22 @@ def ui_parser() -> Parser:
     parser = Parser(
         "jaxtrain ui",
         description="A page about a folder of runs, live: curves, samples, data, events, dry runs. "
-        "It is served to this machine alone.",
+        "It listens on localhost only.",
     )
     parser.add_argument(
         "runs", type=Path, nargs="?", default=Path("runs"), metavar="RUNS",
         help="a folder of run directories (default runs)",
     )  # fmt: skip
     parser.add_argument(
-        "--port", type=whole(0, 65535), default=8765, help="0 takes any that is free (8765)"
+        "--port",
+        type=whole(0, 65535),
+        default=8765,
+        help="port of the page (default 8765); 0: a free one",
     )
     parser.add_argument(
         "--endpoint", metavar="URL", action="append", default=[],
-        help="of OpenAI's API, to chat with, as http://127.0.0.1:8000; several may be given",
+        help="OpenAI-compatible server to chat with, such as http://127.0.0.1:8000; may be "
+        "repeated",
     )  # fmt: skip
     return parser
 
@@ -68,15 +77,18 @@ def merge_parser() -> Parser:
     parser.add_argument("--out", type=Path, required=True, help="folder of the new model")
     parser.add_argument(
         "--method", choices=("mean", "slerp", "ties"), default="mean",
-        help="mean of the weights, the arc between two, or TIES (default mean)",
+        help="mean of the weights, spherical interpolation of two models, or TIES (default mean)",
     )  # fmt: skip
     parser.add_argument(
-        "--weights", type=real(TINY, "above 0"), nargs="+", help="one a model; default equal"
+        "--weights",
+        type=real(TINY, "above 0"),
+        nargs="+",
+        help="one weight per model; default equal",
     )
-    parser.add_argument("--base", help="ties: the model that all have started from")
+    parser.add_argument("--base", help="ties: the base model that all were tuned from")
     parser.add_argument(
         "--density", type=real(TINY, "above 0 and at most 1", 1.0), default=0.2,
-        help="ties: share of each model's changes that is kept (default 0.2)",
+        help="ties: share of each model's largest changes to keep (default 0.2)",
     )  # fmt: skip
     parser.add_argument(
         "--scale", type=real(TINY, "above 0"), default=1.0,
@@ -109,15 +121,27 @@ def export_parser() -> Parser:
     parser.add_argument(
         "--outtype", choices=OUTTYPES, help="gguf: how matrices are stored (default f16)"
     )
-    parser.add_argument("--family", choices=FAMILIES, help="default: the one that fits")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: as imported, or float32")
     parser.add_argument(
-        "--shard-bytes", type=whole(1, 2**63 - 1), help="of one file, at most (5 GB)"
+        "--family", choices=FAMILIES, help="model family; default: the one that fits"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of the tensors; default: as imported, or float32"
+    )
+    parser.add_argument(
+        "--shard-bytes",
+        type=whole(1, 2**63 - 1),
+        help="size limit of one file in bytes (default 5 GB)",
     )
     parser.add_argument(
         "--push-to-hub", metavar="OWNER/NAME",
         help="upload the checkpoint and a model card to huggingface.co, as a private repository",
     )  # fmt: skip
-    parser.add_argument("--public", action="store_true", help="... as a public repository")
-    parser.add_argument("--license", metavar="NAME", help="... under this licence, as apache-2.0")
+    parser.add_argument(
+        "--public", action="store_true", help="with --push-to-hub: as a public repository"
+    )
+    parser.add_argument(
+        "--license",
+        metavar="NAME",
+        help="with --push-to-hub: licence in the model card, such as apache-2.0",
+    )
     return parser

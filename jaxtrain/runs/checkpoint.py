@@ -380,4 +380,4 @@ def no_room(run_dir: Path, said: str) -> str:
     """Message about a full disk that names the newest complete checkpoint."""
     steps = saved_steps(run_dir)
     saved = f"the newest whole one is {steps[-1]}" if steps else "there is none yet"
-    return f"{run_dir}: {said}; of checkpoints, {saved}. Free space, and the same command goes on"
+    return f"{run_dir}: {said}; of checkpoints, {saved}. Free space; then the same command resumes"

@@ -72,7 +72,7 @@ class RunConfig(Settings):
         path = PurePath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts:
             raise ValueError(
-                "it must be a folder inside run.directory; set run.directory for another place"
+                "it must be a folder inside run.directory; set run.directory to use another folder"
             )
         if max(len(part.encode()) for part in path.parts) > 255:
             raise ValueError("a folder's name has at most 255 bytes")

@@ -89,7 +89,7 @@ def export_run(
     kind = dtype or source_config.get("dtype") or source_config.get("torch_dtype") or "float32"
     if kind not in NUMPY:
         raise UserError(
-            f"{model_dir / FOLDER / 'config.json'}: dtype {kind} is none to write; say --dtype, "
+            f"{model_dir / FOLDER / 'config.json'}: dtype {kind} cannot be written; set --dtype to "
             f"one of {', '.join(sorted(NUMPY))}"
         )
     # All checks come before any file is written.
@@ -134,18 +134,22 @@ def export_main(argv: list[str] | None = None) -> int:
     """`jaxtrain export`. Returns 0, or 2 after a one-line UserError."""
     a = export_parser().parse_args(argv)
     if not a.push_to_hub and (a.public or a.license):
-        raise UserError(f"{'--public' if a.public else '--license'} is for --push-to-hub")
+        raise UserError(f"{'--public' if a.public else '--license'} needs --push-to-hub")
     if a.format == "gguf" and a.push_to_hub:
-        raise UserError("--push-to-hub is of checkpoints, not of --format gguf")
+        raise UserError(
+            "--push-to-hub uploads checkpoints, not GGUF files; leave out --format gguf"
+        )
     if a.format == "gguf":
         if a.dtype or a.shard_bytes:
-            raise UserError("--dtype and --shard-bytes are of checkpoints; GGUF has --outtype")
+            raise UserError(
+                "--dtype and --shard-bytes do not apply to --format gguf; use --outtype"
+            )
         with output_at(a.out) as out:
             text = export_summary(out, export_gguf(a.run, out, a.outtype or "f16", a.family))
         print(text.replace(str(out), a.out))
         return 0
     if a.outtype:
-        raise UserError("--outtype is of --format gguf; checkpoints have --dtype")
+        raise UserError("--outtype applies only to --format gguf; use --dtype")
     hub = open_hub(a.push_to_hub) if a.push_to_hub else None
     with output_at(a.out) as out:
         name = export_run(a.run, out, a.family, a.dtype, a.shard_bytes or SHARD_BYTES)

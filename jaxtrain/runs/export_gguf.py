@@ -29,9 +29,9 @@ def export_gguf(run: Path, out: Path, outtype: str = "f16", family: str | None =
             "`uv sync --extra gguf`"
         ) from None
     if out.suffix != ".gguf" or out.is_dir():
-        raise UserError(f"{out} is no file name that ends in .gguf, which --format gguf writes")
+        raise UserError(f"{out}: --format gguf needs a file name that ends in .gguf")
     if out.exists():
-        raise UserError(f"{out} is there already; name another file")
+        raise UserError(f"{out} already exists; name another file")
     saved, source_config, model, specs, params, row, config = prepare_export(run, family)
     source = FamilyModel(row, config, model, specs, params)
     talk = training_template(saved.config.data)

@@ -69,18 +69,18 @@ def check_exportable(c: Resolved, run: Path) -> None:
             folders = (run / "adapter", run / "model" / "adapter")
             adapter = next((f"{p}, which" for p in folders if p.is_dir()), "the adapter that")
             raise UserError(
-                f"{run} has a {name} of {tokens} virtual tokens, for which checkpoints of Hugging "
-                f"Face have no place: export its base (train.init_from {c.train.init_from}); the "
-                f"{name} is {adapter} peft loads with it"
+                f"{run} has a {name} of {tokens} virtual tokens, which Hugging Face checkpoints "
+                f"cannot hold: export its base (train.init_from {c.train.init_from}); the {name} "
+                f"is {adapter} peft loads with it"
             )
     if c.model.adapter:
         raise UserError(
             f"{run} has adapters of {c.model.adapter} channels in its layers "
-            "(finetune.name=adapter), for which checkpoints of Hugging Face have no place; "
-            "lora, ia3, bitfit and freeze give models that have one"
+            "(finetune.name=adapter), which Hugging Face checkpoints cannot hold; models tuned "
+            "with lora, ia3, bitfit or freeze can be exported"
         )
     if c.model.moe:
         raise UserError(
-            f"{run} has model.moe, {c.model.moe.experts} experts in the place of a feed-forward "
-            "network; none of the families that can be written has any"
+            f"{run} has model.moe, {c.model.moe.experts} experts; none of the families that export "
+            "writes supports mixture of experts"
         )

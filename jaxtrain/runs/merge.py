@@ -73,13 +73,13 @@ def merged(models: Sequence[Saved], names: Sequence[str], merge: Merge) -> Param
     first = models[0]
     for name, model in zip(names[1:], models[1:]):
         if model.tokenizer.fingerprint != first.tokenizer.fingerprint:
-            raise UserError(f"{name} has another tokenizer than {names[0]}; they cannot be merged")
+            raise UserError(f"{name} and {names[0]} have different tokenizers and cannot be merged")
         if model.config.model != first.config.model:
             ours, theirs = (m.config.model.model_dump() for m in (first, model))
             field = next(key for key in ours if ours[key] != theirs[key])
             raise UserError(
                 f"{name} has model.{field} {theirs[field]}, {names[0]} {ours[field]}; only models "
-                "of one structure can be merged"
+                "of the same architecture can be merged"
             )
 
     def one(*arrays: np.ndarray | jax.Array) -> np.ndarray:
@@ -96,13 +96,15 @@ def main(argv: list[str] | None = None) -> int:
     named = [split_step(text) for text in a.models]
     weights = a.weights or [1.0] * len(named)
     if len(weights) != len(named):
-        raise UserError(f"--weights has {len(weights)} numbers for {len(named)} models")
+        raise UserError(
+            f"--weights has {len(weights)} numbers for {len(named)} models; give one per model"
+        )
     if a.method == "ties" and a.base is None:
-        raise UserError("--method ties needs --base, the model that all have started from")
+        raise UserError("--method ties needs --base, the model that all were tuned from")
     if a.method != "ties" and a.base is not None:
-        raise UserError(f"--base is for --method ties, not for {a.method}")
+        raise UserError(f"--base applies only to --method ties, not to {a.method}")
     if a.method == "slerp" and len(named) != 2:
-        raise UserError(f"--method slerp is for two models, not for {len(named)}")
+        raise UserError(f"--method slerp merges two models, not {len(named)}")
     if len(named) < (1 if a.method == "ties" else 2):
         raise UserError("name two models or more")
     if (a.out / "config.yaml").exists():
@@ -117,7 +119,9 @@ def main(argv: list[str] | None = None) -> int:
     models = [load_saved(path, step) for path, step in named]
     for (path, _), model in zip(named, models):
         if is_quantized(model):
-            raise UserError(f"{path} is quantized; merge the models before, then quantize")
+            raise UserError(
+                f"{path} is quantized; merge the unquantized models, then quantize the result"
+            )
     params = merged(models, [str(path) for path, _ in named], methods[a.method]())
     save_model(a.out, models[-1].config, params, models[-1].tokenizer)
     print(f"merged   {len(a.models)} models by {a.method} into {a.out}")

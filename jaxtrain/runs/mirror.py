@@ -154,7 +154,7 @@ class Mirror:
             self.failed = newest
             self.say(
                 f"mirror   {self.store.url}: checkpoint {newest} was not copied "
-                f"({reason_of(error)}); the run goes on, and its next checkpoint is tried"
+                f"({reason_of(error)}); the run continues, and the next checkpoint is tried"
             )
 
     def _copy(self, step: int) -> None:
@@ -228,17 +228,17 @@ def take_newest(
                 store.read(step, stage)
             except Damaged as error:
                 shutil.rmtree(stage, ignore_errors=True)
-                say(f"mirror   {error}; checkpoint {step} is not taken from there")
+                say(f"mirror   {error}; checkpoint {step} is not restored from there")
                 continue
             check(stage / "run" / "config.yaml")
             _move_in(run_dir, stage, step)
-            say(f"mirror   {store.url}: checkpoint {step} is taken from there")
+            say(f"mirror   {store.url}: checkpoint {step} is restored from there")
             return
     except UserError:
         raise
     except Exception as error:
         raise UserError(
-            f"{store.url} cannot be read ({reason_of(error)}); checkpoint.mirror=null starts "
+            f"{store.url} cannot be read ({reason_of(error)}); set checkpoint.mirror=null to start "
             "without it"
         ) from error
     finally:
@@ -254,7 +254,7 @@ def _set_damaged_aside(run_dir: Path, say: Callable[[str], None]) -> None:
                 sums.check_files(listed.parent)
             return
         except UserError as error:
-            say(f"mirror   local checkpoint {step} is damaged ({error}); it is now {aside}")
+            say(f"mirror   local checkpoint {step} is damaged ({error}); it was moved to {aside}")
             shutil.rmtree(aside, ignore_errors=True)
             aside.parent.mkdir(exist_ok=True)
             folder.replace(aside)

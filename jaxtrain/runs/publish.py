@@ -54,8 +54,8 @@ class Publisher:
         self.thread.join()
         if kind is None and self.fault:
             raise UserError(
-                f"{self.remote.url} cannot be written ({self.fault}); the run is whole in "
-                f"{self.run_dir}, and the same command copies it"
+                f"{self.remote.url} cannot be written ({self.fault}); the run is complete in "
+                f"{self.run_dir}, and the same command uploads it"
             )
 
     def _run(self) -> None:
@@ -76,8 +76,8 @@ class Publisher:
             self.fault = reason_of(error)
         if self.fault and not before:
             self.say(
-                f"publish  {self.remote.url} cannot be written ({self.fault}); the run goes on in "
-                f"{self.run_dir}, and it is tried again"
+                f"publish  {self.remote.url} cannot be written ({self.fault}); the run continues "
+                f"in {self.run_dir}, and the upload is retried"
             )
 
     def _publish(self) -> None:

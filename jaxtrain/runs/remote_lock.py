@@ -56,8 +56,8 @@ class RemoteLock:
                     self.folder.remove(f"lock.{number}")
             if self.folder.create(f"lock.{number}", self._text(1)):
                 self.say(
-                    f"lock     {self.folder.url} does not refuse to overwrite a file (conditional "
-                    "put): two machines that train this run at once are not told apart"
+                    f"lock     {self.folder.url} does not support conditional puts: two machines "
+                    "that train this run at the same time are not detected"
                 )
             for older in locks(self.folder):
                 if older < number:
@@ -66,8 +66,8 @@ class RemoteLock:
             raise
         except Exception as error:
             raise UserError(
-                f"{self.folder.url} cannot be written ({reason_of(error)}); see the address, and "
-                "the credentials that the environment has for it"
+                f"{self.folder.url} cannot be written ({reason_of(error)}); check the address, and "
+                "the credentials in the environment"
             ) from error
         self.thread.start()
 
@@ -110,8 +110,8 @@ class RemoteLock:
             if not known:
                 who = f"process {holder.pid} on {holder.host}" if holder else "a process"
                 self.say(
-                    f"lock     {self.folder.url} is of {who}: waiting for a sign of life, "
-                    f"{patience:.0f} s at most"
+                    f"lock     {self.folder.url} is held by {who}: waiting up to {patience:.0f} s "
+                    "for a sign that it still runs"
                 )
             time.sleep(LOOK)
         return 1

@@ -166,7 +166,7 @@ def without_mtp(saved: Saved, why: str) -> Saved:
     """Drop the multi-token-prediction modules, and log a warning with the reason `why`."""
     if saved.config.model.mtp is None:
         return saved
-    log.warning("model.mtp: the modules of multi-token prediction are left out: %s", why)
+    log.warning("model.mtp: the multi-token prediction modules are left out: %s", why)
     model = saved.config.model.model_copy(update={"mtp": None})
     graphdef, specs = split(Transformer(model, saved.tokenizer.vocab_size))
     config = saved.config.model_copy(update={"model": model})
@@ -210,7 +210,7 @@ def template_for(saved: Saved) -> tuple[str, dict[str, str]]:
     if trained is None and template is None:
         raise UserError(
             f"{saved.tokenizer_dir} has no chat template: it was not trained on conversations, and "
-            "none came along with its checkpoint"
+            "its checkpoint brought none"
         )
     return trained or (template or "", special_tokens(saved.tokenizer_dir / FOLDER))
 
@@ -231,7 +231,7 @@ def read_weights(path: Path, specs: Specs, tokenizer: Tokenizer) -> Params:
     """
     flat = read_header(path)
     if metadata_of(path).get("tokenizer") != tokenizer.fingerprint:
-        raise UserError(f"{path} was trained with another tokenizer than the one beside it")
+        raise UserError(f"{path} was trained with another tokenizer than the one in its folder")
 
     forms = json.loads(metadata_of(path).get(QUANTIZED, "{}"))
 
@@ -285,7 +285,7 @@ def check_finite(params: Params, path: Path) -> None:
     for key_path, x in jax.tree_util.tree_flatten_with_path(jax.device_get(fine))[0]:
         if not x:
             raise UserError(
-                f"{path}: {path_name(key_path)} holds NaN or infinite values; take an earlier "
+                f"{path}: {path_name(key_path)} holds NaN or infinite values; use an earlier "
                 "checkpoint with --step"
             )
 

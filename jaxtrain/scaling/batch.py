@@ -56,7 +56,7 @@ def fit_trade_off(batch_tokens: Vector, steps: Vector) -> TradeOff:
     """Least squares fit of log steps. Raises UserError for fewer than three batch sizes."""
     if len(np.unique(batch_tokens)) < 3:
         raise UserError(
-            "the critical batch size needs 3 different batch sizes or more that come to the loss, "
+            "the critical batch size needs 3 different batch sizes or more that reach the loss; "
             f"there are {len(np.unique(batch_tokens))}"
         )
     log_b, log_s = np.log(batch_tokens), np.log(steps)

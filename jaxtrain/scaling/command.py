@@ -93,10 +93,10 @@ def train_one(planner: Planner, run: PlannedRun, number: str) -> bool:
     )
     result = train(planner.config(run))
     if result.stopped:
-        print("scaling  stopped; the same command goes on")
+        print("scaling  stopped; the same command resumes")
         return False
     if not has_ended(folder):
-        raise UserError(f"{folder}: the run has ended without a validation loss")
+        raise UserError(f"{folder}: the run ended without a validation loss")
     return True
 
 

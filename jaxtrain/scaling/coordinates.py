@@ -132,7 +132,7 @@ def batches_of(model: Model, config: Config) -> Iterator[data.Batch]:
     )  # fmt: skip
     for batch in loader:
         if not isinstance(batch, data.Batch):
-            raise UserError("coordinates: the check takes text, not preferences")
+            raise UserError("coordinates: the check needs text, not preferences")
         yield data.Batch(batch.tokens_BT, batch.targets_BT, batch.weights_BT, None, None)
 
 

@@ -97,7 +97,7 @@ def fit_power_law(x: Vector, y: Vector) -> PowerLaw:
     """Least squares fit in logarithms. Raises UserError for fewer than two different x."""
     if len(np.unique(x)) < 2:
         raise UserError(
-            f"a power law needs 2 different values or more, there is {len(np.unique(x))}"
+            f"a power law needs 2 different values or more; there is {len(np.unique(x))}"
         )
     exponent, log_coefficient = np.polyfit(np.log(x), np.log(y), 1).tolist()
     return PowerLaw(bounded_exp(log_coefficient), exponent)
@@ -107,7 +107,7 @@ def fit_parabola(x: Vector, loss: Vector) -> Parabola:
     """Least squares fit in log x. Raises UserError for fewer than three different x."""
     if len(np.unique(x)) < 3:
         raise UserError(
-            f"a parabola needs 3 different values or more, there are {len(np.unique(x))}"
+            f"a parabola needs 3 different values or more; there are {len(np.unique(x))}"
         )
     log_x = np.log(x)
     middle = float(log_x.mean())

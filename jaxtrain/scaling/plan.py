@@ -227,7 +227,7 @@ def check_data(study: Study, runs: Sequence[PlannedRun], tokens: int) -> None:
     longest = max(runs, key=lambda run: run.tokens)
     if longest.tokens > study.most_epochs * tokens:
         raise UserError(
-            f"{longest.name} trains on {longest.tokens:,} tokens, and the data hold {tokens:,}: "
+            f"{longest.name} trains on {longest.tokens:,} tokens, but the data has {tokens:,}: "
             f"lower the budget, or set most_epochs={math.ceil(longest.tokens / tokens)}"
         )
 

@@ -58,7 +58,7 @@ def read_prediction(path: Path) -> tuple[Prediction, str] | None:
         one = Prediction(*rest, loss=loss, level=tree["level"], runs=tree["runs"])
         return one, tree["when"]
     except (KeyError, TypeError) as error:
-        raise UserError(f"{path} is no prediction: {error} is missing or wrong") from error
+        raise UserError(f"{path} is not a prediction: {error} is missing or wrong") from error
 
 
 def record_of(

@@ -16,18 +16,20 @@ def sweep_parser() -> Parser:
     parser.add_argument(
         "sweep",
         metavar="SWEEP.yaml",
-        help="a file that says what is searched and how, or the name of a shipped one",
+        help="a sweep file, or the name of a shipped sweep",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value",
         help="override a field of the sweep (trials=40), or of its runs (train.steps=200)",
     )  # fmt: skip
     parser.add_argument(
-        "--report", action="store_true", help="write report.html of what is there, and stop"
+        "--report", action="store_true", help="write report.html of the finished trials, and stop"
     )
     add_ray(parser)
     parser.add_argument(
-        "--gpus", type=whole(0, 4096), help="--ray: of each worker (1 if the cluster has any)"
+        "--gpus",
+        type=whole(0, 4096),
+        help="--ray: GPUs per worker (default 1 if the cluster has GPUs)",
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # of `workers`
     return parser

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             finish_sweep(queues)
         return code
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on with the sweep", file=sys.stderr)
+        print("interrupted; the same command resumes the sweep", file=sys.stderr)
         return 130
     finally:
         queues.close()

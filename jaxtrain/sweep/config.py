@@ -322,13 +322,15 @@ class SweepConfig(Settings):
     @model_validator(mode="after")
     def _goes_together(self) -> "SweepConfig":
         if self.sampler.name == "grid" and self.trials is not None:
-            raise ValueError("trials: leave it out, sampler.name=grid has a trial for each point")
+            raise ValueError(
+                "trials: leave it out; sampler.name=grid runs one trial per grid point"
+            )
         if self.sampler.name != "grid" and self.trials is None:
             raise ValueError(f"trials: sampler.name={self.sampler.name} needs their number")
         if self.sampler.name == "nsga2" and len(self.objectives) < 2:
-            raise ValueError("sampler.name=nsga2 is for several objectives; take tpe")
+            raise ValueError("sampler.name=nsga2 needs several objectives; use tpe")
         if self.sampler.name == "cmaes" and len(self.objectives) > 1:
-            raise ValueError("sampler.name=cmaes has one objective; take tpe or nsga2")
+            raise ValueError("sampler.name=cmaes supports one objective; use tpe or nsga2")
         if self.pruner.name != "none":
             if len(self.objectives) > 1:
                 raise ValueError(
@@ -336,13 +338,13 @@ class SweepConfig(Settings):
                 )
             if self.goal.metric not in OF_VALIDATION:
                 metric = self.goal.metric
-                raise ValueError(f"pruner: it looks at validations, and {metric} is not among them")
+                raise ValueError(f"pruner: it compares validation metrics, and {metric} is not one")
             if self.population > 1:
                 raise ValueError(
                     "pruner: trials of a population end together; set pruner.name=none"
                 )
         if self.population > 1 and any(g.metric not in OF_VALIDATION for g in self.objectives):
-            raise ValueError("population: time and memory are those of all its trials together")
+            raise ValueError("population: time and memory are measured for all its trials together")
         if (self.confirm or self.transfer) and len(self.objectives) > 1:
             raise ValueError(f"{'confirm' if self.confirm else 'transfer'}: it needs one objective")
         if len({goal.metric for goal in self.objectives}) < len(self.objectives):

@@ -32,10 +32,12 @@ def open_folder(c: SweepConfig) -> None:
                 more = f"; and {len(changed) - 4} more" if len(changed) > 4 else ""
                 raise UserError(
                     f"{c.folder} is another sweep: {'; '.join(changed[:4])}{more}. Set name=... to "
-                    "start another one, or undo the change to go on with this one"
+                    "start another one, or undo the change to resume this one"
                 )
         elif any(path.suffix in (".yaml", ".jsonl") for path in c.folder.iterdir()):
-            raise UserError(f"{c.folder} is there and is no sweep; set name=... for another folder")
+            raise UserError(
+                f"{c.folder} exists and is not a sweep; set name=... for another folder"
+            )
         save_yaml(c.folder / "config.yaml", base)
         save_yaml(c.folder / "sweep.yaml", c)
 

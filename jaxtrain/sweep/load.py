@@ -103,7 +103,7 @@ def check_parameters(c: SweepConfig) -> None:
         if key in OURS:
             raise UserError(f"{key}: the sweep sets it for each run; leave it out")
     if twice := sorted(given & c.parameters.keys()):
-        raise UserError(f"parameters.{twice[0]}: overrides sets it, too; keep one of the two")
+        raise UserError(f"parameters.{twice[0]}: overrides also sets it; keep one of the two")
     base_config(c)
     if larger:
         run_config(c, {}, "check", 1, larger)
@@ -112,8 +112,8 @@ def check_parameters(c: SweepConfig) -> None:
             run_config(c, {key: value}, "check", 1)
     if c.pruner.name != "none" and base_config(c).eval.every is None:
         raise UserError(
-            f"pruner.name={c.pruner.name} looks at validations during a run, and eval.every is "
-            "null: set the steps between two, as in overrides: [eval.every=100]"
+            f"pruner.name={c.pruner.name} compares validations during a run, but eval.every is "
+            "null: set it, for example by overrides: [eval.every=100]"
         )
     if c.sampler.name == "grid":
         grid_points(c.parameters)

@@ -100,7 +100,7 @@ def run_claimed(c: SweepConfig, queue: TrialQueue, run: Run, trials: Sequence[Tr
         try:
             outcomes = attempt(trials, run)
         except InUseError as error:
-            print(f"sweep    not lost, as it seemed: {error}", flush=True)
+            print(f"sweep    a trial was not lost, as it seemed: {error}", flush=True)
             if len(trials) == 1:
                 queue.leave_to(trials[0], error.holder._asdict())
             else:  # the worker of the one that is in use will report it

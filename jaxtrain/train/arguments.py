@@ -10,7 +10,7 @@ def prepare_parser() -> Parser:
     """Build the parser of `jaxtrain prepare`, which tokenizes text into token stores."""
     parser = Parser(
         "jaxtrain prepare",
-        description="Tokenize the data of a configuration. The same command again goes on.",
+        description="Tokenize the data of a configuration. The same command again resumes.",
     )
     parser.add_argument("--config", help="a YAML file, or the bare name of a shipped config")
     add_overrides(parser)
@@ -25,10 +25,17 @@ def show_data_parser() -> Parser:
         description="Decoded rows of a run's batches, as they are packed; prepares the data first.",
     )
     add_config_and_overrides(parser)
-    parser.add_argument("--rows", type=whole(1), default=4, help="rows that are shown (4)")
-    parser.add_argument("--step", type=whole(0), default=0, help="step that they belong to (0)")
     parser.add_argument(
-        "--characters", type=whole(0), default=400, help="of each document that are shown (400)"
+        "--rows", type=whole(1), default=4, help="number of rows to show (default 4)"
+    )
+    parser.add_argument(
+        "--step", type=whole(0), default=0, help="training step of the rows (default 0)"
+    )
+    parser.add_argument(
+        "--characters",
+        type=whole(0),
+        default=400,
+        help="characters to show of each document (default 400)",
     )
     return parser
 
@@ -43,7 +50,10 @@ def filter_parser() -> Parser:
     add_config_and_overrides(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
-        "--samples", type=whole(0), default=1, help="removed documents shown of each reason (1)"
+        "--samples",
+        type=whole(0),
+        default=1,
+        help="removed documents to show per reason (default 1)",
     )
     add_ray(parser)
     return parser
@@ -54,21 +64,30 @@ def search_growth_parser() -> Parser:
     parser = Parser(
         "jaxtrain search-growth",
         description="Train short runs of equal cost that begin with fewer layers, and write the "
-        "train.phases of the best. The same command again goes on.",
+        "train.phases of the best. The same command again resumes.",
     )
     add_config_and_overrides(parser)
     parser.add_argument(
-        "--steps", type=whole(2), required=True, help="proxy steps of the whole model"
+        "--steps", type=whole(2), required=True, help="proxy run length, in steps of the full model"
     )
     parser.add_argument(
-        "--depths", type=whole(1), nargs="+", required=True, help="depths to begin with: 3 6"
+        "--depths",
+        type=whole(1),
+        nargs="+",
+        required=True,
+        help="initial depths to try, for example 3 6",
     )
     parser.add_argument(
-        "--shares", type=float, nargs="+", default=[0.25, 0.5], help="of the steps (0.25 0.5)"
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5],
+        help="shares of the steps at the initial depth (default 0.25 0.5)",
     )
     parser.add_argument(
         "--grow", nargs="+", default=["stack", "interleave"],
-        choices=["stack", "interleave", "repeat_top"], help="where new layers come from",
+        choices=["stack", "interleave", "repeat_top"],
+        help="growth operators to try: where new layers come from",
     )  # fmt: skip
     return parser
 

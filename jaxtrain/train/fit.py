@@ -66,7 +66,7 @@ def fit(
             seen.append(values["loss"])
     model.params = gather_to_host(spec.optimizer.eval_params(state.params, state.optimizer))
     if len(seen) < steps:
-        raise UserError(f"fit: batches ended after {len(seen)} of {steps} steps")
+        raise UserError(f"fit: the batches ended after {len(seen)} of {steps} steps")
     return [float(x) for x in seen]
 
 

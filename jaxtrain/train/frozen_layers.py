@@ -73,8 +73,8 @@ def check_same_kind(state: PyTree, top: PyTree) -> None:
         x = leaves.get(path)
         if x is None or (x.ndim, x.dtype) != (small.ndim, small.dtype):
             raise UserError(
-                "model.frozen_layers: the optimizer keeps another kind of state for fewer layers "
-                "(8 bits from optim.min_size values on); set another optim.min_size or optimizer"
+                "model.frozen_layers: the optimizer state changes its type when fewer layers train "
+                "(8-bit from optim.min_size values on); set another optim.min_size or optimizer"
             )
 
 

@@ -87,8 +87,8 @@ def check_optimizer_grows(before: Optimizer, now: Optimizer, old: Specs, new: Sp
     ]
     if len({jax.tree.structure(state) for state in states}) > 1:
         raise UserError(
-            "train.phases: the optimizer keeps another kind of state for matrices of more layers "
-            "(8 bits from optim.min_size values on); set another optim.min_size or optimizer"
+            "train.phases: the optimizer state changes its type when layers are added (8-bit from "
+            "optim.min_size values on); set another optim.min_size or optimizer"
         )
     for one, other in zip(*map(jax.tree.leaves, states)):
         if one.shape != other.shape:

@@ -161,7 +161,7 @@ class Guard:
             return self._skipped(f"{what}; {where}")
         advice = ADVICE
         if policy == "stop":
-            advice += ", or train.on_nonfinite=rollback to go on without the batches since"
+            advice += ", or train.on_nonfinite=rollback to roll back and skip the batches since"
         raise DivergedError(f"{what}; {last_good(good)}; {where}. {advice}")
 
     def _spike(self, taken: Taken, spike: np.ndarray, loss_spike: LossSpike) -> str | Return:
@@ -176,7 +176,7 @@ class Guard:
         begun = self.growth.step if self.growth else 0
         steps = [s for s in self.checkpoints.steps() if begun <= s < taken.step]
         if not steps:
-            return f"{what}; there is no checkpoint before it to go back to, so training goes on"
+            return f"{what}; there is no earlier checkpoint to roll back to, so training continues"
         old = [s for s in steps if s <= taken.step - loss_spike.rollback_steps]
         first = max(1, taken.drawn - loss_spike.rollback_steps + 1)
         last = max(taken.drawn, first + loss_spike.skip_batches - 1)
@@ -187,10 +187,10 @@ class Guard:
         most = self.train.max_consecutive_skips
         if self.skips > most:
             raise DivergedError(
-                f"{what}; {most} steps before it were left out, one after the other "
+                f"{what}; the updates of {most} steps in a row before it were skipped "
                 f"(train.max_consecutive_skips); {last_good(self._newest())}. {ADVICE}"
             )
-        return f"{what}; its update is left out"
+        return f"{what}; its update is skipped"
 
     def _return(self, step: int, what: str, first: int, last: int) -> Return:
         """Roll back to a checkpoint, and skip the batches of these numbers from now on."""
@@ -198,14 +198,14 @@ class Guard:
         self.back, most = step, self.train.max_consecutive_skips
         if self.returns > most:
             raise DivergedError(
-                f"{what}; the run went back to checkpoint {step} {most} times already "
+                f"{what}; the run rolled back to checkpoint {step} {most} times already "
                 f"(train.max_consecutive_skips). {ADVICE}"
             )
         self.left_out = sorted({*self.left_out, (first, last)})
         without = (
             f"without the batches {first} to {last}" if last > first else f"without batch {first}"
         )
-        return Return(step, f"{what}; back to checkpoint {step}, and on {without}")
+        return Return(step, f"{what}; rolled back to checkpoint {step}, continuing {without}")
 
     def _newest(self) -> int | None:
         """Return the newest checkpoint. All steps before a checkpoint had passed the checks."""
@@ -222,9 +222,7 @@ class Guard:
         `state` is deleted first: there is memory for one state only.
         """
         coordinator.begin(to.step)
-        coordinator.compare(
-            {"the checkpoint to go back to": str(to.step)}, "a process has gone astray"
-        )
+        coordinator.compare({"the checkpoint to go back to": str(to.step)}, "processes disagree")
         self.checkpoints.delete_after(to.step)
         like = shape_dtype_structs(saved_part(state, self.spec))
         jax.tree.map(lambda x: x.delete(), state)
@@ -277,7 +275,7 @@ def overflowed(names: list[str], taken: Taken, policy: str) -> str | None:
     if scale <= 1 or not np.isfinite(loss):
         why = "at loss scale 1" if np.isfinite(loss) else f"and the loss is {loss}"
         raise UserError(
-            f"{what} {why}: it holds no number above 65504, and the model has some; set "
+            f"{what} {why}: the model has values above 65504, the largest in float16; set "
             "train.precision=bfloat16, or float32 where the device has no bfloat16"
         )
     return f"{what} at loss scale {scale:g}; skipped, and the scale halved"

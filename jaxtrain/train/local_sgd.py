@@ -53,7 +53,7 @@ def replicas(spec: StepSpec, c: Resolved, mesh: Mesh, resumed: bool = False) -> 
         return spec
     if isinstance(local, Gossip) and spec.optimizer.averages:
         raise UserError(
-            "train.local_sgd: gossip evaluates the mean of the replicas already; leave ema out of "
+            "train.local_sgd: gossip already evaluates the mean of the replicas; leave ema out of "
             "optim.wrappers"
         )
     found = replicate_step(spec, local, mesh, resumed)
@@ -78,8 +78,8 @@ def replicate_step(
         )
     if isinstance(c, DiLoCo) and c.fragments > c.every:
         raise UserError(
-            f"train.local_sgd.fragments={c.fragments} cannot meet one after the other within "
-            f"train.local_sgd.every={c.every} steps; give at most that many"
+            f"train.local_sgd.fragments={c.fragments} are more than "
+            f"train.local_sgd.every={c.every} steps, one for each fragment; give at most that many"
         )
     inner, replicas = spec.optimizer, mesh.shape["data"]
 

@@ -153,8 +153,8 @@ def plan_phase(
     )
     if c.model.qk_dim != c.model.head_dim:
         log(
-            f"model    heads of {c.model.qk_dim} channels for queries and keys, "
-            f"{c.model.head_dim} for values: the narrower are padded with zeros for attention"
+            f"model    heads of {c.model.qk_dim} channels for queries and keys, {c.model.head_dim} "
+            "for values: the narrower ones are padded with zeros for attention"
         )
     if partition.init:
         log(f"tune     {c.finetune.name}: {sizes(partition.trainable)['total']:,} parameters train")

@@ -198,8 +198,8 @@ def common_step(members: Sequence[Member], every: int | None) -> int:
         behind = min(going, key=lambda m: m.checkpoints.latest() or 0)
         raise UserError(
             f"{farthest.run_dir} is at step {newest}, {behind.run_dir} at step "
-            f"{behind.checkpoints.latest() or 0}: the members of a population go on together; "
-            "train the one that is behind alone, or give it another run.name and new members"
+            f"{behind.checkpoints.latest() or 0}: members of a population resume together; train "
+            "the one that is behind alone, or give it another run.name and new members"
         )
     for m in members:
         if common in (0, *m.checkpoints.steps()):

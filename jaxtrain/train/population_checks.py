@@ -47,9 +47,10 @@ REFUSED: tuple[Refused, ...] = (
     ("train.phases", lambda c: c.train.phases, "a population has one model"),
     ("train.autofreeze", lambda c: c.train.autofreeze, "members would freeze at different steps"),
     ("train.local_sgd", lambda c: c.train.local_sgd, "it needs several devices"),
-    ("train.loss_spike", lambda c: c.train.loss_spike, "members would go back by themselves"),
+    ("train.loss_spike", lambda c: c.train.loss_spike,
+     "members would roll back at different steps"),
     ("train.on_nonfinite", lambda c: c.train.on_nonfinite == "rollback",
-     "members would go back by themselves; take stop or skip"),
+     "members would roll back at different steps; use stop or skip"),
     ("optim.offload", lambda c: c.optim.offload, "states are moved for one model at a time"),
     ("metrics.wandb", lambda c: c.metrics.wandb, "a process has one W&B run"),
 )  # fmt: skip
@@ -60,11 +61,11 @@ def check_configs(configs: Sequence[Config], coordinator: Coordinator) -> None:
     if not configs:
         raise UserError("a population needs at least one configuration")
     if coordinator.count > 1 or jax.process_count() > 1:
-        raise UserError("a population trains in one process; start one process")
+        raise UserError("a population trains in one process; start it without a launcher")
     for c in configs:
         if c.checkpoint.mirror or c.run.url:
             name = "checkpoint.mirror" if c.checkpoint.mirror else "run.directory at a URL"
-            raise UserError(f"{name}: a population cannot have it. Train the runs alone")
+            raise UserError(f"{name}: a population does not support it. Train the runs separately")
     folders = [c.run_dir.resolve() for c in configs]
     for number, folder in enumerate(folders):
         if folder in folders[:number]:
@@ -78,7 +79,9 @@ def check_plans(plans: Sequence[Plan]) -> None:
     first = plans[0]
     for field, is_set, why in REFUSED:
         if is_set(first.config):
-            raise UserError(f"{field}: a population cannot have it: {why}. Train the runs alone")
+            raise UserError(
+                f"{field}: a population does not support it: {why}. Train the runs separately"
+            )
     if first.mesh.size > 1:
         raise UserError(
             f"mesh: a population trains on one device, and the mesh has {first.mesh.size}; make "
@@ -91,19 +94,19 @@ def check_plans(plans: Sequence[Plan]) -> None:
             if one.get(field) != whole.get(field) and not may_differ(field):
                 raise UserError(
                     f"{field}: {plan.run.run.name} has {one.get(field)}, {first.run.run.name} has "
-                    f"{whole.get(field)}; members of a population differ in seeds, names and the "
-                    "optimizer's rates alone"
+                    f"{whole.get(field)}; members of a population may differ only in seeds, names "
+                    "and the optimizer's hyperparameters"
                 )
         if jax.tree.structure(plan.optimizer.hyperparams) != jax.tree.structure(
             first.optimizer.hyperparams
         ):
             raise UserError(
                 f"optim.multipliers: {plan.run.run.name} and {first.run.run.name} name different "
-                "groups; name the same ones, with the factor 1 where nothing changes"
+                "groups; name the same groups in each, with factor 1 where nothing changes"
             )
     for plan in plans:
         if plan.run.run.seed >= SEEDS:
-            raise UserError(f"run.seed={plan.run.run.seed}: in a population it is below 2^32")
+            raise UserError(f"run.seed={plan.run.run.seed}: in a population it must be below 2^32")
 
 
 def may_differ(field: str) -> bool:
@@ -116,17 +119,17 @@ def check_step(spec: StepSpec, recipe: Recipe, plans: Sequence[Plan]) -> CausalL
     name = plans[0].config.objective.name
     if not isinstance(recipe, CausalLM) or recipe.complete is not None or recipe.refer is not None:
         raise UserError(
-            f"objective.name={name}: a population cannot have it: it reads another model. Train "
-            "the runs alone"
+            f"objective.name={name}: a population does not support it: it reads another model. "
+            "Train the runs separately"
         )
     seeds = {plan.config.data.seed for plan in plans}
     if recipe.change is not None and len(seeds) > 1:
         raise UserError(
-            f"data.seed: with objective.name={name} members need the same one: it also decides "
-            "what is hidden of the held-out text"
+            f"data.seed: with objective.name={name} all members need the same value, which also "
+            "decides which held-out tokens are masked"
         )
     own = [t.name for t in spec.transforms if not isinstance(t, TRANSFORMS)]
     if own or spec.step is not None or spec.update_loop is not None:
         what = own[0] if own else "a step of its own"
-        raise UserError(f"a population cannot have {what}. Train the runs alone")
+        raise UserError(f"a population does not support {what}. Train the runs separately")
     return recipe

@@ -355,7 +355,7 @@ class PopulationGuard:
             m.failure, m.failed_at, m.metrics = str(error), step, None
             metrics.write(step, "event", {"diverged": m.failure})
             metrics.close(f"failed: UserError: {m.failure}")
-            m.plan.log(f"{m.name}: {m.failure}; the others go on")
+            m.plan.log(f"{m.name}: {m.failure}; the other members continue")
 
     def go_back(
         self, to: Return, state: State, metrics: PopulationMetrics, coordinator: Coordinator

@@ -109,9 +109,9 @@ def watched_for_preemption(
             except (OSError, ValueError, LookupError, TypeError) as error:
                 if not failed:
                     say(
-                        f"notice   run.preemption: {config.name} cannot be asked "
-                        f"({type(error).__name__}: {error}); it is asked again every "
-                        f"{config.every:g} s, and SIGTERM stops the run all the same"
+                        f"notice   run.preemption: {config.name} cannot be queried "
+                        f"({type(error).__name__}: {error}); it is queried again every "
+                        f"{config.every:g} s, and SIGTERM still stops the run"
                     )
                 failed = True
             if over.wait(config.every):

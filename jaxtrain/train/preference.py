@@ -49,8 +49,8 @@ def preference_stores(prepared: data.Prepared, c: Resolved) -> dict[str, data.To
     if labelled and len(labels) == 1:
         known, missing = ("true", "false") if labels == {DESIRABLE} else ("false", "true")
         raise UserError(
-            f"every line of data.train has label {known}: objective.name=kto needs answers with "
-            f"label {missing} as well"
+            f"every line of data.train has label {known}: objective.name=kto also needs answers "
+            f"with label {missing}"
         )
     return views
 
@@ -81,7 +81,10 @@ def reference_logprobs(
         return answer_logps(spec.graphdef, params, batch)[0]
 
     score = jax.jit(logps, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    log(f"refer    {sum(len(v.lengths) for v in views.values()):,} pairs, before the first step")
+    log(
+        f"refer    {sum(len(v.lengths) for v in views.values()):,} pairs, reference log-probs "
+        "before the first step"
+    )
     found = {}
     for name, view in views.items():
         assert view.pairs is not None

@@ -32,7 +32,9 @@ def main(argv: list[str] | None = None) -> int:
         with ray_cluster(arguments.ray), show_progress(console) as progress:
             prepared = data.prepare(config, progress=progress)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on after the last whole shard", file=sys.stderr)
+        print(
+            "interrupted; the same command resumes after the last complete shard", file=sys.stderr
+        )
         return 130
     stores = data.stores_of(prepared.train)
     if prepared.validation is not None:
@@ -40,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, store in stores.items():
         print(
             f"{name:12s} {store.documents:,} documents, {store.tokens:,} tokens, "
-            f"{store.bytes / max(store.tokens, 1):.2f} bytes a token, {store.directory or ''}"
+            f"{store.bytes / max(store.tokens, 1):.2f} bytes per token, {store.directory or ''}"
         )
     for line in data.damaged_shards(prepared):
         print(f"{'left out':12s} {line}")

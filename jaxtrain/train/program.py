@@ -98,9 +98,9 @@ def check_labels(weights_BT: np.ndarray, step: int, run_dir: Path) -> None:
     if not weights_BT.any():
         command = command_of("show-data", run_dir / "config.yaml", "--step", step - 1)
         raise UserError(
-            f"step {step}: no token of the batch has a label, so there is nothing to learn: look "
-            f"at what is marked as learned with `{command}`, at the chat template and at how long "
-            "the conversations are"
+            f"step {step}: no token of the batch has a label, so there is no loss: check which "
+            f"tokens are marked as learned with `{command}`, the chat template, and the lengths of "
+            "the conversations"
         )
 
 

@@ -51,7 +51,7 @@ def load_frozen(
     check_decoder(saved.config.model)
     if saved.tokenizer.fingerprint != tokenizer.fingerprint:
         raise UserError(
-            f"{key}={run}: it was trained with another tokenizer than this run; set "
+            f"{key}={run}: its tokenizer differs from this run's; set "
             f"data.tokenizer.path={saved.tokenizer_dir}"
         )
     params = place_params(saved, mesh)

@@ -138,7 +138,7 @@ def restored(
     if had != asked:
         log(
             f"local    from {had} replica{'s' * (had > 1)} to {asked}: each starts from the mean "
-            "of those before, in parameters and in the optimizer's state"
+            "of the earlier replicas' parameters and optimizer states"
         )
         state = state._replace(optimizer=resize_replicas(state.optimizer, like.optimizer))
     return state, position

@@ -41,13 +41,11 @@ def check_run(c: Resolved) -> bool:
     """Whether the run directory holds a run. UserError if that run has another configuration, or if
     fine-tuning or `fixed_masks` has no `train.init_from`."""
     if c.finetune.name not in PRETRAINING and not c.train.init_from:
-        raise UserError(
-            f"train.init_from: finetune.name={c.finetune.name} needs it, the model to tune"
-        )
+        raise UserError(f"train.init_from: finetune.name={c.finetune.name} needs the model to tune")
     if any(w.name == "fixed_masks" for w in c.optim.wrappers) and not c.train.init_from:
         raise UserError(
-            "optim.wrappers: fixed_masks holds the zeros of a pruned model; name it with "
-            "train.init_from, or take gradual_pruning"
+            "optim.wrappers: fixed_masks needs a pruned model, whose zeros it keeps; set "
+            "train.init_from to it, or use gradual_pruning"
         )
     file = c.run_dir / "config.yaml"
     if not file.is_file() or not (saved_steps(c.run_dir) or (c.run_dir / "model").is_dir()):
@@ -117,8 +115,8 @@ def mirrored(c: Resolved, coordinator: Coordinator, log: Callable[[str], None]) 
             yield
         if url and mirror.failed is not None:
             raise UserError(
-                f"{store.url} has not got checkpoint {mirror.failed}; it is in {c.run_dir}, and "
-                "the same command copies it"
+                f"{store.url} does not have checkpoint {mirror.failed}; it is in {c.run_dir}, and "
+                "the same command uploads it"
             )
 
 
@@ -129,8 +127,8 @@ def check_text(c: Config) -> None:
     for source in sources_of(c.data.train).values():
         if "path" not in source.model_fields_set:
             raise UserError(
-                f"data.train.path: a start from {c.train.init_from} needs it, the text to train "
-                f"on; data.train.path={source.path} is the one that comes with jaxtrain"
+                f"data.train.path: training from {c.train.init_from} needs a text; "
+                f"data.train.path={source.path} is the one that comes with jaxtrain"
             )
 
 
@@ -161,7 +159,9 @@ def open_run(
     """
     run_dir = c.run_dir
     if check_run(c) and load_tokenizer(run_dir / "tokenizer").fingerprint != tokenizer.fingerprint:
-        raise UserError(f"{run_dir} was trained with another tokenizer; set run.name")
+        raise UserError(
+            f"{run_dir} was trained with another tokenizer; set run.name to start another run"
+        )
     if c.train.init_from is not None:
         check_tokenizer(c.train.init_from, tokenizer)
     # Compare before process 0 writes the files that the others have just read.

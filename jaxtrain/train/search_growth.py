@@ -78,11 +78,14 @@ def equal_steps(one: Candidate, steps: int, whole: int, flops: dict[int, float])
 def check(c: Resolved, depths: Sequence[int], shares: Sequence[float]) -> None:
     """Raise UserError for an invalid search."""
     if c.train.phases:
-        raise UserError("search-growth finds train.phases: leave them out")
+        raise UserError("train.phases: search-growth chooses them; leave them out")
     if bad := [d for d in depths if not 0 < d < c.model.depth]:
-        raise UserError(f"--depths {bad[0]}: the model has depth {c.model.depth}; give 1 to less")
+        raise UserError(
+            f"--depths {bad[0]}: a first depth must be at least 1 and below model.depth "
+            f"{c.model.depth}"
+        )
     if bad := [s for s in shares if not 0 < s < 1]:
-        raise UserError(f"--shares {bad[0]:g}: a share of the steps lies between 0 and 1")
+        raise UserError(f"--shares {bad[0]:g}: a share of the steps must be between 0 and 1")
 
 
 @command
@@ -135,7 +138,9 @@ def proxy_loss(
     rest = [line for line in overrides if line.partition("=")[0].strip() not in mine]
     result = train(load_config(path, [*rest, *own]))
     if result.stopped or "loss" not in result.metrics:
-        raise UserError(f"{result.directory}: no validation loss; the same command goes on")
+        raise UserError(
+            f"{result.directory}: it has no validation loss yet; the same command resumes it"
+        )
     return result.metrics["loss"]
 
 

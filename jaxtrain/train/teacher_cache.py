@@ -46,7 +46,7 @@ def teacher_hash(run: str) -> str:
     the configuration. UserError for a run without its final model."""
     folder = folder_of(local(run))
     if not (folder / WEIGHTS).is_file():
-        raise UserError(f"objective.teacher {run} has no {WEIGHTS}: a cache is of a finished model")
+        raise UserError(f"objective.teacher {run} has no {WEIGHTS}: a cache needs a finished model")
     with (folder / WEIGHTS).open("rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
     return hashlib.sha256(header + (folder / "config.yaml").read_bytes()).hexdigest()
@@ -98,7 +98,7 @@ def open_teacher_cache(c: Resolved, prepared: data.Prepared) -> data.Complete | 
     facts = read_facts(folder)
     if facts is None:
         raise UserError(
-            f"objective.cache {folder} is not whole: run `jaxtrain prepare` with the same fields"
+            f"objective.cache {folder} is incomplete: run `jaxtrain prepare` with the same fields"
         )
     check_identity(folder, facts, cache_identity(c, objective, prepared))
     if facts["steps"] < c.train.steps:
@@ -146,7 +146,9 @@ def write_teacher_cache(config: Config, prepared: data.Prepared) -> str:
     if begun.is_file():
         check_identity(folder, json.loads(begun.read_text()), identity)
     elif folder.exists() and any(folder.iterdir()):
-        raise UserError(f"objective.cache {folder} is there already and not empty")
+        raise UserError(
+            f"objective.cache {folder} already exists and is not empty; name another folder"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     write_json(begun, identity)
     write_steps(c, objective, prepared, folder)

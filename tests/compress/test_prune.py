@@ -68,13 +68,13 @@ def test_sparsegpt_solves_for_the_weights_that_are_left():
         ((None, None), "name one of"),
         ((0.5, "2:4"), "name one of"),
         ((1.5, None), "between 0 and 1"),
-        ((None, "4:2"), "N:M leaves N weights"),
+        ((None, "4:2"), "N:M, which keeps N weights"),
     ],
 )
 def test_a_target_that_is_none_is_refused(given, message):
     with pytest.raises(UserError, match=message):
         sparsify.parse_target(*given)
-    with pytest.raises(UserError, match="6 inputs, no multiple of 4"):
+    with pytest.raises(UserError, match="6 inputs, not a multiple of 4"):
         sparsify.check_shape("w", 6, TWO_FOUR)
 
 

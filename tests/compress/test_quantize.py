@@ -90,7 +90,7 @@ def test_a_quantized_folder_is_held_packed_and_computes_as_its_arrays(
     assert texts[0] == texts[1] or METHODS[method].activations
     assert (run / "model" / "model.safetensors").read_bytes() == original
     assert quantized(run, text, method, tmp_path / "small") == 2
-    assert "is there already and not empty" in capsys.readouterr().err
+    assert "already exists and is not empty" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_a_quantized_model_is_evaluated_saved_again_and_not_trained_on(run, text
     capsys.readouterr()
     small = str(tmp_path / "small")
     assert main(["merge", small, small, "--out", str(tmp_path / "merged")]) == 2
-    assert "is quantized; merge the models before" in capsys.readouterr().err
+    assert "is quantized; merge the unquantized models" in capsys.readouterr().err
     assert quantized(small, text, "int4", tmp_path / "twice") == 2
     assert "is quantized already" in capsys.readouterr().err
     train = [
@@ -156,7 +156,7 @@ def test_a_quantized_model_is_evaluated_saved_again_and_not_trained_on(run, text
         "train.steps=1",
     ]
     assert main([*train, f"data.train.path={text}", "train.batch_size=8"]) == 2
-    assert "is quantized: start from the model" in capsys.readouterr().err
+    assert "is quantized: start from the unquantized model" in capsys.readouterr().err
 
 
 def test_an_option_that_a_method_does_not_read_is_one_line(run, text, tmp_path, capsys):
@@ -166,7 +166,7 @@ def test_an_option_that_a_method_does_not_read_is_one_line(run, text, tmp_path, 
         ("nf4", "--group-size=8"),
     ):
         assert quantized(run, text, method, tmp_path / "small", option) == 2
-        said = f"{option.split('=')[0]}: --method {method} does not read it"
+        said = f"{option.split('=')[0]}: --method {method} does not use it"
         assert said in capsys.readouterr().err
     assert quantized(run, text, "int4", tmp_path / "small", "--ray=local") == 2
     assert "--method int4 reads no text: leave it out" in capsys.readouterr().err

@@ -153,7 +153,7 @@ def test_the_command_and_what_is_wrong(tmp_path, sources, capsys):
     assert main(["filter", str(file), "--out", str(out), "data.train.first=none"]) == 2
     assert "first names 'none', but the sources are web, wiki, books" in capsys.readouterr().err
     assert main(["filter", str(file), "--out", str(out), "data.train.first=wiki"]) == 2
-    assert "holds something else" in capsys.readouterr().err
+    assert "holds the result of other filters" in capsys.readouterr().err
     (tmp_path / "wiki.jsonl").write_text(json.dumps({"text": BASE[0]}) + "\n")
     with pytest.raises(UserError, match="leave no document of wiki: the sources before it have"):
         filter_sources(config(tmp_path, sources), lambda *_: None)

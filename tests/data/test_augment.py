@@ -202,7 +202,7 @@ def test_special_tokens_are_of_the_vocabulary(tmp_path):
             assert again.pieces[index] == b"" and index not in again.encode(texts[0])
         assert again.decode(again.encode(texts[0])) == texts[0]
     with pytest.raises(
-        UserError, match=r"<mask>, which the tokenizer has not \(it has <\|bos\|>\)"
+        UserError, match=r"<mask>, which the tokenizer does not have \(it has <\|bos\|>\)"
     ):
         make_augment(settings(name="masking"), byte_tokenizer(), 0)
     assert make_augment(settings(name="none"), byte_tokenizer(), 0) is None

@@ -86,8 +86,8 @@ def test_all_shapes_become_messages():
     ("line", "reason"),
     [
         ("{", "f line 7 is not valid JSON"),
-        ('{"text": "x"}', "f line 7 is no conversation: .* it has text"),
-        ("3", "f line 7 is no conversation"),
+        ('{"text": "x"}', "f line 7 is not a conversation: .* it has text"),
+        ("3", "f line 7 is not a conversation"),
         (
             '{"messages": [{"role": "alien", "content": ""}]}',
             "role 'alien' is not known",
@@ -96,10 +96,10 @@ def test_all_shapes_become_messages():
         ('{"messages": [{"role": "user", "content": 3}]}', "the content is int, not a string"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "has no answer of the assistant"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "has no answer"),
-        ('{"instruction": "\\ud800", "output": "x"}', "has a character that is no Unicode"),
+        ('{"instruction": "\\ud800", "output": "x"}', "has a character that is not Unicode"),
         ('{"instruction": "\ufdd0", "output": "x"}', r"has U\+FDD0"),
         ("[{}", "f is not valid JSON"),
-        ("[3]", "f entry 1 is no conversation"),
+        ("[3]", "f entry 1 is not a conversation"),
     ],
 )
 def test_what_is_no_conversation_is_named(line, reason):
@@ -241,7 +241,7 @@ def test_spaces_have_a_place_in_the_text_too():
             "{% endfor %}",
             "inside the generation block",
         ),
-        ("{% for %}", "is no Jinja"),
+        ("{% for %}", "is not valid Jinja"),
         ("{{ messages[9].content.x }}", "refuses the conversation that begins 'a'"),
         ("{{ raise_exception('no') }}", "refuses the conversation that begins 'a': no"),
         ("{{ messages.append(1) }}", "refuses"),
@@ -260,7 +260,7 @@ def test_a_template_that_changes_questions_is_refused():
         "[/INST]{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
     )
     chat = make_chat(nemo, PLAIN, TOKENIZER)
-    with pytest.raises(UserError, match="in another way once they are answered"):
+    with pytest.raises(UserError, match="differently once they are answered"):
         chat.documents([Conversation(WITH_SYSTEM)])
 
 

@@ -151,7 +151,7 @@ def test_the_command_says_what_is_wrong(tmp_path, corpus, capsys):
     assert told.count("left") == 2 and "30 documents (68.18%)" in told
     hard = "data.train.filters=[{name: gopher_quality, min_words: 1000}]"
     assert main(["filter", file, hard, *out]) == 2
-    assert "holds something else" in capsys.readouterr().err
+    assert "holds the result of other filters" in capsys.readouterr().err
     assert main(["filter", file, hard, "--out", str(tmp_path / "p")]) == 2
     assert "leave no document; gopher_quality removes 44 of 44" in capsys.readouterr().err
     assert not (tmp_path / "p").exists()

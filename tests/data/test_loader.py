@@ -163,7 +163,7 @@ def test_a_closed_loader_ends_and_keeps_its_state(store_of):
 
 def test_bad_requests_are_refused(store_of):
     store = store_of(LENGTHS)
-    with pytest.raises(UserError, match="batch of 4 rows cannot be shared by 3 processes"):
+    with pytest.raises(UserError, match="batch of 4 rows does not divide over 3 processes"):
         loader(store, PACKINGS[0], process_count=3)
     with pytest.raises(UserError, match="has 5 tokens, fewer than one row of sequence_length 16"):
         loader(store_of([5]), PACKINGS[0])
@@ -182,7 +182,9 @@ def test_bad_requests_are_refused(store_of):
     with pytest.raises(UserError, match="saved with data"):
         loader(other, PACKINGS[0], state=state)
     left = replace(other, skipped={"/cache/train/00001.array_record": 1})
-    with pytest.raises(UserError, match="cannot go on without .*00001.array_record; delete /cache"):
+    with pytest.raises(
+        UserError, match="cannot resume without .*00001.array_record; delete /cache"
+    ):
         loader(left, PACKINGS[0], state=state)
 
 

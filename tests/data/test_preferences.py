@@ -91,7 +91,7 @@ def test_a_judged_answer_has_the_next_one_beside_it():
         ({"prompt": "q", "chosen": "a", "rejected": ASKED}, "rejected does not end with an answer"),
         ({"prompt": "q", "chosen": "a", "rejected": ASKED + OTHER}, "one of chosen and rejected"),
         ({"chosen": said("x", "a"), "rejected": said("y", "a")}, "do not begin with the same"),
-        ({"prompt": "q", "chosen": "\ud800", "rejected": "b"}, "a character that is no Unicode"),
+        ({"prompt": "q", "chosen": "\ud800", "rejected": "b"}, "a character that is not Unicode"),
         ({"completion": "a", "label": True}, "is no preference"),
         ({"messages": ASKED, "label": True}, "is no preference: .* messages that end with an ans"),
         ({"messages": ANSWERED, "label": True}, "is no preference"),
@@ -261,7 +261,10 @@ def test_preferences_are_not_mixed_with_other_text(tmp_path):
         ({"packing": {"name": "concat"}}, "set packing.name: padded"),
         ({"augment": {"name": "masking"}}, "are not augmented"),
         ({"stages": [{"tokens": None}]}, "have one stage"),
-        ({"validation": {"name": "source", "source": {"name": "text"}}}, "validated on pref"),
+        (
+            {"validation": {"name": "source", "source": {"name": "text"}}},
+            "preferences need preferences",
+        ),
     ):
         with pytest.raises(ValueError, match=reason):
             DataConfig.model_validate(tree | changes)

@@ -390,7 +390,7 @@ def test_a_process_that_waits_for_another_says_so(tmp_path):
         while not said:
             time.sleep(0.01)
     waiter.join()
-    assert said == [("waits for another process that prepares the same data", 0, None), "in"]
+    assert said == [("waiting for another process that prepares the same data", 0, None), "in"]
 
 
 def test_a_cache_that_cannot_be_written_is_read(tmp_path):

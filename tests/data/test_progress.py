@@ -49,7 +49,7 @@ def test_the_command_prepares_and_says_what_there_is(tmp_path, capsys):
     options += ["data.validation.name=none"]
     assert main(options) == 0
     out = capsys.readouterr().out
-    assert "train        100 documents, 900 tokens, 1.00 bytes a token" in out
+    assert "train        100 documents, 900 tokens, 1.00 bytes per token" in out
     assert "vocabulary   257 tokens" in out
     assert main([*options, f"data.train.path={tmp_path}/no.txt"]) == 2
     assert "no.txt" in capsys.readouterr().err

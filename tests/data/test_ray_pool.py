@@ -93,7 +93,8 @@ def test_a_node_with_other_code_is_named():
     other = mine._replace(code=mine.code | {"numpy": "1.0"})
     value, error = pickle.loads(ray_worker.run_and_pack(other, lambda: 1))
     assert value is None and re.fullmatch(
-        r"--ray: node \S+ has numpy \S+, this command 1.0; install the same on all nodes",
+        r"--ray: node \S+ has numpy \S+, this command has 1.0; install the same version on all "
+        "nodes",
         str(error),
     )
 

@@ -116,7 +116,7 @@ def test_a_system_beside_the_messages_is_the_first_of_them(key):
     ):
         assert conversation(record, "here").messages == [system, *TALK]
     assert conversation({key: TALK, "system": ""}, "here").messages == TALK
-    with pytest.raises(UserError, match="here has a field system and a system message"):
+    with pytest.raises(UserError, match="here has a field system and a different system message"):
         conversation({key: [system, *TALK], "system": "t"}, "here")
     with pytest.raises(UserError, match="here: system is int, not a string"):
         conversation({key: TALK, "system": 3}, "here")
@@ -276,7 +276,7 @@ def test_a_template_that_hides_its_answers_is_named_with_the_line(tmp_path):
         "[/INST]{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
     )
     records = [{"messages": TALK}, {"messages": TALK, "system": "s"}]
-    with pytest.raises(UserError, match=r"records.jsonl line 2: .* in another way once they are"):
+    with pytest.raises(UserError, match=r"records.jsonl line 2: .* differently once they are"):
         prepare(talk_config(tmp_path, records, template=nemo, refused="drop"))
 
 

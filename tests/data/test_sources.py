@@ -167,12 +167,14 @@ def test_links_that_lead_nowhere_are_named(tmp_path, monkeypatch):
     loop.unlink()
     link.symlink_to("gone.txt")
     for path in (link, tmp_path, f"{tmp_path}/*.txt"):
-        refuses(TextSource(path=str(path)), f"{link} is a link to gone.txt, which is not there")
+        refuses(TextSource(path=str(path)), f"{link} is a broken link to gone.txt")
     assert read(CodeSource(path=str(tmp_path), suffixes=(".txt",))) == ["a"]
     link.unlink()
     (tmp_path / "again").symlink_to(".")
     for path in (tmp_path, f"{tmp_path}/**"):
-        refuses(TextSource(path=str(path)), f"{tmp_path}/again is a link to a folder that it is in")
+        refuses(
+            TextSource(path=str(path)), f"{tmp_path}/again is a link to a folder that contains it"
+        )
     assert read(CodeSource(path=str(tmp_path), suffixes=(".txt",))) == ["a"]
 
 
@@ -191,7 +193,7 @@ def test_names_that_mean_something_elsewhere(tmp_path):
     assert read(TextSource(path=f"file://{odd}")) == both
     pq.write_table(pa.table({"text": ["three"]}), odd / "a::b.parquet")
     assert read(ParquetSource(path=str(odd))) == ["three"]
-    with pytest.raises(ValueError, match="it has NUL in it"):
+    with pytest.raises(ValueError, match="it has a NUL character"):
         TextSource(path=f"{tmp_path}/\0")
 
 
@@ -285,7 +287,7 @@ def test_reading_goes_on_at_any_block(tmp_path, monkeypatch, document, block):
         ("[1]", ["line 2", "not a JSON object"]),
         ('{"body": "x", "id": 3}', ["line 2", "no field 'text'", "body, id"]),
         ('{"text": 5}', ["line 2", "'text' is int"]),
-        ('{"text": "\\ud800"}', ["line 2", "no Unicode"]),
+        ('{"text": "\\ud800"}', ["line 2", "not Unicode"]),
     ],
 )
 def test_a_bad_json_line_is_named(tmp_path, line, parts):

@@ -44,7 +44,7 @@ def test_texts_are_the_same_for_every_model_and_differ_from_sample_to_sample():
 
 
 def test_a_text_that_does_not_hold_the_fact_is_refused():
-    with pytest.raises(UserError, match="40 tokens do not hold the fact and the question"):
+    with pytest.raises(UserError, match="40 tokens are too few for the fact and the question"):
         haystack(TOKENIZER, 40, 0.5, np.random.default_rng(0))
 
 
@@ -98,4 +98,4 @@ def test_a_model_is_asked(run):
 def test_lengths_beyond_the_context_are_refused(run, capsys):
     assert evaluate([str(run), "--needle", "512"]) == 2
     err = capsys.readouterr().err
-    assert "512 tokens are more than the context of 256; model.context_length=512" in err
+    assert "512 tokens are more than the context of 256; set model.context_length=512" in err

@@ -44,5 +44,5 @@ def test_what_cannot_be_asked_is_one_line_before_anything_is_written(
     assert command("--core", "--bundle", str(tmp_path / "none")) == 2
     assert "there is no evaluation bundle at" in capsys.readouterr().err
     assert command("--limit", "4") == 2
-    assert "--bundle and --limit are of --core: name it as well" in capsys.readouterr().err
+    assert "--bundle and --limit need --core" in capsys.readouterr().err
     assert not (tmp_path / "small").exists()

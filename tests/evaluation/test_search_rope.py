@@ -134,15 +134,15 @@ def test_a_search_goes_on_after_a_torn_line(run, tmp_path, monkeypatch, capfd):
     space = RopeSpace(4, 100_000.0, 3.0, T)
     assert space.holds(RopeCandidate(scaling.long_factor, scaling.attention_factor))
     assert main([*words, "--out", str(tmp_path / "parts"), "--seed", "1"]) == 2
-    assert "is of another search" in capfd.readouterr().err
+    assert "belongs to another search" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("model", "more", "message"),
     [
-        ([], ["--length", "32"], "--length 32: the model has a context of 32 tokens; give more"),
-        (["model.position_embedding=learned"], [], "this model has learned ones"),
-        (["model.rope_scaling={name: linear, factor: 2}"], [], "is linear already"),
+        ([], ["--length", "32"], "--length 32: it must be longer than the model's context of 32"),
+        (["model.position_embedding=learned"], [], "this model has learned positions"),
+        (["model.rope_scaling={name: linear, factor: 2}"], [], "is already linear"),
         ([], ["--length", "9000000"], "no document of the validation text has 9000000 tokens"),
     ],
     ids=["short", "learned", "stretched", "text"],

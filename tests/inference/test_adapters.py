@@ -261,5 +261,5 @@ def test_another_base_is_refused(base, tmp_path):
     embed = flatten(saved.params) | {"embed": saved.params["embed"] + 1}
     other = lora_run(tmp_path / "same_shape", base, rank=2)
     save_model(other / "model", saved.config, unflatten(embed), saved.tokenizer)
-    with pytest.raises(UserError, match="their embeddings differ"):
+    with pytest.raises(UserError, match="its embeddings differ"):
         read_factors(saved, saved.params, "a", other)

@@ -59,7 +59,7 @@ def test_the_commands_have_the_same_options_and_explain_them():
         assert str(asked.draft_run) == "small"
         assert asked_drafts(parser.parse_args(["run"])) == generate.NO_DRAFTS
         words = " ".join(parser.format_help().split())
-        assert "--drafts N tokens guessed for each step (speculative decoding; default 0)" in words
+        assert "--drafts N draft tokens per step (speculative decoding; default 0)" in words
         assert all(name in words for name in OPTIONS)
     assert DraftOptions._field_defaults.items() <= EngineOptions._field_defaults.items()
     assert {"generate", "chat", "serve"} <= COMMANDS.keys()
@@ -99,13 +99,13 @@ def test_the_text_is_that_without(run, command, how, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ("--draft-mtp", "say how many a step with drafts"),
-        ("--draft-run {run}", "say how many a step with drafts"),
+        ("--draft-mtp", "the draft tokens per step; set drafts"),
+        ("--draft-run {run}", "the draft tokens per step; set drafts"),
         ("--drafts 2 --draft-mtp --draft-run {run}", "leave out one of them"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate --prompt a", "chat"])
-@pytest.mark.quick("generate --prompt a---draft-run {run}-say how many a step with drafts")
+@pytest.mark.quick("generate --prompt a---draft-run {run}-the draft tokens per step; set drafts")
 def test_what_does_not_go_together_is_one_line(run, command, given, reason, capsys):
     assert jaxtrain([*command.split(), str(run), *given.format(run=run).split()]) == 2
     assert reason in capsys.readouterr().err

@@ -303,7 +303,7 @@ def test_stop_tokens_and_strings_end_a_text():
         (Request("a", (1,), GREEDY._replace(temperature=float("nan"))), "temperature is nan"),
         (Request("a", (1,), GREEDY._replace(logprobs=21)), "logprobs is 21; it must be from 0"),
         (Request("a", (1,), GREEDY._replace(max_tokens=0)), "max_tokens is 0"),
-        (Request("b", (1,), GREEDY), "there is one of this id already"),
+        (Request("b", (1,), GREEDY), "its id is in use by another request"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

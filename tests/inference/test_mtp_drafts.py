@@ -148,7 +148,7 @@ def test_the_module_of_a_model_on_disk_guesses(fields, how, tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (OPTIONS._replace(draft_mtp=True), "how many a step"),
+        (OPTIONS._replace(draft_mtp=True), "draft_mtp needs drafts"),
         (OPTIONS._replace(draft_mtp=True, drafts=1, draft_run="x"), "leave out one"),
     ],
     ids=["none", "both"],

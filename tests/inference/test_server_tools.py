@@ -61,7 +61,7 @@ def test_a_template_without_tools_is_named(name):
 
 
 def test_a_form_that_is_not_json_is_named():
-    with pytest.raises(UserError, match="another form than JSON"):
+    with pytest.raises(UserError, match="does not write tool calls as JSON"):
         read_format(chat_of("python"))
 
 
@@ -126,7 +126,10 @@ def test_a_forced_call_is_written_as_the_template_writes_it(form):
 
 @pytest.mark.parametrize(
     ("tool", "message"),
-    [({}, r"tools\[0\] has no function"), ({"function": {"name": "a", "parameters": 3}}, "schema")],
+    [
+        ({}, r"tools\[0\] must have a function"),
+        ({"function": {"name": "a", "parameters": 3}}, "schema"),
+    ],
 )
 def test_a_tool_that_cannot_be_called_is_named(tool, message):
     with pytest.raises(UserError, match=message):

@@ -222,10 +222,10 @@ def test_the_command_writes_a_file_and_says_what_rounding_lost(llama, tmp_path, 
     assert facts["tokenizer.ggml.add_bos_token"] is True
     before = path.read_bytes()
     for arguments_, message in (
-        (command, "is there already; name another file"),
-        ([*command[:2], str(tmp_path), *command[3:]], "no file name that ends in .gguf"),
-        ([*command, "--dtype", "float16"], "GGUF has --outtype"),
-        ([*command[:3], "--outtype", "f16"], "--outtype is of --format gguf"),
+        (command, "already exists; name another file"),
+        ([*command[:2], str(tmp_path), *command[3:]], "needs a file name that ends in .gguf"),
+        ([*command, "--dtype", "float16"], "use --outtype"),
+        ([*command[:3], "--outtype", "f16"], "--outtype applies only to --format gguf"),
     ):
         assert main(arguments_) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -75,7 +75,7 @@ def test_a_revision_can_be_named(hub, tmp_path, capsys):
     assert metadata_of(tmp_path / "out" / "model.safetensors")["base_model_revision"] == hub.first
     assert interop(["import", "owner/small@none", str(tmp_path / "other")]) == 2
     error = capsys.readouterr().err
-    assert "no folder owner/small@none, and huggingface.co does not give it" in error
+    assert "no folder owner/small@none, and it cannot be downloaded from huggingface.co" in error
     url = f"hf://datasets/owner/plays@{hub.data}/one.jsonl"
     assert sources.revisions_of([sources.JsonlSource(path=url)]) == {
         "hf://datasets/owner/plays": hub.data

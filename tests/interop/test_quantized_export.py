@@ -143,9 +143,7 @@ def test_what_a_family_or_a_group_cannot_hold_is_one_line(own_model, tmp_path, c
     small = quantize_params(saved.params, saved.specs, "int8")
     save_model(tmp_path / "int8", saved.config, small, saved.tokenizer)
     assert main(["export", str(tmp_path / "int8"), str(tmp_path / "out")]) == 2
-    assert (
-        "NanoChat is not opened with packed integers: quantize it by f" in capsys.readouterr().err
-    )
+    assert "NanoChat does not load packed integers: quantize it by f" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     two = {"a": quantize_int4(jnp.ones((16, 4)), 8), "b": quantize_int4(jnp.ones((12, 4)), 128)}
     with pytest.raises(UserError, match=r"8 \(a\), 12 \(b\); quantize with --group-size 8"):

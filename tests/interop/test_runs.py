@@ -119,7 +119,7 @@ def test_a_run_starts_from_it_and_hands_its_files_on(imported, tmp_path, capsys)
     keep = [x for x in keep if not x.startswith(drop)]
     keep += ["optim.name=adamw", "optim.learning_rate=1e-9", "data.validation.name=none"]
     assert main([*keep, f"train.init_from={run}"]) == 2
-    assert "data.train.path: a start from" in capsys.readouterr().err
+    assert "data.train.path: training from" in capsys.readouterr().err
     keep += ["data.train.path=tinyshakespeare"]
     assert main([*keep, f"train.init_from={run}"]) == 0, capsys.readouterr().err
     trained, start = load_saved(tmp_path / "tiny"), load_saved(run)
@@ -337,7 +337,7 @@ def test_an_unsupported_config_is_named(change, message, tmp_path, capsys):
 def test_what_is_no_checkpoint_is_refused(tmp_path, capsys):
     for source, message in (
         (str(tmp_path), "has no config.json"),
-        ("no/such/place", "is no folder, and not OWNER/NAME"),
+        ("no/such/place", "is not a folder, nor OWNER/NAME"),
     ):
         assert interop(["import", source, str(tmp_path / "run")]) == 2
         assert message in capsys.readouterr().err
@@ -390,6 +390,6 @@ def test_a_dtype_that_is_none_is_asked_for(tmp_path, capsys):
     export = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
     assert interop(export) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "config.json: dtype auto is none to write; say --dtype, one of bfloat16" in line
+    assert "config.json: dtype auto cannot be written; set --dtype to one of bfloat16" in line
     assert not (tmp_path / "out").exists()
     assert interop([*export, "--dtype", "bfloat16"]) == 0

@@ -162,7 +162,7 @@ def test_it_talks_in_the_terminal(tuned, monkeypatch, capsys):
     lines = capsys.readouterr().out.split("\n> ", 1)[1]
     assert lines == f"{answer.rstrip(chr(10))}\n> a new conversation\n> "
     assert generate.main([str(tuned), "--system", "x"]) == 2
-    assert "--system belongs to --chat" in capsys.readouterr().err
+    assert "--system needs --chat" in capsys.readouterr().err
     context = load_saved(
         tuned
     ).config.model.context_length  # the model's, not the length of its rows

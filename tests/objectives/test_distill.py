@@ -147,7 +147,7 @@ def given(tmp_path):
 
 def test_a_cache_of_another_teacher_or_of_other_batches_is_refused(given, tmp_path, capsys):
     assert main(given()) == 2
-    assert "is not whole: run `jaxtrain prepare`" in capsys.readouterr().err
+    assert "is incomplete: run `jaxtrain prepare`" in capsys.readouterr().err
     assert cli.main(["prepare", *given()]) == 0
     assert "4 steps, 200 tokens each" in capsys.readouterr().out
     before = (tmp_path / "cache" / "00000000.npz").stat()

@@ -216,7 +216,7 @@ def test_export_leaves_the_modules_out_and_says_so(tmp_path, caplog):
     saved, export = load_saved(run), prepare_export(run, None)
     assert saved.config.model.mtp == 1 and "mtp" in saved.params
     assert export.model.mtp is None and not {"mtp"} & {*export.params, *export.specs}
-    assert "modules of multi-token prediction are left out: checkpoints" in caplog.text
+    assert "the multi-token prediction modules are left out: checkpoints" in caplog.text
 
 
 def test_the_modules_come_back_from_safetensors_and_not_from_an_export(tmp_path):
@@ -231,7 +231,7 @@ def test_the_modules_come_back_from_safetensors_and_not_from_an_export(tmp_path)
     same(back.params["blocks"], saved.params["blocks"])
     guessed = EngineOptions(slots=1, drafts=1, draft_mtp=True)
     assert load_engine(run, None, guessed).options.draft_mtp
-    with pytest.raises(UserError, match="this model has no module"):
+    with pytest.raises(UserError, match="this model has no multi-token prediction module"):
         load_engine(tmp_path / "back", None, guessed)
 
 

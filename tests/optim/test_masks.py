@@ -373,8 +373,8 @@ EMA = {"name": "ema", "decay": 0.9}
     ("name", "wrappers", "message"),
     [
         ("adamw", (GRADUAL, {"name": "cautious"}), "gradual_pruning masks what the others give"),
-        ("adamw", (GRADUAL, EMA), "an average of them would not be; leave ema out"),
-        ("adamw", (EMA, GRADUAL), "an average of them would not be; leave ema out"),
+        ("adamw", (GRADUAL, EMA), "their average would not be zero; leave ema out"),
+        ("adamw", (EMA, GRADUAL), "their average would not be zero; leave ema out"),
         ("adamw", (GRADUAL, RIGL), "gradual_pruning and rigl each mask the same weights"),
         ("schedule_free", (GRADUAL,), "averages its weights itself; leave gradual_pruning out"),
     ],

@@ -205,7 +205,7 @@ def test_an_address_is_host_and_port(address):
 def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(UserError, match=f"process 0 cannot listen at port {port}: "):
+        with pytest.raises(UserError, match=f"process 0 cannot listen on port {port}: "):
             Coordinator(0, 2).meet(f"localhost:{port}", 1.0, SECRET)
 
 
@@ -298,7 +298,7 @@ def test_a_process_without_heartbeats_is_named():
             rf"process 1 \({socket.gethostname()}\) has not been heard of for 6 s \(in step 5\)"
         )
         assert re.match(silent, message) and code == 1
-        assert message.endswith("; the same command goes on from the last checkpoint")
+        assert message.endswith("; the same command resumes from the last checkpoint")
 
 
 @pytest.mark.slow

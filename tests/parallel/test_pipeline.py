@@ -199,7 +199,7 @@ def test_layers_are_cut_evenly_and_what_some_have_is_padded():
     [
         (9, 1, 1, "mesh.pipeline=9 is more than model.depth 8, .* mesh.pipeline of at most 8$"),
         (2, 5, 1, "2 x mesh.pipeline_repeats=5 is .* at most 4 or mesh.pipeline of at most 1$"),
-        (4, 1, 2, "pipeline=4 has chunks of unlike .*context=2; there can be 1, 2, or set"),
+        (4, 1, 2, "pipeline=4 has chunks that differ .*context=2; there can be 1, 2, or set"),
     ],
 )
 def test_stages_that_cannot_be_say_which_can(stages, repeats, context, message):

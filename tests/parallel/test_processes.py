@@ -87,5 +87,5 @@ def test_rows_that_no_process_holds_together(monkeypatch):
     mesh = make_mesh(MeshConfig(data=2, tensor=4))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr("jaxtrain.parallel.mesh.process_of", lambda d: min(d.id // 3, 2))
-    with pytest.raises(UserError, match=r"process \d would hold the parts .* of 2 of the batch"):
+    with pytest.raises(UserError, match=r"process \d would hold the batch shards .* of 2"):
         process_batch_shard(mesh)

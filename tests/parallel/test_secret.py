@@ -184,7 +184,7 @@ def test_a_folder_that_cannot_be_written_and_a_short_secret(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="set JAXTRAIN_SECRET for all of them"):
         secret(tmp_path / "file" / "runs", {}).make()
-    with pytest.raises(UserError, match="JAXTRAIN_SECRET has 3 characters, give it 16"):
+    with pytest.raises(UserError, match="JAXTRAIN_SECRET has 3 characters; it needs at least 16"):
         secret(tmp_path, {"JAXTRAIN_SECRET": "abc"})
 
 

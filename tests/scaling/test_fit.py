@@ -96,7 +96,7 @@ def test_too_few_runs_and_a_torn_prediction_are_refused(tmp_path):
     with pytest.raises(UserError, match="too few runs for any fit: no budget has runs of 3 sizes"):
         fit_all(grid()[:2], 2, BOOTSTRAP)
     (tmp_path / "prediction.json").write_text('{"run": "x", "loss": {"value": 1}}')
-    with pytest.raises(UserError, match="is no prediction"):
+    with pytest.raises(UserError, match="is not a prediction"):
         read_prediction(tmp_path / "prediction.json")
     assert read_prediction(tmp_path / "none.json") is None
     assert plain(Interval(1.0, -math.inf, 2.0)) == {"value": 1.0, "low": None, "high": 2.0}

@@ -90,7 +90,7 @@ def test_too_few_runs_are_refused():
         fit_parametric(n[:4], d[:4], loss[:4])
     with pytest.raises(UserError, match="1 numbers of tokens"):
         fit_parametric(n[:7], d[:7] * 0 + 1e9, loss[:7])
-    with pytest.raises(UserError, match="3 different values or more, there are 2"):
+    with pytest.raises(UserError, match="3 different values or more; there are 2"):
         fit_parabola(n[:2], loss[:2])
-    with pytest.raises(UserError, match="2 different values or more, there is 1"):
+    with pytest.raises(UserError, match="2 different values or more; there is 1"):
         fit_power_law(n[:1], loss[:1])

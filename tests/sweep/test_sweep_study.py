@@ -244,7 +244,7 @@ REFUSED = {
         one("optim.momentum", "uniform", low=0.5, high=1.5), "optim.momentum: got 1.5",
     ),
     "a key of the sweep's": (one("run.seed", "int", low=1, high=2), "run.seed: the sweep sets it"),
-    "given twice": ({"overrides": ["optim.matrix_lr=0.1"]}, "overrides sets it, too"),
+    "given twice": ({"overrides": ["optim.matrix_lr=0.1"]}, "overrides also sets it"),
     "a field of the sweep": ({"trails": 3}, "trails: no such field; did you mean trials?"),
     "a sampler": ({"sampler": {"name": "bayes"}}, "sampler.name: got 'bayes', allowed are"),
     "a field of the sampler": (
@@ -285,7 +285,7 @@ def test_another_sweep_is_not_gone_on_with(tmp_path, monkeypatch):
     other = tmp_path / "runs" / "mine"
     other.mkdir()
     (other / "config.yaml").write_text("x: 1")
-    with pytest.raises(UserError, match="is no sweep"):
+    with pytest.raises(UserError, match="is not a sweep"):
         swept(path, "name=mine")
 
 

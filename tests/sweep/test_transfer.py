@@ -106,7 +106,7 @@ def test_overrides_of_the_other_size_are_checked_before_anything_runs(tmp_path, 
     assert main([str(path)]) == 2
     assert "model.widht" in capsys.readouterr().err and not (tmp_path / "runs").exists()
     path = write_sweep(tmp_path, transfer={"overrides": ["optim.matrix_lr=0.1"]})
-    with pytest.raises(UserError, match="overrides sets it, too"):
+    with pytest.raises(UserError, match="overrides also sets it"):
         load_sweep(path)
     goals = [{"metric": "bpb"}, {"metric": "seconds"}]
     with pytest.raises(UserError, match="transfer: it needs one objective"):

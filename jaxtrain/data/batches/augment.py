@@ -240,7 +240,7 @@ def special_id(tokenizer: Tokenizer, name: str) -> int:
     if name not in tokenizer.specials:
         has = ", ".join(tokenizer.specials) or "none"
         raise UserError(
-            f"data.augment or masked_lm needs the token {name}, which the tokenizer has not "
+            f"data.augment or masked_lm needs the token {name}, which the tokenizer does not have "
             f"(it has {has}); train one with data.tokenizer.special_tokens=['{name}']"
         )
     return tokenizer.specials[name]

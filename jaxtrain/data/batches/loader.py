@@ -302,7 +302,7 @@ class _PlannedBatches(grain.IterDataset):
 def _share_of_process(batch_size: int, process_index: int, process_count: int) -> range:
     if batch_size % process_count:
         raise UserError(
-            f"a batch of {batch_size} rows cannot be shared by {process_count} processes"
+            f"a batch of {batch_size} rows does not divide over {process_count} processes"
         )
     share = batch_size // process_count
     return range(process_index * share, (process_index + 1) * share)
@@ -317,7 +317,7 @@ def _check_state(
         lost = [path for store in stores.values() for path in store.skipped]
         if key == "data" and lost:
             raise UserError(
-                f"a run that began with the whole data cannot go on without {', '.join(lost)}; "
+                f"a run that began with all of the data cannot resume without {', '.join(lost)}; "
                 f"delete {Path(lost[0]).parent} to have it prepared again, or set run.name to "
                 "start another run"
             )

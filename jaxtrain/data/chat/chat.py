@@ -60,8 +60,8 @@ def texts_and_answers(
         begun = _common(before, text)
         if not begun.startswith(_common(before, asked)):
             raise UserError(
-                "the chat template writes messages in another way once they are answered, so "
-                f"that answers cannot be found in its text; {OWN_MARKS}"
+                "the chat template writes messages differently once they are answered, so that "
+                f"answers cannot be located in its text; {OWN_MARKS}"
             )
         answers.append((len(begun), len(text)))
         texts.append(text)

@@ -50,8 +50,8 @@ def conversation(record: object, place: str) -> Conversation:
     if not isinstance(record, dict) or not isinstance(turns, list):
         has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise UserError(
-            f"{place} is no conversation: expected messages, conversations, instruction and output "
-            f"(or response), or prompt and completion; it has {has}"
+            f"{place} is not a conversation: expected messages, conversations, instruction and "
+            f"output (or response), or prompt and completion; it has {has}"
         )
     messages = [message_of(turn, f"{place}, message {i}") for i, turn in enumerate(turns, 1)]
     asked = False
@@ -71,9 +71,9 @@ def check_characters[R: Record](record: R, place: str) -> R:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
-        raise UserError(f"{place} has a character that is no Unicode") from error
+        raise UserError(f"{place} has a character that is not Unicode") from error
     if BEGIN in text or END in text:
-        raise UserError(f"{place} has U+FDD0 or U+FDD1, which are no characters")
+        raise UserError(f"{place} has U+FDD0 or U+FDD1, which are not characters")
     return record
 
 
@@ -88,7 +88,7 @@ def with_system(messages: list[Message], record: dict[str, Any], place: str) -> 
         return messages
     if said:
         raise UserError(
-            f"{place} has a field system and a system message with another text; keep one of them"
+            f"{place} has a field system and a different system message; keep one of them"
         )
     return [{"role": "system", "content": system}, *messages]
 

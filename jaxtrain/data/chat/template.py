@@ -41,7 +41,7 @@ def read_template(given: str | None) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"template {given} is not UTF-8 text: {error}") from error
     if not text.strip():
-        raise UserError(f"template {given} is empty: it would write nothing of a conversation")
+        raise UserError(f"template {given} is empty: it would render no conversation")
     return text
 
 
@@ -109,9 +109,9 @@ def make_render(template: str, special: dict[str, str]) -> Render:
     try:
         compiled = environment.from_string(template)
     except jinja2.TemplateError as error:
-        raise UserError(f"the chat template is no Jinja: {error}") from error
+        raise UserError(f"the chat template is not valid Jinja: {error}") from error
     except RecursionError:
-        raise UserError("the chat template is no Jinja: it is nested too deep") from None
+        raise UserError("the chat template is not valid Jinja: it is nested too deep") from None
 
     def render(messages: Sequence[Message], begin: bool, tools: Tools = None) -> str:
         try:

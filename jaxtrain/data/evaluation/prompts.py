@@ -66,7 +66,7 @@ def questions(
             longest = max(len(scored.tokens) for scored in found)
             if most is None and longest > REACH * context:
                 raise UserError(
-                    f"{loaded.task.label} asks for {longest} tokens at once, more than {REACH} "
+                    f"{loaded.task.label} has a prompt of {longest} tokens, more than {REACH} "
                     f"times the {context} that the model was trained on at a time: --crop keeps "
                     "the last of them"
                 )

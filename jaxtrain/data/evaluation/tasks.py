@@ -191,7 +191,7 @@ def open_bundle(path: Path | None = None, names: Sequence[str] = ()) -> Bundle:
     if found is None:
         raise UserError(
             f"there is no evaluation bundle at {places[0]}: get {SOURCE}, unpack it, and give "
-            "--bundle FOLDER or set JAXTRAIN_CORE (a .zip or .tar.xz will do)"
+            "--bundle FOLDER or set JAXTRAIN_CORE (a .zip or .tar.xz also works)"
         )
     folder = unpack(found, cache / "tasks") if found.is_file() else found
     for place in (folder, *sorted(p for p in folder.iterdir() if p.is_dir())):

@@ -119,7 +119,7 @@ def _walk(
             continue
         elif entry.is_symlink() and os.path.realpath(entry.path) in above:
             if strict:
-                raise UserError(f"{entry.path} is a link to a folder that it is in; remove it")
+                raise UserError(f"{entry.path} is a link to a folder that contains it; remove it")
         else:
             yield entry.path, True
             yield from _walk(entry.path, not_entered, strict, above)
@@ -139,7 +139,7 @@ def _status(path: str) -> os.stat_result:
     except FileNotFoundError as error:
         if os.path.islink(path):
             gone = os.readlink(path)
-            raise UserError(f"{path} is a link to {gone}, which is not there") from error
+            raise UserError(f"{path} is a broken link to {gone}") from error
         raise UserError(f"there is no file or folder {path}") from error
     except (OSError, ValueError) as error:  # a loop of links, a name too long, a NUL in it
         reason = error.strerror if isinstance(error, OSError) else error

@@ -249,7 +249,7 @@ def _jsonl_records(
         try:
             text.encode()
         except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
-            raise UserError(f"{place} has a character that is no Unicode") from error
+            raise UserError(f"{place} has a character that is not Unicode") from error
         yield text, record
 
 

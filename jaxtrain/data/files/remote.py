@@ -94,7 +94,7 @@ class _Resumed(PositionedReader):
                 raise ConnectionError(f"the file ends at byte {self.at} of {self._file.size}")
             if not data and self._file.size is None:
                 if not self._ended():
-                    raise ConnectionError("the server had more to send")
+                    raise ConnectionError("the server sent more than the file has")
                 self._file = self._file._replace(size=self.at)
             return data
         except NothingThere as error:

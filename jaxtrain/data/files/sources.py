@@ -71,7 +71,7 @@ class TextSource(Filtered):
         if other := re.search(r"\.(jsonl|ndjson|parquet)(\.(gz|xz|zst))?$", self.path.lower()):
             name = "parquet" if other[1] == "parquet" else "jsonl"
             raise ValueError(
-                f"{self.path} is no plain text: set name={name}, and perhaps its field"
+                f"{self.path} is not plain text: set name={name}, and perhaps its field"
             )
         return self
 

@@ -186,8 +186,8 @@ def read_report(directory: Path, key: str) -> dict[str, Any]:
     result = json.loads(path.read_text()) if path.is_file() else {}
     if result.get("key") != key:
         raise UserError(
-            f"{directory} holds something else than these filters leave of this text; name a new "
-            "folder, or delete it"
+            f"{directory} holds the result of other filters or of another text; name a new folder, "
+            "or delete it"
         )
     return result
 

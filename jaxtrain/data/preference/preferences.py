@@ -53,8 +53,8 @@ def preferences(text: str, file: str, line: int) -> Iterator[tuple[Preference, s
             yield check_characters(_pair(record, place), place), place
     if len(examples) == 1:
         raise UserError(
-            f"{examples[0][1]}: a judged answer is compared with the next one of the file, and "
-            "there is no other"
+            f"{examples[0][1]}: a labelled answer is compared with the next one of the file, and "
+            "there is none"
         )
     for (one, place), (other, _) in zip(examples, examples[1:] + examples[:1]):
         yield check_characters(one._replace(unrelated=other.completion), place), place

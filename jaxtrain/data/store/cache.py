@@ -39,6 +39,6 @@ def locked(directory: Path, progress: Progress = lambda *_: None) -> Iterator[No
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress("waits for another process that prepares the same data", 0, None)
+            progress("waiting for another process that prepares the same data", 0, None)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -97,7 +97,7 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
     cache = cache_directory(config)
     explain = lambda error: (
         f"data.cache_dir: {cache}: {error}; free some space, or set another folder. The data "
-        "prepared so far is kept, and the same command goes on"
+        "prepared so far is kept, and the same command resumes"
     )
     with full_disk_explained(explain):
         return _prepare(config, progress) if cache_url(config) is None else _at(config, progress)

@@ -295,7 +295,9 @@ def huggingface_tokenizer(model: bytes, path: str = "tokenizer.json") -> Tokeniz
         raise UserError(f"{path} is neither byte-level nor sentencepiece-style: bytes are unknown")
     added = inner.get_added_tokens_decoder()
     if (last := max(vocabulary.values())) >= MOST_TOKENS:
-        raise UserError(f"{path} has a token of number {last}; {MOST_TOKENS:,} are the most")
+        raise UserError(
+            f"{path} has a token with id {last}; at most {MOST_TOKENS:,} tokens are supported"
+        )
     pieces = [b""] * (last + 1)
     for piece, index in vocabulary.items():
         if index in added:

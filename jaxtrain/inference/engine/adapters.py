@@ -40,8 +40,8 @@ def load_adapters(saved: Saved, params: Params, adapters: Adapters, mesh: Mesh |
     form = saved.config.model.weight_form
     if form is not None and not form.for_training:
         raise UserError(
-            f"adapters: the model has model.weight_form={form.name}, which is made of each matrix "
-            "as a whole; give the adapter's merged model instead"
+            f"adapters: the model has model.weight_form={form.name}, to which "
+            "adapters cannot be added; serve the adapter's merged model instead"
         )
     found = [read_factors(saved, params, name, folder) for name, folder in adapters]
     names = dict.fromkeys(name for one in found for name in one)
@@ -69,13 +69,13 @@ def read_factors(saved: Saved, params: Params, name: str, path: Path) -> dict[st
         values = flatten(read_adapter(folder, saved.config.model, like))
     except UserError as error:
         raise UserError(
-            f"{where}: it does not fit {saved.tokenizer_dir}: {error.args[0]}"
+            f"{where}: it does not fit the model {saved.tokenizer_dir}: {error.args[0]}"
         ) from None
     names = modules(values)
     for matrix in names:
         if matrix.rpartition("/")[2] in LATENT:
             raise UserError(
-                f"{where}: it changes {matrix}, which decoding has in one form for all requests; "
+                f"{where}: it changes {matrix}, which decoding shares between all requests; "
                 "serve its merged model instead"
             )
     base, scale = flatten(params), lora_scale(c)
@@ -105,7 +105,7 @@ def check_base(saved: Saved, folder: Path) -> None:
         x, y = (jnp.asarray(x, jnp.float32) for x in (ours, read("embed", theirs["embed"])))
         same = bool(jnp.allclose(x, y, rtol=2**-7, atol=1e-6))  # it may be rounded to bfloat16
     if not same:
-        raise UserError("it was tuned from another model: their embeddings differ")
+        raise UserError("it was tuned from another model: its embeddings differ")
 
 
 def place_factors(one: LoRAFactors | None, spec: ParamSpec, mesh: Mesh) -> LoRAFactors | None:

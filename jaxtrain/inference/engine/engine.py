@@ -81,7 +81,7 @@ class Engine:
         names of the LoRA adapters in params, in their order (`with_adapters`)."""
         self.context = options.context or config.context_length
         both = [EngineModel(config, graphdef, params), *([drafter] if drafter else [])]
-        for one, name in zip(both, ("this model", "the model that guesses")):
+        for one, name in zip(both, ("this model", "the draft model")):
             if why := device.check_servable(one.config, self.context):
                 raise UserError(f"the engine: {name} {why}")
         size = device.usable_page_size(config.virtual, options.page_size)
@@ -131,7 +131,9 @@ class Engine:
         room = self.pool.total * self.options.page_size
         check_request(request, self.context, room, self.tokenizer.vocab_size, self.adapters)
         if request.id in self.by_id:
-            raise UserError(f"request {request.id}: there is one of this id already")
+            raise UserError(
+                f"request {request.id}: its id is in use by another request; choose another"
+            )
         if (waiting := len(self.scheduler.waiting)) >= self.options.max_queue:
             raise UserError(f"the queue is full: {waiting} requests wait; try again later")
         stops = {*self.stops, *request.sampling.stop_tokens}
@@ -375,8 +377,8 @@ class Engine:
             tokens_KBT = np.asarray(step.sampled.tokens_KBT)
         if (tokens_KBT == NONFINITE).any():
             raise RuntimeError(
-                "the kernel of all layers gave up, or the model's states are not finite; "
-                "megakernel=False (serve: --no-megakernel) leaves it out"
+                "the megakernel timed out, or hidden states are not finite; "
+                "megakernel=False (serve: --no-megakernel) turns it off"
             )
         right_B, wrong_B = (
             x.sum((0, 2)) for x in (tokens_KBT[:, :, 1:] >= 0, tokens_KBT == REJECTED)

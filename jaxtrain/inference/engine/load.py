@@ -51,9 +51,11 @@ def load_drafter(
         return None
     small = load_saved(options.draft_run)
     if small.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise UserError(f"draft_run {options.draft_run}: its tokenizer is another one")
+        raise UserError(f"draft_run {options.draft_run}: its tokenizer differs from the model's")
     if not options.drafts:
-        raise UserError("draft_run guesses tokens; say how many a step with drafts, as 4")
+        raise UserError(
+            "draft_run needs drafts, the draft tokens per step; set drafts, for example to 4"
+        )
     return EngineModel(small.config.model, small.graphdef, params_of(small, mesh))
 
 

@@ -28,7 +28,7 @@ def packed_layers(
         return None
     if why := why_not_engine(options, models, page, pages, mesh):
         if options.megakernel:
-            log.warning("megakernel: each layer has kernels of its own; one for all %s", why)
+            log.warning("megakernel is off: one kernel for all layers %s", why)
         return None
     return pack_layers(graphdefs[0], models[0].params)
 

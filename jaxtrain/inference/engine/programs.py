@@ -71,16 +71,19 @@ def draft_modules(model: EngineModel, o: EngineOptions) -> list[EngineModel]:
     c = model.config
     if c.mtp is None:
         raise UserError(
-            "draft_mtp: this model has no module of multi-token prediction; train it with "
-            "objective.name=mtp, or guess with drafts alone"
+            "draft_mtp: this model has no multi-token prediction module; train it with "
+            "objective.name=mtp, or set only drafts (prompt lookup)"
         )
     if c.virtual:
-        raise UserError("draft_mtp: virtual tokens stand in front of the text, and the module has "
-                        "none; guess with drafts alone")  # fmt: skip
+        raise UserError(
+            "draft_mtp: virtual tokens are not supported; set only drafts (prompt lookup)"
+        )
     if not o.drafts:
-        raise UserError("draft_mtp guesses tokens; say how many a step with drafts, as 1")
+        raise UserError(
+            "draft_mtp needs drafts, the draft tokens per step; set drafts, for example to 1"
+        )
     if o.draft_run is not None:
-        raise UserError("draft_mtp and draft_run both guess; leave out one of them")
+        raise UserError("draft_mtp and draft_run both propose draft tokens; leave out one of them")
     layer = layer_config(c).model_copy(update={"depth": 1})
     return [model._replace(config=layer)]
 

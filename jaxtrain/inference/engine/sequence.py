@@ -161,7 +161,7 @@ def check_request(
         raise UserError(f"{where}: a token is not one of the vocabulary's 0 .. {vocab_size - 1}")
     if len(s.logit_bias) > MOST_BIASED:
         raise UserError(
-            f"{where}: logit_bias is of {len(s.logit_bias)} tokens; at most {MOST_BIASED}"
+            f"{where}: logit_bias has {len(s.logit_bias)} tokens; at most {MOST_BIASED} are allowed"
         )
     for token, bias in s.logit_bias:
         if not 0 <= token < vocab_size:

@@ -18,8 +18,10 @@ def serve_parser() -> Parser:
         "SIGTERM and Ctrl-C end it when the answers in flight are complete.",
     )
     parser.add_argument("run", type=local, help="run directory or model folder, also at a URL")
-    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
-    parser.add_argument("--name", help="the model's name in requests; default that of the run")
+    parser.add_argument(
+        "--step", type=whole(0), help="use this step's checkpoint, not the final model"
+    )
+    parser.add_argument("--name", help="the model's name in requests; default the run's name")
     parser.add_argument("--host", default=HOST, help=f"address to listen at (default {HOST})")
     parser.add_argument(
         "--port",
@@ -29,19 +31,22 @@ def serve_parser() -> Parser:
     )
     parser.add_argument(
         "--adapter", type=named_folder, action="append", default=[], metavar="NAME=FOLDER",
-        help="a LoRA adapter of the model (a run, or a folder of peft's), which requests choose by "
-        "its name; may be given several times",
+        help="serve a LoRA adapter (a run or a peft folder) of the model under this name; may be "
+        "repeated",
     )  # fmt: skip
     keys = parser.add_mutually_exclusive_group()
     keys.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="a file with a key a line; any is valid"
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with one API key per line; each is valid",
     )
     keys.add_argument(
-        "--api-key-env", metavar="VARIABLE", help="the environment variable that holds the key"
+        "--api-key-env", metavar="VARIABLE", help="environment variable that holds the API key"
     )
     parser.add_argument(
         "--pooling", choices=["mean", "last"], default="mean",
-        help="embeddings: the mean of a text's final states, or the last one (default mean)",
+        help="embeddings: pool final hidden states by their mean, or take the last (default mean)",
     )  # fmt: skip
     add_limits(parser)
     add_engine(parser)
@@ -59,28 +64,28 @@ def named_folder(text: str) -> tuple[str, Path]:
 def add_limits(parser: Parser) -> None:
     """Add the limits for clients."""
     parser.add_argument(
-        "--max-tokens", type=whole(1), metavar="N", help="new tokens of an answer at most; "
+        "--max-tokens", type=whole(1), metavar="N", help="limit of new tokens per answer; "
         "default the context",
     )  # fmt: skip
     parser.add_argument(
         "--max-concurrency", type=whole(1), default=32, metavar="N",
-        help="answers that are decoded at a time (default 32)",
+        help="answers decoded at the same time, the batch size (default 32)",
     )  # fmt: skip
     parser.add_argument(
         "--max-queue", type=whole(0), default=256, metavar="N",
-        help="answers that may wait for a place; then requests are refused with 429 (default 256)",
+        help="answers that may wait in the queue; beyond it, requests get status 429 (default 256)",
     )  # fmt: skip
     parser.add_argument(
         "--max-body", type=real(TINY, "above 0"), default=4.0, metavar="MIB",
-        help="size of a request in MiB (default 4)",
+        help="size limit of a request body in MiB (default 4)",
     )  # fmt: skip
     parser.add_argument(
         "--timeout", type=real(TINY, "above 0"), default=600.0, metavar="SECONDS",
-        help="time of a request, its wait included (default 600)",
+        help="time limit of a request, including its wait in the queue (default 600)",
     )  # fmt: skip
     parser.add_argument(
         "--drain", type=real(0.0, "from 0 on"), default=60.0, metavar="SECONDS",
-        help="time that answers in flight have to end after SIGTERM (default 60)",
+        help="after SIGTERM, time for answers in flight to finish (default 60)",
     )  # fmt: skip
 
 
@@ -88,27 +93,27 @@ def add_engine(parser: Parser) -> None:
     """Add the options of the engine."""
     parser.add_argument(
         "--context", type=whole(1), metavar="N",
-        help="tokens of a prompt and its answer together; default the model's context",
+        help="limit of prompt and answer tokens together; default the model's context",
     )  # fmt: skip
     parser.add_argument(
-        "--cache-dtype", choices=["int8", "float8"], help="of the KV cache; default the compute "
+        "--cache-dtype", choices=["int8", "float8"], help="KV cache dtype; default the compute "
         "dtype",
     )  # fmt: skip
     parser.add_argument(
         "--decode-steps", type=whole(1, 64), default=8, metavar="N",
-        help="tokens of an answer that are computed before they are sent, while no prompt waits "
+        help="decode steps per call, whose tokens are sent together, while no prompt waits "
         "(default 8)",
     )  # fmt: skip
     add_drafts(parser)
     parser.add_argument(
         "--no-megakernel", action="store_true",
-        help="with --max-concurrency 1 on a GPU: kernels for each layer, not one for all",
+        help="with --max-concurrency 1 on a GPU: do not use one kernel for all layers",
     )  # fmt: skip
     parser.add_argument(
-        "--tensor", type=whole(1), default=1, metavar="N", help="devices that split the model "
+        "--tensor", type=whole(1), default=1, metavar="N", help="tensor-parallel devices "
         "(default 1)",
     )  # fmt: skip
     parser.add_argument(
         "--no-warm-up", action="store_true",
-        help="compile each program when a request first needs it, not before listening",
+        help="compile programs when a request first needs them, not at startup",
     )  # fmt: skip

@@ -67,7 +67,7 @@ class SamplingBody(Body):
         if len(self.stops) > MOST_STOPS or not all(self.stops):
             raise ValueError(f"stop must be at most {MOST_STOPS} strings, none of them empty")
         if self.stream_options and not self.stream:
-            raise ValueError("stream_options is for stream=true")
+            raise ValueError("stream_options needs stream=true")
         return self
 
     @property
@@ -134,9 +134,11 @@ class ChatBody(SamplingBody):
     @model_validator(mode="after")
     def _supported(self) -> "ChatBody":
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is for logprobs=true")
+            raise ValueError("top_logprobs needs logprobs=true")
         if self.forced_tools and self.response_format != {"type": "text"}:
-            raise ValueError("a tool_choice that forces a call leaves no room for response_format")
+            raise ValueError(
+                "a tool_choice that forces a call excludes response_format; leave one of them out"
+            )
         return self
 
     @property

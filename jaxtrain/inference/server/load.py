@@ -46,7 +46,7 @@ def served_adapter(saved: Saved, base: Served, name: str, path: Path) -> Served:
         return base._replace(name=name, adapter=True)
     config, tokenizer = load_resolved(folder / "config.yaml"), load_tokenizer(folder)
     if tokenizer.fingerprint != saved.tokenizer.fingerprint:
-        raise UserError(f"--adapter {name}={path}: its tokenizer is another one than the model's")
+        raise UserError(f"--adapter {name}={path}: its tokenizer differs from the model's")
     tuned = saved._replace(
         config=config, tokenizer_dir=folder, prompting=prompting(folder, tokenizer)
     )
@@ -59,7 +59,7 @@ def check_names(names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise UserError(
-                f"--adapter: {name} is the name of two models; give each a name of its own"
+                f"--adapter: {name} is the name of two models; give each a different name"
             )
 
 

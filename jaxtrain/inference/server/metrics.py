@@ -10,19 +10,19 @@ from jaxtrain.inference.server.engine_thread import EngineThread
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 GAUGES = {
-    "running": "Answers that are decoded at the moment",
-    "waiting": "Answers that wait for a place in the batch",
-    "pages_used": "Pages of the KV cache that answers hold",
-    "pages_total": "Pages of the KV cache",
+    "running": "Requests that are running",
+    "waiting": "Requests that wait in the queue",
+    "pages_used": "KV cache pages in use",
+    "pages_total": "KV cache pages in total",
 }
 COUNTS = {
-    "preemptions": "Answers that gave up their pages to older ones, and were computed again",
-    "prefix_hits": "Tokens of prompts that were found in the prefix cache",
-    "prompt_tokens": "Tokens of prompts, found or computed",
-    "new_tokens": "Tokens of answers",
-    "drafts": "Tokens that were guessed and tried (speculative decoding)",
-    "accepted_drafts": "Guessed tokens that were right",
-    "steps": "Steps of the engine",
+    "preemptions": "Preemptions of requests, whose tokens are recomputed later",
+    "prefix_hits": "Prompt tokens reused from the prefix cache",
+    "prompt_tokens": "Prompt tokens, reused or computed",
+    "new_tokens": "Generated tokens",
+    "drafts": "Draft tokens that were verified (speculative decoding)",
+    "accepted_drafts": "Draft tokens that were accepted",
+    "steps": "Engine steps",
 }
 
 
@@ -49,18 +49,21 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(thread))
         self.requests = Counter(
-            "jaxtrain_http_requests", "HTTP requests that have ended; status 499: the client left",
+            "jaxtrain_http_requests", "HTTP requests completed; status 499: client disconnected",
             ["path", "status"], registry=self.registry,
         )  # fmt: skip
         self.tokens = Counter(
-            "jaxtrain_tokens", "Tokens of prompts and of answers", ["kind"], registry=self.registry
+            "jaxtrain_tokens",
+            "Prompt tokens and generated tokens",
+            ["kind"],
+            registry=self.registry,
         )
         self.duration = Histogram(
-            "jaxtrain_http_request_seconds", "Seconds of a request, to its last byte", ["path"],
+            "jaxtrain_http_request_seconds", "Request latency in seconds", ["path"],
             registry=self.registry, buckets=SECONDS,
         )  # fmt: skip
         self.first_token = Histogram(
-            "jaxtrain_time_to_first_token_seconds", "Seconds from a request to its first token",
+            "jaxtrain_time_to_first_token_seconds", "Time to first token in seconds",
             registry=self.registry, buckets=SECONDS,
         )  # fmt: skip
 

@@ -35,7 +35,7 @@ def read_api_keys(file: Path | None, variable: str | None) -> list[str]:
         return []
     keys = [key.strip() for key in found if key.strip()]
     if not keys:
-        raise UserError(f"{where} holds no key")
+        raise UserError(f"{where}: it holds no key")
     if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
         raise UserError(f"{where}: a key must be of printable ASCII without spaces")
     return keys
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             return 130
         if not keys and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
-            print(f"note: all who reach {a.host} can use it; --api-key-file asks for a key",
+            print(f"note: anyone who reaches {a.host} can use it; --api-key-file requires a key",
                   file=sys.stderr)  # fmt: skip
         code = asyncio.run(listen(service, keys, bound, a.drain))
     if code:  # XLA aborts a process that ends while it still compiles or computes

@@ -136,7 +136,11 @@ class Service:
         if answers > most:
             refuse(f"the request asks for {answers} answers; at most {most} are in flight here")
         if len(self.thread.answers) + answers > most:
-            raise ApiError(429, f"{most} answers are in flight; try again", code="queue_full")
+            raise ApiError(
+                429,
+                f"{most} answers are in flight, the most that this server allows; try again later",
+                code="queue_full",
+            )
 
     # ---- answers -----------------------------------------------------------------------------
 

@@ -68,8 +68,8 @@ def read_format(chat: Chat) -> ToolFormat:
             ends = _visible(chat, called[begun:i]), _visible(chat, called[found[1] :])
             return ToolFormat(*ends, *_around_arguments(chat, called, begun, found[1]))
     raise UserError(
-        "this model's chat template writes tool calls in another form than JSON with name and "
-        "arguments, which is the only one that is read here; leave tools out"
+        "this model's chat template does not write tool calls as JSON with name and arguments, the "
+        "only supported format; leave tools out"
     )
 
 
@@ -82,7 +82,7 @@ def call_grammar(form: ToolFormat, tools: Sequence[dict[str, Any]]) -> Grammar:
     for i, tool in enumerate(tools):
         name = function_name(tool)
         if name is None:
-            raise UserError(f"tools[{i}] has no function with a name, which a call needs")
+            raise UserError(f"tools[{i}] must have a function with a name")
         schema = tool["function"].get("parameters") or {}
         if not isinstance(schema, dict):
             raise UserError(f"tools[{i}].function.parameters must be a JSON schema")

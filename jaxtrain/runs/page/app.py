@@ -193,7 +193,7 @@ class Page:
                 return await pass_on(await self.server.endpoint_of(run, step), request)
         asked = request.query_params.get("endpoint", "0")
         if not asked.isdecimal() or int(asked) >= len(self.endpoints):
-            raise UserError("no such server to chat with: start the page with --endpoint URL")
+            raise UserError("no such chat server: start the page with --endpoint URL")
         return await pass_on(self.endpoints[int(asked)], request)
 
     @contextlib.asynccontextmanager

@@ -30,11 +30,11 @@ def arguments_of(folder: RunFolder, asked: dict[str, Any]) -> list[str]:
     texts = {key: asked.get(key, "") for key in ("config", "overrides", "device", "devices")}
     for key, value in texts.items():
         if not isinstance(value, str):
-            raise UserError(f"{key} must be a text")
+            raise UserError(f"{key} must be a string")
     overrides = texts["overrides"].split()
     for one in overrides:
         if not re.match(r"[A-Za-z_][\w.]*=", one):
-            raise UserError(f"override {one!r} must be key.path=value, as train.steps=1000")
+            raise UserError(f"override {one!r} must be key.path=value, such as train.steps=1000")
     found = [f"--config={config_asked(folder, texts['config'])}", *overrides, "--json"]
     found += [f"--{key}={texts[key]}" for key in ("device", "devices") if texts[key]]
     return found

@@ -32,7 +32,7 @@ def endpoint_at(text: str) -> Endpoint:
     """Parse a server's URL. Raises UserError if it is invalid."""
     url = urlsplit(text.rstrip("/").removesuffix("/v1"))
     if url.scheme not in ("http", "https") or not url.hostname or url.username:
-        raise UserError(f"--endpoint {text}: must be a URL, as http://127.0.0.1:8000")
+        raise UserError(f"--endpoint {text}: must be a URL, such as http://127.0.0.1:8000")
     return Endpoint(url)
 
 

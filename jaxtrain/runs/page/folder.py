@@ -38,7 +38,7 @@ class RunFolder:
 
     def __init__(self, root: Path):
         if not root.is_dir():
-            raise UserError(f"{root} is not a folder: give one of runs, such as runs/")
+            raise UserError(f"{root} is not a folder: give a folder of runs, such as runs/")
         self.root = root.resolve()
         self.shown = root  # as the user typed it, for commands
         self._seen: dict[Path, tuple[tuple[int, ...], dict[str, Any]]] = {}
@@ -46,7 +46,7 @@ class RunFolder:
     def path(self, name: str, *parts: str) -> Path:
         """The path of a run, or of a file in it. Raises UserError if it is not in the folder."""
         if not is_text(name) or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise UserError(f"no run {name!r}: names are paths below {self.root.name}/")
+            raise UserError(f"no run {name!r}: give a path below {self.root.name}/")
         run_dir = self.root / name
         path = run_dir.joinpath(*parts)
         if not path.resolve().is_relative_to(self.root) or not self._is_run(run_dir):

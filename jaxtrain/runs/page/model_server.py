@@ -67,7 +67,7 @@ class ModelServer:
             raise UserError(f"step {step!r} must be a whole number")
         wanted = ServedModel(run, int(step) if step else None)
         if self.changing.locked() and self.model and self.model != wanted:
-            raise UserError(f"busy: {self.model.shown} is being loaded; ask again when it is there")
+            raise UserError(f"busy: {self.model.shown} is being loaded; try again when it is ready")
         async with self.changing:
             alive = self.process is not None and self.process.poll() is None
             if alive and self.model == wanted and self.endpoint:
