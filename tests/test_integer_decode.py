@@ -34,7 +34,7 @@ def opaque(tile, interpret, x_MK, codes, scales, layer_1):
 
 
 @pytest.mark.parametrize("method", ["int8", "int4"])
-@pytest.mark.slow
+@pytest.mark.quick("int4")
 def test_a_decode_step_copies_no_codes_of_a_layer(monkeypatch, method):
     monkeypatch.setattr(kernels, "call", opaque)
     c, graphdef, specs, params = build()

@@ -68,7 +68,6 @@ def members(tmp_path_factory):
     return directory, train_population(configs)
 
 
-@pytest.mark.slow
 def test_a_member_is_the_run_trained_alone(members, tmp_path):
     directory, results = members
     alone = train(config(tmp_path, "second", **SECOND | {"sample__prompts": "[]"}))
@@ -113,7 +112,6 @@ def test_each_member_has_a_run_directory_that_commands_take(members):
     assert any((first[name] != second[name]).any() for name in first)
 
 
-@pytest.mark.slow
 def test_a_population_that_was_killed_equals_the_uninterrupted_one(members, tmp_path):
     """Killed while the last checkpoints were written: one member has its own, the other not."""
     directory, _ = members

@@ -62,7 +62,7 @@ def hidden(saved, params):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.slow
+@pytest.mark.quick("llama")
 def test_scales_that_are_folded_change_nothing(name, saved_as):
     """Any scales: queries of one value head share those of its channels."""
     saved, random = saved_as(name), np.random.default_rng(1)
@@ -92,7 +92,7 @@ def test_scales_that_are_folded_change_nothing(name, saved_as):
 
 
 @pytest.mark.parametrize("method", ["awq", "w8a8"])
-@pytest.mark.slow
+@pytest.mark.quick("w8a8")
 def test_a_model_with_gains_needs_no_scale_of_an_input_and_loses_less(method, saved_as):
     """Less than rounding to nearest, where a few inputs are 20 times the others."""
     saved, options = saved_as("llama", loud=20.0), MethodOptions(16)

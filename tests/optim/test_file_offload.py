@@ -92,7 +92,7 @@ SLOW = [
 # Against the states on the host, which are compared with those on the device in test_offload.py.
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="compares operation by operation")
 @pytest.mark.parametrize("name", ["adamw", *SLOW])
-@pytest.mark.slow
+@pytest.mark.quick("adamw")
 def test_the_update_from_files_is_the_same_bit_for_bit(name, tmp_path):
     few = {"min_size": 20, "block_size": 4} if name == "adamw8bit" else {}
     few |= {"rank": 2} if name == "galore" else {}
@@ -116,7 +116,6 @@ def test_the_update_from_files_is_the_same_bit_for_bit(name, tmp_path):
     assert not (tmp_path / "states").exists()
 
 
-@pytest.mark.slow
 def test_a_checkpoint_brings_the_files_back_and_moves_states_into_and_out_of_them(tmp_path):
     mesh = mesh_of()
     with opened(begun(), mesh, tmp_path / "states") as (spec, loop), jax.set_mesh(mesh):

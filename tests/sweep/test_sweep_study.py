@@ -64,7 +64,6 @@ def test_two_workers_of_a_study_never_have_the_same_trial(tmp_path):
     theirs.close()
 
 
-@pytest.mark.slow
 def test_a_trial_without_a_sign_of_life_is_queued_again_with_its_values(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "known_gone", lambda holder: None)  # as on another machine
     _, queues = open_sweep(write_sweep(tmp_path, trials=1, heartbeat=0.5))
