@@ -29,7 +29,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(mirror, "POLL", 0.01)
 
 
-@pytest.mark.slow
 def test_copies_go_there_and_back_through_faults(tmp_path, s3):
     c = config(s3.bucket())
     save(tmp_path / "one", 7)

@@ -51,7 +51,6 @@ def forward_inputs(saved, tokens_BT, monkeypatch):
     return [np.asarray(x, np.float64) for x in jax.jit(forward)(saved.params, tokens_BT)]
 
 
-@pytest.mark.slow
 def test_statistics_are_those_of_the_forward_pass(saved, tmp_path, monkeypatch):
     batches = rows_of(saved, tmp_path, 16)
     assert [b.tokens_BT.shape for b in batches] == [(8, 32), (8, 32)]

@@ -16,7 +16,6 @@ from jaxtrain.inference.engine import Engine
 # ---- load, and clients that leave ----------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_many_clients_get_their_own_answers(server, saved):
     texts = [f"{i}: the" for i in range(12)]
     ask = lambda text: server.client().completions.create(
@@ -65,7 +64,6 @@ def test_a_client_that_leaves_frees_its_place(saved, stream):
         assert post(one, COMPLETION, LONG | {"max_tokens": 2})[0] == 200
 
 
-@pytest.mark.slow
 def test_what_is_more_than_the_queue_is_refused(saved):
     limits = LIMITS._replace(concurrency=1, queue=1)
     with live(saved, limits, kind=SlowEngine) as one:
