@@ -236,7 +236,9 @@ def test_a_store_that_is_down_at_a_start_is_an_error(tmp_path, url, faults):
         raise OSError("503 Slow Down")
 
     faults(before)
-    with pytest.raises(UserError, match=r"cannot be read \(OSError: 503 Slow Down\); checkpoint.m"):
+    with pytest.raises(
+        UserError, match=r"cannot be read \(OSError: 503 Slow Down\); set checkpoint.m"
+    ):
         taken(tmp_path / "two", config(url))
 
 
