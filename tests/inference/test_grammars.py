@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from engine_cases import finish
-from tiny import byte_model, random_run
+from tiny import FEW_PARTS, assignments, byte_model, random_run
 
 from jaxtrain.inference.engine import (
     EngineOptions,
@@ -28,7 +28,8 @@ OBJECT = Grammar("json_schema", json.dumps(SCHEMA))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    fields = byte_model(128, "train.precision=float32", "model.depth=1")
+    more = assignments(**FEW_PARTS)
+    fields = byte_model(128, "train.precision=float32", "model.depth=1", *more)
     return random_run(tmp_path_factory.mktemp("run"), fields)
 
 
