@@ -38,9 +38,8 @@ def several(steps, **fields):
 
 
 def requests_of(texts, **changes):
-    return [
-        Request(f"r{i}", text, MIX[i % len(MIX)]._replace(**changes)) for i, text in enumerate(texts)
-    ]
+    how = [MIX[i % len(MIX)]._replace(**changes) for i in range(len(texts))]
+    return [Request(f"r{i}", text, one) for i, (text, one) in enumerate(zip(texts, how))]
 
 
 @pytest.fixture

@@ -33,9 +33,7 @@ def engine_of(name: str, options: EngineOptions) -> Engine:
     return Engine(c, graphdef, params, letters(), options=options)
 
 
-@pytest.mark.parametrize(
-    ("name", "drafts", "steps"), [("nanochat", 3, 1), ("plain latent", 2, 3)]
-)
+@pytest.mark.parametrize(("name", "drafts", "steps"), [("nanochat", 3, 1), ("plain latent", 2, 3)])
 @pytest.mark.slow
 def test_its_guesses_change_no_token(name, drafts, steps):
     """Greedy and sampled texts, whose prompts take one part and several; some share pages."""
