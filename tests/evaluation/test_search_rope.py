@@ -163,7 +163,7 @@ def test_of_a_trained_model_the_search_finds_fewer_bits_than_its_seeds(
     devices = jax.devices()[:1]  # a step of eight takes longer
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
     fields = {"data__tokenizer": "{name: bytes}", "model__depth": 1, "model__head_dim": 16}
-    fields |= {"train__steps": 60, "train__batch_size": 16, "train__device_batch_size": 16}
+    fields |= {"train__steps": 100, "train__batch_size": 16, "train__device_batch_size": 16}
     given = run_overrides(tmp_path, **fields, **FEW_PARTS)
     given = [one for one in given if not one.startswith("data.tokenizer.vocab_size")]
     result = train(load_config(None, given))
