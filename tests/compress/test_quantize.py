@@ -37,7 +37,7 @@ def test_the_table_and_the_command_line_name_the_same_methods():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "plain"
-    return random_run(folder, byte_model(32, "data.train.path=tinyshakespeare"))
+    return random_run(folder, byte_model(32, "data.train.path=tinyshakespeare", "model.depth=1"))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def close_logits(method, found, wanted):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["int4", "gptq", "w8a8"])
+@pytest.mark.parametrize("method", ["int4", "w8a8"])
 @pytest.mark.slow
 def test_a_quantized_folder_is_held_packed_and_computes_as_its_arrays(
     run, text, tmp_path, capsys, method
@@ -114,8 +114,8 @@ def test_gptq_moves_the_hidden_states_less_than_rounding_to_nearest(run):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "method"),
-    [*((EXPERTS, method) for method in ("int4", "gptq", "w8a8", "nf4")), (LATENT, "gptq")],
-    ids=["experts-int4", "experts-gptq", "experts-w8a8", "experts-nf4", "latent-gptq"],
+    [*((EXPERTS, method) for method in ("int4", "w8a8", "nf4")), (LATENT, "gptq")],
+    ids=["experts-int4", "experts-w8a8", "experts-nf4", "latent-gptq"],
 )
 def test_experts_and_latent_attention_are_quantized_as_well(method, fields):
     graphdef, specs = split(Transformer(resolved(**fields), 61))
@@ -191,7 +191,7 @@ def test_shapes_and_damage_are_one_line(run, tmp_path):
         METHODS["nf4"].quantize(jnp.ones((9, 3)), None, MethodOptions())
     small = quantize_params(saved.params, saved.specs, "int8")
     broken = {**small["blocks"]["ffn"]}
-    broken["up"] = jax.tree.map(lambda x: x[:1], broken["up"])
+    broken["up"] = jax.tree.map(lambda x: np.concatenate([x, x]), broken["up"])
     small["blocks"] = {**small["blocks"], "ffn": broken}
     save_model(tmp_path / "bad", saved.config, small, saved.tokenizer)
     with pytest.raises(UserError, match="blocks/ffn/up is .*, the model needs"):
@@ -206,6 +206,7 @@ def test_a_model_trained_with_rounding_is_quantized_to_itself(bits, precision, t
     run = random_run(
         tmp_path / "run",
         byte_model(32, f"data.train.path={text}", f"model.weight_form={json.dumps(form)}",
+                   "model.depth=1",
                    f"train.precision={precision}"),
     )  # fmt: skip
     assert quantized(run, text, bits, tmp_path / "small") == 0

@@ -17,29 +17,32 @@ LATENT = {
 }  # fmt: skip
 MODELS = {  # two layers unless depth is named
     "nanochat": {},
-    "grouped": {"kv_heads": 2, "attention_softcap": 5.0},
+    "grouped": {"kv_heads": 2, "attention_softcap": 5.0, "bigram_rows": 97},
     "latent": LATENT,
-    "bigrams": {"bigram_rows": 97, "kv_heads": 1},
-    "shared_kv": {"share_kv": "adjacent", "depth": 4},
-    "experts": {"moe": {"experts": 4, "top_k": 2, "hidden": 16}},
-    "learned": {"position_embedding": "learned", "context_length": 48},
-    "windows": {
-        "window_pattern": "S", "last_layer_full": False, "smear": False, "value_embeddings": False,
-    },
-    "prompt": {"prompt": 4},
-    "prefix": {"prefix": 6, "kv_heads": 2},
-    "longrope": {
+    "shared_kv": {
+        "share_kv": "adjacent", "depth": 4, "kv_heads": 2,
         "rope_scaling": {
             "name": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0,
             "original_context": 2,
         },
     },
+    "experts": {
+        "moe": {"experts": 4, "top_k": 2, "hidden": 16}, "position_embedding": "learned",
+        "context_length": 48,
+    },
+    "windows": {
+        "window_pattern": "S", "last_layer_full": False, "smear": False, "value_embeddings": False,
+        "backout": False, "residual_scales": False, "depth": 1,
+    },
+    "prompt": {"prompt": 4},
+    "prefix": {"prefix": 6, "kv_heads": 2},
     "plain": {  # for what the host does
         "smear": False, "backout": False, "residual_scales": False, "value_embeddings": False,
         "window_pattern": "L", "depth": 1,
     },
 }  # fmt: skip
 OPTIONS = EngineOptions(slots=4, page_size=4, chunk=6, prefill_rows=2, context=48)
+SINGLE = OPTIONS._replace(decode_steps=1)  # half as many programs
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_stop=True)
 
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
-from engine_cases import GREEDY, OPTIONS, letters, model, prompts, run
+from engine_cases import GREEDY, SINGLE, letters, model, prompts, run
 from server_cases import alone, live
-from tiny import byte_model, random_params, random_run
+from tiny import FEW_PARTS, assignments, byte_model, random_params, random_run
 
 from jaxtrain.cli import main
 from jaxtrain.finetune import LoRAConfig, flatten, lora_scale, make_partition, unflatten
@@ -49,10 +49,10 @@ def asked(texts, names):
     return [Request(f"r{i}", x, GREEDY, adapter=names[i]) for i, x in enumerate(texts)]
 
 
-@pytest.mark.parametrize(("name", "drafts"), [("plain", 0), ("nanochat", 3)])
 @pytest.mark.slow
-def test_each_request_of_a_mixed_batch_gets_what_its_merged_model_says(name, drafts):
-    c, graphdef, specs, params = model(name)
+def test_each_request_of_a_mixed_batch_gets_what_its_merged_model_says():
+    """Of two layers, and of guessed tokens."""
+    c, graphdef, specs, params = model("nanochat")
     params = jax.device_put(params)
     adapters = [
         tuned(specs, params, i, rank=rank, targets=targets)
@@ -63,11 +63,11 @@ def test_each_request_of_a_mixed_batch_gets_what_its_merged_model_says(name, dra
     merged = {None: params} | dict(zip(RANKS, jax.device_put([one for _, one, _ in adapters])))
     wanted = {}
     for request in asked(texts, names):
-        alone = Engine(c, graphdef, merged[request.adapter], letters(), options=OPTIONS)
+        alone = Engine(c, graphdef, merged[request.adapter], letters(), options=SINGLE)
         wanted |= run(alone, [request._replace(adapter=None)])
     assert len({tokens for tokens, _, _ in wanted.values()}) == 5
     both = with_adapters(params, changes_of(adapters, params))
-    options = OPTIONS._replace(drafts=drafts)
+    options = SINGLE._replace(drafts=3)
     engine = Engine(c, graphdef, both, letters(), options=options, adapters=list(RANKS))
     assert run(engine, asked(texts, names)) == wanted
     # One prompt of two adapters: neither may read the other's pages, but its own.
@@ -96,7 +96,7 @@ def test_a_row_without_an_adapter_has_the_plain_product():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    fields = byte_model(64, "train.precision=float32", "model.head_dim=8")
+    fields = byte_model(64, "train.precision=float32", *assignments(**FEW_PARTS))
     return random_run(tmp_path_factory.mktemp("run"), fields)
 
 
@@ -110,12 +110,11 @@ def lora_run(folder, base, seed=1, **fields):
     return folder
 
 
-@pytest.mark.parametrize("fields", [{"rank": 3, "rslora": True}, {"dora": True, "rank": 4}])
 @pytest.mark.slow
-def test_runs_and_folders_of_pefts_are_read(base, tmp_path, fields):
-    run_dir = lora_run(tmp_path / "tuned", base, **fields)
+def test_runs_and_folders_of_pefts_are_read(base, tmp_path):
+    run_dir = lora_run(tmp_path / "tuned", base, rank=3, rslora=True, dora=True)
     adapter = run_dir / "model" / "adapter"
-    options = EngineOptions(slots=2, page_size=8, chunk=16)
+    options = EngineOptions(slots=1, page_size=8, chunk=16, decode_steps=1)
     both = options._replace(adapters=(("run", run_dir), ("peft", adapter)))
     engine, merged = load_engine(base, None, both), load_engine(run_dir, None, options)
     text = (256, *b"To be, or not to be")
@@ -139,11 +138,11 @@ def test_a_quantized_base_is_kept_packed():
     )
     merged = tuned(specs, plain, 1, rank=3)[1]
     texts, names = prompts(9, 17, 5), ["a", None, "a"]
-    engine = Engine(c, graphdef, both, letters(), options=OPTIONS, adapters=["a"])
+    engine = Engine(c, graphdef, both, letters(), options=SINGLE, adapters=["a"])
     found = run(engine, asked(texts, names))
     for request in asked(texts, names):
         weights = jax.device_put(plain if request.adapter is None else merged)
-        alone = Engine(c, graphdef, weights, letters(), options=OPTIONS)
+        alone = Engine(c, graphdef, weights, letters(), options=SINGLE)
         wanted = run(alone, [request._replace(adapter=None)])[request.id]
         assert found[request.id] == wanted
 
@@ -151,7 +150,8 @@ def test_a_quantized_base_is_kept_packed():
 @pytest.mark.slow
 def test_on_two_devices_adapters_say_the_same(base, tmp_path):
     run_dir = lora_run(tmp_path / "tuned", base, rank=2, dora=True)
-    options = EngineOptions(slots=2, page_size=8, chunk=16, adapters=(("a", run_dir),))
+    options = EngineOptions(slots=2, page_size=8, chunk=16, decode_steps=1)
+    options = options._replace(adapters=(("a", run_dir),))
     requests = [Request(f"{i}", (256, 65, 66), GREEDY, adapter=x) for i, x in enumerate("a")]
     requests.append(Request("none", (256, 65, 66), GREEDY))
     found = [run(load_engine(base, None, options._replace(tensor=n)), requests) for n in (1, 2)]
@@ -249,7 +249,8 @@ def test_what_is_no_adapter_of_the_model_is_refused(base, tmp_path, change, mess
 
 @pytest.mark.slow
 def test_another_base_is_refused(base, tmp_path):
-    fields = byte_model(64, "train.precision=float32", "model.head_dim=8", "model.width=48")
+    more = assignments(**FEW_PARTS)
+    fields = byte_model(64, "train.precision=float32", "model.width=48", *more)
     other = random_run(tmp_path / "other", fields)
     folder = lora_run(tmp_path / "tuned", other, rank=2)
     with pytest.raises(UserError, match="it was tuned from another model"):

@@ -8,6 +8,7 @@ from engine_cases import (
     GREEDY,
     MODELS,
     OPTIONS,
+    SINGLE,
     expected,
     finish,
     letters,
@@ -36,8 +37,9 @@ def several(steps, **fields):
     return OPTIONS._replace(decode_steps=steps, **fields)
 
 
-def requests_of(texts):
-    return [Request(f"r{i}", text, MIX[i % len(MIX)]) for i, text in enumerate(texts)]
+def requests_of(texts, **changes):
+    how = [MIX[i % len(MIX)]._replace(**changes) for i in range(len(texts))]
+    return [Request(f"r{i}", text, one) for i, (text, one) in enumerate(zip(texts, how))]
 
 
 @pytest.fixture
@@ -73,13 +75,13 @@ def with_logprobs(engine, requests):
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "fields"),
-    [("nanochat", 3, {"pages": 14}), ("windows", 5, {"drafts": 2})],
+    ("name", "steps", "fields", "changes"),
+    [("nanochat", 3, {"pages": 14}, {"logprobs": 1}), ("windows", 5, {"drafts": 2}, {})],
 )
 @pytest.mark.slow
-def test_the_texts_are_those_of_single_steps(name, steps, fields):
+def test_the_texts_are_those_of_single_steps(name, steps, fields, changes):
     """With whatever neighbours, and however many pages and guessed tokens."""
-    requests, alone = requests_of(prompts(*LENGTHS)), {}
+    requests, alone = requests_of(prompts(*LENGTHS), **changes), {}  # logprobs: of one sampler
     engine = make_engine(name, several(1))
     for request in requests:
         alone |= with_logprobs(engine, [request])
@@ -182,7 +184,7 @@ def test_tokens_of_a_call_are_in_their_order():
     assert np.array_equal(tokens, run(make_engine(), [Request("a", repeated, how)])["a"][0])
 
 
-@pytest.mark.parametrize("name", ["shared_kv", "experts", "prompt"])
+@pytest.mark.parametrize("name", ["shared_kv", "experts"])
 @pytest.mark.slow
 def test_layers_that_are_arrays_of_their_own_change_nothing(name):
     c, graphdef, specs, params = model(name)
@@ -190,7 +192,7 @@ def test_layers_that_are_arrays_of_their_own_change_nothing(name):
     apart = jax.tree.map(lambda x: x, params)
     take_apart(apart, specs)
     assert isinstance(apart["blocks"]["attention"]["out"], LayersApart)
-    engine = Engine(c, graphdef, apart, letters(), options=OPTIONS)
+    engine = Engine(c, graphdef, apart, letters(), options=SINGLE._replace(prefill_rows=1))
     assert tokens_of(engine, texts) == expected(name, texts, 10)
 
 
@@ -224,7 +226,7 @@ def test_apart_scanned_layers_are_put_together_again():
 def test_as_many_requests_join_as_a_prefill_takes(calls):
     """Two of five a call, in their order; all decode one token between the parts of prompts."""
     engine, joined = make_engine(options=several(8, slots=5)), []
-    requests = requests_of(prompts(3, 4, 5, 6, 2))
+    requests = requests_of(prompts(3, 4, 5, 6, 2), logprobs=0)
     for request in requests:
         engine.add(request)
     while engine.busy:

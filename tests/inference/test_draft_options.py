@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from server_cases import TEMPLATE
-from tiny import byte_model, random_run
+from tiny import FEW_PARTS, assignments, byte_model, random_run
 
 from jaxtrain.cli import COMMANDS
 from jaxtrain.cli import main as jaxtrain
@@ -27,6 +27,7 @@ def run(tmp_path_factory):
     (folder / "template.jinja").write_text(TEMPLATE)
     talk = f"data.train={{name: chat, path: x.jsonl, template: {folder / 'template.jinja'}}}"
     fields = byte_model(64, "train.precision=float32", "objective.name=mtp", talk)
+    fields += ["model.depth=1", *assignments(**FEW_PARTS)]
     return random_run(folder / "run", [*fields, "data.packing.name=padded"])
 
 

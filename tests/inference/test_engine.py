@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from engine_cases import (
     GREEDY,
-    MODELS,
     OPTIONS,
+    SINGLE,
     expected,
     finish,
     make_engine,
@@ -28,6 +28,8 @@ from jaxtrain.inference.engine.programs import EngineModel
 from jaxtrain.settings import UserError
 
 LENGTHS = 3, 17, 9, 1, 20, 8
+WHOLE = "grouped", "latent", "shared_kv", "experts", "prompt", "prefix"
+FEW_PAGES = OPTIONS._replace(pages=10)
 WARM = SamplingParams(max_tokens=8, temperature=0.9, ignore_stop=True)
 MIX = (
     WARM, WARM._replace(seed=7, top_k=5), WARM._replace(top_p=0.7, seed=2**40 + 3),
@@ -36,7 +38,7 @@ MIX = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.quick("prompt")
 def test_greedy_tokens_are_those_of_the_full_forward_pass(name):
     texts = prompts(*LENGTHS)
@@ -49,7 +51,8 @@ def test_greedy_tokens_are_those_of_the_full_forward_pass(name):
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
 def test_a_cache_of_8_bits_stays_close(dtype):
     texts = prompts(*LENGTHS)
-    found = tokens_of(make_engine("grouped", OPTIONS._replace(cache_dtype=dtype)), texts)
+    options = SINGLE._replace(slots=1, cache_dtype=dtype)
+    found = tokens_of(make_engine("grouped", options), texts)
     assert np.mean(np.array(found) == expected("grouped", texts, 10)) > 0.5
 
 
@@ -63,7 +66,7 @@ def test_a_sample_depends_on_its_request_alone():
     texts = prompts(3, 17, 9, 1, 20, 8, 17)
     texts[6] = (*texts[1][:12], *texts[6][:5])
     requests = requests_of(texts)
-    engine = make_engine(options=OPTIONS._replace(pages=10))
+    engine = make_engine(options=FEW_PAGES)
     alone = {}
     for request in requests:
         alone |= run(engine, [request])
@@ -77,10 +80,10 @@ def test_a_sample_depends_on_its_request_alone():
 
 @pytest.mark.slow
 def test_a_short_prompt_does_not_wait_for_a_long_one():
-    engine = make_engine()
-    long, short = requests_of(prompts(40, 3))
+    engine = make_engine(options=FEW_PAGES)
+    long, short = requests_of(prompts(30, 3))
     engine.add(long)
-    engine.step()  # its first part, of seven
+    engine.step()  # its first part, of five
     engine.add(short)
     first = [update.id for _ in range(2) for update in engine.step() if update.tokens]
     assert short.id in first and long.id not in first
@@ -91,8 +94,8 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
 @pytest.mark.slow
 def test_a_sample_does_not_depend_on_chunks_or_the_prefix_cache():
     requests = requests_of(prompts(*LENGTHS))
-    whole = make_engine(options=OPTIONS._replace(chunk=32, prefix_cache=False))
-    assert run(whole, requests) == run(make_engine(), requests)
+    whole = make_engine(options=FEW_PAGES._replace(chunk=32, prefix_cache=False))
+    assert run(whole, requests) == run(make_engine(options=FEW_PAGES), requests)
     assert whole.stats().prefix_hits == 0
 
 
@@ -100,7 +103,8 @@ def test_a_sample_does_not_depend_on_chunks_or_the_prefix_cache():
 def test_requests_join_at_any_step():
     texts = prompts(*LENGTHS)
     requests = requests_of(texts)
-    alone, engine, late = run(make_engine(), requests), make_engine(), {}
+    alone, engine = (make_engine(options=FEW_PAGES) for _ in range(2))
+    alone, late = run(alone, requests), {}
     for request in requests:
         engine.add(request)
         for update in [*engine.step(), *engine.step()]:
@@ -113,7 +117,7 @@ def test_requests_join_at_any_step():
 
 @pytest.mark.slow
 def test_other_parameters_compile_nothing():
-    engine, texts = make_engine(options=OPTIONS._replace(slots=3)), prompts(*LENGTHS)
+    engine, texts = make_engine(options=SINGLE._replace(slots=2)), prompts(*LENGTHS)
     engine.warm_up()
     compiled = []
     listen = lambda event, duration_secs, **_: compiled.append(event)
@@ -151,8 +155,8 @@ def test_guessed_tokens_change_nothing():
     sampling = GREEDY._replace(max_tokens=14), WARM._replace(max_tokens=14, temperature=0.3)
     requests = [Request(f"r{i}", text, sampling[i % 2]) for i, text in enumerate(texts)]
     requests.append(requests[1]._replace(id="p", sampling=MIX[3]._replace(frequency_penalty=0.3)))
-    engine = make_engine("nanochat", OPTIONS._replace(drafts=3))
-    assert run(engine, requests) == run(make_engine("nanochat"), requests)
+    engine = make_engine(options=SINGLE._replace(drafts=3))
+    assert run(engine, requests) == run(make_engine(options=FEW_PAGES), requests)
     assert engine.stats().accepted_drafts > 0
 
 
@@ -161,13 +165,13 @@ def test_guessed_tokens_change_nothing():
 def test_what_a_small_model_guesses_changes_nothing(guesser):
     """The model itself is always right, another with random weights nearly never."""
     c, graphdef, _, params = model(guesser)
-    options = OPTIONS._replace(drafts=3, pages=24)
+    options = SINGLE._replace(drafts=3, pages=24)
     engine = make_engine("plain", options, drafter=EngineModel(c, graphdef, params))
     # It guesses by the temperature alone: what top-k and top-p leave out is guessed as well.
     how = WARM, WARM._replace(seed=7), GREEDY
     texts = zip(prompts(3, 17, 9), how, strict=True)
     requests = [Request(f"r{i}", text, one) for i, (text, one) in enumerate(texts)]
-    assert run(engine, requests) == run(make_engine("plain"), requests)
+    assert run(engine, requests) == run(make_engine(options=FEW_PAGES), requests)
     stats = engine.stats()
     right = stats.accepted_drafts / stats.drafts
     assert right == 1 if guesser == "plain" else right < 0.3
@@ -187,7 +191,7 @@ def test_a_text_that_repeats_itself_is_guessed():
 def test_pages_behind_all_windows_are_free_again(drafts):
     """Windows of 5 tokens, so that a text of 45 needs 3 pages of 4 at its end."""
     (text,), sampling = prompts(17), GREEDY._replace(max_tokens=28)
-    engine = make_engine("windows", OPTIONS._replace(drafts=drafts, decode_steps=1))
+    engine = make_engine("windows", SINGLE._replace(drafts=drafts))
     engine.add(Request("a", text, sampling))
     held, tokens = [], ()
     while engine.busy:
@@ -205,7 +209,7 @@ def test_pages_behind_all_windows_are_free_again(drafts):
 def test_freed_pages_of_others_change_nothing():
     """Beside requests that run out of pages, and take the free ones."""
     few, texts = (
-        make_engine("windows", OPTIONS._replace(pages=13, drafts=2)),
+        make_engine("windows", SINGLE._replace(pages=13, drafts=2)),
         prompts(*LENGTHS),
     )
     assert tokens_of(few, texts) == expected("windows", texts, 10)
@@ -232,7 +236,7 @@ def test_no_page_is_lost(data):
         match data.draw(st.sampled_from(["add", "step", "step", "cancel"])):
             case "add":
                 text = texts[data.draw(st.integers(0, 6))]
-                engine.add(Request(f"r{asked}", text, MIX[data.draw(st.integers(0, 6))]))
+                engine.add(Request(f"r{asked}", text, WARM._replace(seed=asked)))
                 asked += 1
             case "step":
                 ended += [u.id for u in engine.step() if u.finish_reason]

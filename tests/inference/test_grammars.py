@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from engine_cases import finish
-from tiny import byte_model, random_run
+from tiny import FEW_PARTS, assignments, byte_model, random_run
 
 from jaxtrain.inference.engine import (
     EngineOptions,
@@ -18,6 +18,7 @@ from jaxtrain.inference.engine import (
 from jaxtrain.settings import UserError
 
 OPTIONS = EngineOptions(slots=3, page_size=8, chunk=16, decode_steps=1)
+GUESSING = OPTIONS._replace(drafts=3, pages=9)  # fewer than three texts need
 DATE = Grammar("regex", "[0-9]{4}-[0-9]{2}")
 SCHEMA = {
     "type": "object", "additionalProperties": False, "required": ["name", "ok"],
@@ -28,7 +29,8 @@ OBJECT = Grammar("json_schema", json.dumps(SCHEMA))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    fields = byte_model(128, "train.precision=float32", "model.depth=1")
+    more = assignments(**FEW_PARTS)
+    fields = byte_model(128, "train.precision=float32", "model.depth=1", *more)
     return random_run(tmp_path_factory.mktemp("run"), fields)
 
 
@@ -59,14 +61,14 @@ def test_the_text_matches_beside_others(saved):
 
 @pytest.mark.slow
 def test_the_text_with_guesses_is_that_without(saved):
-    guessing = load_engine(saved, None, OPTIONS._replace(drafts=3))
+    guessing = load_engine(saved, None, GUESSING)
     assert answers(guessing, *ASKED) == answers(load_engine(saved, None, OPTIONS), *ASKED)
 
 
 @pytest.mark.slow
 def test_preempted_it_goes_on_in_the_same_text(saved):
     asked = [(DATE._replace(source="[ab]{20}"), {}) for _ in range(3)]
-    few = load_engine(saved, None, OPTIONS._replace(pages=9, page_size=4))
+    few = load_engine(saved, None, GUESSING)
     found = answers(few, *[(g, {"max_tokens": 24}) for g, _ in asked])
     assert found == answers(load_engine(saved, None, OPTIONS), *asked)
     assert few.stats().preemptions > 0 and all(re.fullmatch("[ab]{20}", x[1]) for x in found)

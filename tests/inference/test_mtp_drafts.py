@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_cases import GREEDY, MODELS, OPTIONS, letters, prompts, run
+from engine_cases import GREEDY, LATENT, MODELS, OPTIONS, SINGLE, letters, prompts, run
 from flax import nnx
 from test_adapters import changes_of, tuned
-from tiny import build, byte_model, random_run
+from tiny import FEW_PARTS, assignments, build, byte_model, random_run
 
 from jaxtrain.cli import main
 from jaxtrain.inference.engine import Engine, EngineOptions, Request, load_engine
@@ -24,7 +24,8 @@ GUESSED = {"drafts": 2, "draft_mtp": True}
 
 @functools.cache
 def with_module(name):
-    return build(**MODELS[name], mtp=1)
+    fields = MODELS["plain"] | LATENT if name == "plain latent" else MODELS[name]
+    return build(**fields, mtp=1)
 
 
 def engine_of(name: str, options: EngineOptions) -> Engine:
@@ -32,14 +33,15 @@ def engine_of(name: str, options: EngineOptions) -> Engine:
     return Engine(c, graphdef, params, letters(), options=options)
 
 
-@pytest.mark.parametrize(("name", "drafts"), [("plain", 1), ("nanochat", 3), ("latent", 2)])
+@pytest.mark.parametrize(("name", "drafts", "steps"), [("nanochat", 3, 1), ("plain latent", 2, 3)])
 @pytest.mark.slow
-def test_its_guesses_change_no_token(name, drafts):
+def test_its_guesses_change_no_token(name, drafts, steps):
     """Greedy and sampled texts, whose prompts take one part and several; some share pages."""
     texts = [*prompts(3, 17, 9, 1), prompts(3, 17)[1][:12]]
     requests = [Request(f"r{i}", text, (GREEDY, WARM)[i % 2]) for i, text in enumerate(texts)]
-    engine = engine_of(name, LONG._replace(drafts=drafts, draft_mtp=True))
-    assert run(engine, requests) == run(engine_of(name, LONG), requests)
+    options = SINGLE._replace(drafts=drafts, draft_mtp=True, decode_steps=steps)
+    engine = engine_of(name, options)
+    assert run(engine, requests) == run(engine_of(name, SINGLE), requests)
     counts = engine.stats()
     assert counts.drafts > 0 and counts.acceptance == counts.accepted_drafts / counts.drafts
 
@@ -79,7 +81,7 @@ def test_its_guesses_are_those_of_a_full_forward_pass():
 def test_keys_that_the_module_lacks_change_no_token():
     """Pages that the prefix cache knows hold any keys of the module's: noise here."""
     first = prompts(17, 9)
-    engine, plain = (engine_of("plain", LONG._replace(**o)) for o in (GUESSED, {}))
+    engine, plain = (engine_of("plain", SINGLE._replace(**o)) for o in (GUESSED, {}))
     ends = run(engine, [Request(f"a{i}", text, GREEDY) for i, text in enumerate(first)])
     # They go on behind their own texts, of which the pages are known, and behind half of a prompt.
     more = [(*text, *ends[f"a{i}"][0], 3, 1, 4) for i, text in enumerate(first)]
@@ -106,7 +108,7 @@ def test_requests_with_adapters_are_guessed_for_too():
         for i, text in enumerate([*prompts(9, 17, 5, 9), prompts(9)[0]])
     ]
     make = lambda o: Engine(
-        c, graphdef, both, letters(), options=LONG._replace(**o), adapters=names
+        c, graphdef, both, letters(), options=SINGLE._replace(**o), adapters=names
     )
     engine = make(GUESSED)
     found = run(engine, asked)
@@ -115,27 +117,25 @@ def test_requests_with_adapters_are_guessed_for_too():
 
 
 FOLDERS = {
-    "one module": (["objective.name=mtp"], {}),
-    "the first of two": (["objective={name: mtp, depth: 2}"], {}),
-    "split heads": (["objective.name=mtp"], {"tensor": 2}),
-    "a cache of integers": (["objective.name=mtp"], {"cache_dtype": "int8"}),
-    "packed weights": (["objective.name=mtp"], {"quantized": True}),
+    "the first of two, split heads": (["objective={name: mtp, depth: 2}"], {"tensor": 2}),
+    "packed weights, a cache of integers": (["objective.name=mtp"], {"cache_dtype": "int8"}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fields", "how"), FOLDERS.values(), ids=FOLDERS)
 def test_the_module_of_a_model_on_disk_guesses(fields, how, tmp_path):
-    run_dir = random_run(tmp_path / "a", byte_model(64, "train.precision=float32", *fields))
-    if how.get("quantized"):
+    given = [*assignments(**FEW_PARTS), "model.depth=1", "train.precision=float32", *fields]
+    run_dir = random_run(tmp_path / "a", byte_model(64, *given))
+    if "cache_dtype" in how:
         (text := tmp_path / "text.txt").write_text(
             "To be, or not to be, that is the question. " * 9
         )
         argv = ["quantize", str(run_dir), "--method", "int8", "--out", str(tmp_path / "q")]
         assert main([*argv, "--text", str(text)]) == 0
-        run_dir, how = tmp_path / "q", {}
-    options = LONG._replace(context=64, page_size=8, **how)
-    texts = ["To be, or not", "A", "We few, we happy few, we band of brothers"]
+        run_dir = tmp_path / "q"
+    options = SINGLE._replace(slots=2, context=64, page_size=8, **how)
+    texts = ["To be, or not", "We few, we happy few"]
     requests = [
         Request(f"r{i}", (256, *text.encode()), GREEDY._replace(max_tokens=20))
         for i, text in enumerate(texts)

@@ -115,10 +115,10 @@ def test_requests_run_by_what_is_compiled_and_a_second_start_compiles_nothing(tm
     texts = prompts(3, 17, 9)
     how = GREEDY, GREEDY._replace(temperature=0.8), GREEDY._replace(temperature=0.8, top_k=5)
     requests = [Request(f"r{i}", text, how[i]) for i, text in enumerate(texts)]
-    engine, gate = make_engine("plain", OPTIONS._replace(slots=3)), threading.Event()
+    engine, gate = make_engine("plain", OPTIONS._replace(slots=1)), threading.Event()
     expected, events = run(make_engine("plain"), requests), Counter()
     lower, count = Programs.lower, lambda event, **_: events.update([event])
-    again = make_engine("plain", OPTIONS._replace(slots=3))
+    again = make_engine("plain", OPTIONS._replace(slots=1))
 
     def lower_gated(self, key, *where):
         if key not in first:
@@ -144,7 +144,7 @@ def test_requests_run_by_what_is_compiled_and_a_second_start_compiles_nothing(tm
         jax.clear_caches()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Programs, "lower", lower_gated)
-            assert engine.warm_up(beside=True) == 18
+            assert engine.warm_up(beside=True) == 10
             ready = [one.done() for one in engine.compiler.coming.values()]
             assert ready.count(True) == len(first) == 4
             assert run(engine, requests) == expected

@@ -15,18 +15,19 @@ from pathlib import Path
 
 import openai
 import pytest
-from tiny import byte_model, random_run
+from tiny import FEW_PARTS, assignments, byte_model, random_run
 
 from jaxtrain.cli import main
 from jaxtrain.inference.server import serve
 from jaxtrain.inference.server.load import served_name
 
-CONTEXT = 4096
+CONTEXT = 512
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    return random_run(tmp_path_factory.mktemp("runs") / "shakespeare", byte_model(CONTEXT))
+    fields = byte_model(CONTEXT, "model.depth=1", *assignments(**FEW_PARTS))
+    return random_run(tmp_path_factory.mktemp("runs") / "shakespeare", fields)
 
 
 # ---- what it refuses -----------------------------------------------------------------------------
@@ -141,12 +142,19 @@ def status_of(url, body):
 
 
 ASKED = {"model": "shakespeare", "prompt": "To be", "temperature": 0}
-LONG = {"max_tokens": 500, "extra_body": {"ignore_eos": True}}
+LONG = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
+UNHURRIED = """
+import time
+from jaxtrain.inference.engine import Engine
+step = Engine.step
+Engine.step = lambda self: (time.sleep(0.1), step(self))[1]
+"""
 
 
 @pytest.mark.slow
 def test_sigterm_lets_answers_end_and_refuses_new_ones(run_dir):
-    with served(run_dir) as (process, url), openai.OpenAI(base_url=f"{url}/v1", api_key="x") as ask:
+    begun = served(run_dir, code=UNHURRIED)
+    with begun as (process, url), openai.OpenAI(base_url=f"{url}/v1", api_key="x") as ask:
         stream = ask.completions.create(stream=True, **ASKED, **LONG)
         text = next(stream).choices[0].text
         process.send_signal(signal.SIGTERM)
@@ -162,7 +170,8 @@ def test_sigterm_lets_answers_end_and_refuses_new_ones(run_dir):
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once(run_dir):
-    with served(run_dir) as (process, url), openai.OpenAI(base_url=f"{url}/v1", api_key="x") as ask:
+    begun = served(run_dir, code=UNHURRIED)
+    with begun as (process, url), openai.OpenAI(base_url=f"{url}/v1", api_key="x") as ask:
         stream = ask.completions.create(stream=True, **ASKED, **LONG)
         next(stream)
         process.send_signal(signal.SIGINT)

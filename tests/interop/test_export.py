@@ -112,11 +112,9 @@ def test_every_field_is_written_or_refused_by_name(case):
 @pytest.mark.parametrize("field", sorted(FREE))
 @pytest.mark.quick("document_mask")
 def test_a_field_that_is_free_changes_nothing_that_is_exported(field, tmp_path):
-    """Of two families that take another value of it, the export gives the model's logits."""
-    quick, done = field in ("document_mask", "vocab_multiple"), 0
+    """Of the first family that takes another value of it, the export gives the model's logits."""
+    quick = field in ("document_mask", "vocab_multiple")
     for case in ("qwen2",) if quick else ("nanochat", "gemma3", "qwen2"):
-        if done == 2:
-            break
         c = changed(case, field)
         try:
             family, config = fitting_family(c, VOCAB, CASES[case][0])
@@ -133,7 +131,9 @@ def test_a_field_that_is_free_changes_nothing_that_is_exported(field, tmp_path):
         # States that begin in bfloat16 are rounded before their first norm.
         atol = 1e-2 if field == "embedding_dtype" else 1e-4
         np.testing.assert_allclose(logits_of(graphdef, params, tokens), seen, rtol=0, atol=atol)
-        done += 1
+        break
+    else:
+        pytest.fail(f"no family takes {field}")
 
 
 def test_a_soft_cap_of_the_scores_goes_to_the_family_that_computes_it():

@@ -63,11 +63,15 @@ def test_without_points_nothing_is_said():
 
 
 @pytest.mark.slow
-def test_the_logits_of_the_standard_parametrization_grow_and_those_of_mup_do_not(tmp_path):
+def test_the_logits_of_the_standard_parametrization_grow_and_those_of_mup_do_not(
+    tmp_path, monkeypatch
+):
+    devices = jax.devices()[:1]  # a step of eight takes longer to compile
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
     words = [
         "quickstart", "data.tokenizer={name: bytes}", "model.depth=1", "model.head_dim=8",
         "train.sequence_length=16", "train.batch_size=8", "--widths", "16", "32", "64",
-        "--steps", "3", *assignments(**FEW_PARTS),
+        "--seeds", "1", "--steps", "3", *assignments(**FEW_PARTS),
     ]  # fmt: skip
     found = {}
     for scheme in ("speedrun", "mup"):
@@ -79,7 +83,6 @@ def test_the_logits_of_the_standard_parametrization_grow_and_those_of_mup_do_not
         found[scheme] = {(s["kind"], s["what"]): s["value"] for s in tree["slopes"]}
         assert "<svg" in (out / "coordinates.html").read_text()
     assert found["speedrun"]["logits", "change"] > found["mup"]["logits", "change"] + 0.2
-    assert jax.device_count() == 8
 
 
 def test_one_size_has_no_slope(tmp_path, capsys):

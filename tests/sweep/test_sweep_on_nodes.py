@@ -98,9 +98,10 @@ def test_an_interrupt_ends_workers_that_wait_for_a_core(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_a_sweep_on_a_cluster_of_this_host_comes_to_its_end(tmp_path):
     """What it finds is what a sweep in one process finds."""
-    path = write_sweep(tmp_path, trials=3, parameters=RATE)
+    path = write_sweep(tmp_path, trials=2, parameters=RATE)
     assert command.main([str(path), "name=host", ADAMW]) == 0
     line = [sys.executable, "-m", "jaxtrain.cli", "sweep", str(path), "name=nodes", "workers=2"]
     line += [ADAMW, "--ray", "local"]
@@ -111,7 +112,7 @@ def test_a_sweep_on_a_cluster_of_this_host_comes_to_its_end(tmp_path):
     host, nodes = (json.loads((folder / "results.json").read_text()) for folder in folders)
     figures = [[(row["number"], row["state"], row["values"], row["scores"])
                 for row in found["trials"]] for found in (host, nodes)]  # fmt: skip
-    assert figures[0] == figures[1] and [row[1] for row in figures[0]] == ["finished"] * 3
+    assert figures[0] == figures[1] and [row[1] for row in figures[0]] == ["finished"] * 2
 
 
 def test_a_worker_on_a_node_without_the_folder_begins_no_sweep_of_its_own(tmp_path, capsys):

@@ -2,18 +2,12 @@
 
 import json
 
-import jax
 import pytest
 from sweep_cases import ADAMW, RATE, write_sweep
 
 from jaxtrain.sweep.command import main
 
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    """A population trains on one device; the tests have eight."""
-    devices = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+pytestmark = pytest.mark.usefixtures("one_device")  # as a population trains on one
 
 
 @pytest.mark.slow

@@ -3,8 +3,7 @@
 import json
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -38,6 +37,7 @@ def test_what_is_worse_stops_after_the_step_in_hand():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_a_sweep_prunes_notes_what_diverges_and_runs_the_best_on_fresh_seeds(tmp_path, capsys):
     rates = {"optim.learning_rate": {"name": "choice", "values": [3e-3, 1e-12, 1e30]}}
     path = write_sweep(
@@ -78,6 +78,7 @@ def test_a_sweep_prunes_notes_what_diverges_and_runs_the_best_on_fresh_seeds(tmp
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_a_stopped_run_goes_on_in_its_directory(tmp_path, monkeypatch):
     """A signal in the middle of a trial; the same command resumes its checkpoint."""
     path = write_sweep(tmp_path, trials=1)
@@ -105,29 +106,24 @@ def test_a_fault_of_every_run_stops_the_sweep_and_spends_no_trial(tmp_path, caps
 
 
 @pytest.mark.slow
-def test_a_killed_worker_loses_nothing(tmp_path):
-    """SIGKILL in the middle of a trial, and of the command: the same trials as without."""
-    steps, errors = ["train.steps=24", "checkpoint.every=4", ADAMW], tmp_path / "errors"
-
-    def begin(name, *more):
-        words = [str(path), f"name={name}", *steps, *more]
-        line = [sys.executable, "-m", "jaxtrain.sweep.command", *words]
-        with errors.open("a") as file:
-            return subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=file)
-
-    path = write_sweep(tmp_path, trials=3, parameters=RATE)
+@pytest.mark.usefixtures("one_device")
+def test_a_killed_worker_loses_nothing(tmp_path, capfd):
+    """SIGKILL in the middle of a trial: another one takes its place, and the trials stay."""
+    steps = ["train.steps=24", "checkpoint.every=4", ADAMW]
+    path = write_sweep(tmp_path, trials=2, parameters=RATE)
     assert main([str(path), "name=whole", *steps]) == 0
-    folder = tmp_path / "runs" / "killed"
-    first = begin("killed")  # one process: killed, and then joined by others
-    checkpoints = folder / "trial-0001-seed1" / "checkpoints"
-    wait_for(lambda: (checkpoints / "8").is_dir(), first)
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    second = begin("killed", "workers=2")
-    lost = wait_for(lambda: worker_of(folder / "trial-0002-seed1"), second)
-    os.kill(lost, signal.SIGKILL)
-    assert second.wait(600) == 0, errors.read_text()
-    assert "a worker died" in errors.read_text() and "queued again" in errors.read_text()
+    run_dir = tmp_path / "runs" / "killed" / "trial-0000-seed1"
+
+    def kill():
+        wait_for(lambda: (run_dir / "checkpoints" / "8").is_dir())
+        os.kill(worker_of(run_dir), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert main([str(path), "name=killed", *steps, "workers=2"]) == 0
+    killer.join()
+    errors = capfd.readouterr().err
+    assert "a worker died" in errors and "queued again" in errors
     whole, killed = (
         json.loads((tmp_path / "runs" / name / "results.json").read_text())["trials"]
         for name in ("whole", "killed")
@@ -136,24 +132,20 @@ def test_a_killed_worker_loses_nothing(tmp_path):
         (t["number"], t["values"], t["state"]) for t in killed
     ]
     assert [t["scores"] for t in whole] == [t["scores"] for t in killed]  # bit for bit
-    starts = [row for row in events_of(folder / "trial-0001-seed1") if row.get("event") == "start"]
+    starts = [row for row in events_of(run_dir) if row.get("event") == "start"]
     assert len(starts) == 2 and starts[1]["step"] >= 8
 
 
 def worker_of(run_dir):
-    """The process that trains a run, once it has written a row; None before."""
-    locks = [*run_dir.glob("lock.*")]
-    rows = run_dir / "metrics.jsonl"
-    if locks and rows.is_file() and '"train"' in rows.read_text():
-        return json.loads(locks[0].read_text())["pid"]
-    return None
+    """The process that trains a run."""
+    lock, *_ = run_dir.glob("lock.*")
+    return json.loads(lock.read_text())["pid"]
 
 
-def wait_for(found, process):
-    """What a function gives, once it gives something."""
-    for _ in range(3000):
-        if value := found():
-            return value
-        assert process.poll() is None
-        time.sleep(0.1)
+def wait_for(found):
+    """Until a function gives something."""
+    for _ in range(6000):
+        if found():
+            return
+        time.sleep(0.05)
     raise AssertionError("it never came")

@@ -125,10 +125,18 @@ def test_a_run_knows_itself_by_its_notes():
 
 
 @pytest.mark.slow
-def test_real_runs_of_both_sizes(tmp_path):
-    path = write_sweep(tmp_path, trials=2, parameters=RATE,
-                       transfer={"overrides": LARGER, "best": 1, "spread": 0})  # fmt: skip
-    assert main([str(path), ADAMW]) == 0
+@pytest.mark.usefixtures("one_device")
+def test_real_runs_of_both_sizes(tmp_path, monkeypatch):
+    """Of the first of two seeds."""
+    train = transfer.run_one
+
+    def run_one(c, values, name, seed, prune=None, larger=()):
+        return train(c, values, name, seed, prune, larger) if seed == 2 else bowl(values, seed)
+
+    monkeypatch.setattr(transfer, "run_one", run_one)
+    both = {"overrides": LARGER, "best": 1, "spread": 0, "single": False}
+    path = write_sweep(tmp_path, trials=1, parameters=RATE, transfer=both)
+    assert main([str(path), "train.steps=2", ADAMW]) == 0
     folder = tmp_path / "runs" / "lr"
     found = json.loads((folder / "results.json").read_text())["transferred"]
     [row] = found["rows"]
