@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from test_train import refused
 from tiny import (
+    FEW_PARTS,
     QUICK,
+    assignments,
     batch,
     begin_random,
     build,
@@ -78,7 +80,9 @@ def test_a_layers_norm_is_of_all_its_parameters():
 
 @pytest.mark.slow
 def test_norms_are_the_same_on_eight_devices():
-    spec, hyperparams = make_spec()
+    spec, hyperparams = make_spec(
+        **{key.removeprefix("model__"): x for key, x in FEW_PARTS.items()}
+    )
     transform = AutoFreezeNorms(AutoFreeze.model_validate({"every": 1}), 2)
     spec = spec._replace(transforms=(transform,))
     found = []
@@ -157,6 +161,6 @@ def test_what_does_not_go_with_it_is_refused(tmp_path, capfd):
 
 @pytest.mark.slow
 def test_the_dry_run_says_that_the_time_of_a_freeze_is_not_known():
-    fields = ["train.autofreeze={}", "model.vocab_multiple=16"]
+    fields = ["train.autofreeze={}", "model.vocab_multiple=16", *assignments(**QUICK)]
     text = report(preflight(None, byte_model(32, *fields), 1, "H200"))
     assert "until layers freeze (train.autofreeze); when is not known before" in text

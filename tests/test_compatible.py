@@ -28,6 +28,8 @@ FOUND = {one: bool(cell(*one)) for one in CELLS}
 SUPPORTED = [one for one, refused in FOUND.items() if not refused]
 REFUSED = [one for one, refused in FOUND.items() if refused]
 REPRESENTATIVES = [("lora", "fsdp")]
+COMPILED = ("lion", "data"), ("ia3", "context")
+OPTIMIZER = "optim.name=", "optim.qk_heads=", "optim.soap="  # the last two are Muon's
 
 
 def devices_of(overrides):
@@ -36,13 +38,16 @@ def devices_of(overrides):
     return jax.devices()[: prod(size for size in mesh.values() if size != "auto")]
 
 
-def tried(feature, *axes, work=facts_of):
+def tried(features, axes, work=facts_of):
     """The step of a tiny model, as far as `work` takes it; what resolving refuses is an error."""
-    overrides = [*TINY, *overrides_of(feature, *axes)]
-    if not any(one.startswith("optim.") for one in overrides_of(feature)):
+    first, *others = features
+    overrides = [*TINY, *overrides_of(first, *axes)]
+    for name in others:
+        overrides += split_example(FEATURES[name].example)
+    if not any(one.startswith(OPTIMIZER) for one in overrides):
         overrides.insert(0, "optim.name=adamw")  # half as long to trace; Muon has a row of its own
     devices = devices_of(overrides)
-    if "CPU" not in FEATURES[feature].devices or feature in PREFERENCES:
+    if "CPU" not in FEATURES[first].devices or first in PREFERENCES:
         # Not on this machine; and tests/finetune/test_preference.py has the batches of preferences.
         resolve(load_config(None, overrides), 257, devices)
         return
@@ -53,32 +58,72 @@ def tried(feature, *axes, work=facts_of):
 @pytest.mark.slow
 def test_what_the_table_supports_compiles(feature, axis):
     assert (feature, axis) in SUPPORTED
-    tried(feature, axis)
+    tried([feature], [axis])
 
 
+# Features that go together are built together, by their names, which the same axes support: what a
+# step takes to trace is mostly what it takes without any of them. Other features are by themselves.
+STEPS = """
+muon, zero 1, document_mask, multi_token
+qk_heads, qk_norm_gain, masks
+soap_muon, moe
+adamw, zero 2, swiglu, prefix_token
+adamw8bit, norm_gain, sampled_softmax
+schedule_free, tied_head, selective
+lion, mup, scan_layers
+soap, qk_head_dim
+galore, fake_quant, phases
+adafactor, mla
+sgd, remat, float16
+lamb, z_loss, file offload
+lars, learned positions, batch sizes
+sr_ste, ffn_tiles
+ffn_bias, int8_activations
+dora, qlora
+prompt, distill
+encoder, masked_lm
+batch_overlap, share_kv, compressed
+local_sgd, mtp
+stochastic_depth, share_layers
+frozen_layers, autofreeze
+"""
+GROUPS = [tuple(line.split(", ")) for line in STEPS.strip().splitlines()]
+GROUPS += [(name,) for name in rows() if not any(name in group for group in GROUPS)]
 # The supported cells of a row are built together, three axes to a mesh of up to eight devices.
 TOGETHER = ("data", "fsdp", "tensor"), ("context", "pipeline", "expert")
 MESHES = [
-    (name, *axes)
-    for name in rows()
-    for group in TOGETHER
-    if (axes := [axis for axis in group if (name, axis) in SUPPORTED])
+    (group, axes)
+    for group in GROUPS
+    for all_axes in TOGETHER
+    if (axes := [axis for axis in all_axes if all((name, axis) in SUPPORTED for name in group)])
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES, ids="-".join)
-def test_every_supported_cell_is_built(mesh):
-    """All are traced, where shapes and placements meet; one in four is lowered as well, and one in
-    32 compiled, which takes four times as long."""
-    at = MESHES.index(mesh)
-    tried(*mesh, work=trace_step if at % 4 else lower_step if at % 32 != 4 else facts_of)
+@pytest.mark.parametrize(
+    ("group", "axes"), MESHES, ids=["-".join([*group, *axes]) for group, axes in MESHES]
+)
+def test_every_supported_cell_is_built(group, axes):
+    """All are traced, where shapes and placements meet; one in four is lowered as well, and two are
+    compiled, which takes four times as long."""
+    lowered = lower_step if MESHES.index((group, axes)) % 4 == 0 else trace_step
+    tried(group, axes, work=facts_of if (group[0], axes[0]) in COMPILED else lowered)
 
 
 def test_the_meshes_hold_every_supported_cell():
-    assert {(name, axis) for name, *axes in MESHES for axis in axes} == set(SUPPORTED)
+    assert all(any((g[0], a[0]) == one for g, a in MESHES) for one in COMPILED)
+    held = {(name, axis) for group, axes in MESHES for name in group for axis in axes}
+    assert held == set(SUPPORTED)
+    apart = lambda name: "CPU" not in FEATURES[name].devices or name in PREFERENCES
+    assert not any(apart(name) for group in GROUPS if len(group) > 1 for name in group)
     sizes = load_config(None, overrides_of("lora", "data", "fsdp", "tensor")).mesh
     assert (sizes.data, sizes.fsdp, sizes.tensor) == (2, 2, 2)
+
+
+def test_no_feature_of_a_step_takes_anothers_setting_away():
+    for group in GROUPS:
+        given = {one for name in group for one in split_example(FEATURES[name].example)}
+        assert len({one.partition("=")[0] for one in given}) == len(given), group
 
 
 @pytest.mark.parametrize(("feature", "axis"), REFUSED)

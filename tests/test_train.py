@@ -84,7 +84,7 @@ def test_the_rows_tell_the_run(whole):
 @pytest.mark.slow
 def test_validation_and_samples_find_their_programs(tmp_path):
     """A thread has compiled them, whose compilations are not logged here, while steps ran."""
-    arguments = run_overrides(tmp_path, **SAMPLES)
+    arguments = run_overrides(tmp_path, **SAMPLES | QUICK)
     code = (
         "import jax, sys\nfrom jaxtrain.main import main\n"
         f"with jax.log_compiles(): sys.exit(main({arguments}))"
@@ -181,7 +181,7 @@ def test_a_source_that_has_had_its_epochs_is_said_once(tmp_path, capfd):
     source = lambda name: f"source: {{name: text, path: {tmp_path}/{name}.txt, document: line}}"
     sources = f"{{few: {{{source('few')}, max_epochs: 1}}, many: {{{source('many')}}}}}"
     changes = {"data__train__name": "mixture", "data__train__sources": sources}
-    changes |= {"data__tokenizer__name": "bytes", "data__validation__name": "none"}
+    changes |= {"data__tokenizer__name": "bytes", "data__validation__name": "none"} | QUICK
     overrides = run_overrides(tmp_path, **changes, train__steps=16, checkpoint__every=12)
     overrides = [o for o in overrides if not o.startswith("data.tokenizer.vocab_size")]
     assert main(overrides) == 0
@@ -283,7 +283,7 @@ def test_a_batch_without_labels_is_an_error(tmp_path, capfd, monkeypatch):
         return loader
 
     monkeypatch.setattr(data, "train_batches", unlabelled)
-    message = refused(capfd, run_overrides(tmp_path))
+    message = refused(capfd, run_overrides(tmp_path, **QUICK))
     assert re.fullmatch(r"step \d: no token of the batch has a label, .* --step \d`.*", message)
 
 
@@ -310,9 +310,10 @@ def test_a_run_that_saved_nothing_does_not_bind_its_directory(tmp_path, monkeypa
         raise UserError("stop here")
 
     monkeypatch.setattr(MetricsWriter, "push", push)
-    assert refused(capfd, run_overrides(tmp_path)) == "stop here"
+    assert refused(capfd, run_overrides(tmp_path, **QUICK)) == "stop here"
     assert (tmp_path / "tiny" / "config.yaml").is_file()
-    assert refused(capfd, run_overrides(tmp_path, optim__matrix_lr=0.01)) == "stop here"
+    other = run_overrides(tmp_path, **QUICK, optim__learning_rate=0.01)
+    assert refused(capfd, other) == "stop here"
 
 
 def test_what_can_be_known_before_the_data_is_prepared_leaves_nothing(tmp_path, capfd):
@@ -343,7 +344,7 @@ def test_a_step_that_does_not_fit_is_refused_before_it_runs(tmp_path, capfd, mon
         platform="cpu", device_kind="cpu", memory_stats=lambda: {"bytes_limit": 2**14}
     )
     monkeypatch.setattr(program.jax, "local_devices", lambda: [device])
-    message = refused(capfd, run_overrides(tmp_path))
+    message = refused(capfd, run_overrides(tmp_path, **QUICK))
     needed = re.match(
         r"out of device memory: a step needs (.*), the device has 16.0 KiB; ", message
     )
@@ -356,7 +357,7 @@ def test_memory_that_runs_out_later_is_explained(tmp_path, capfd, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 
     monkeypatch.setattr(MetricsWriter, "push", push)
-    message = refused(capfd, run_overrides(tmp_path))
+    message = refused(capfd, run_overrides(tmp_path, **QUICK))
     assert re.match(r"out of device memory: a step needs [^,;]*iB; " + ADVICE, message)
 
 
@@ -383,7 +384,7 @@ def test_packed_documents_and_no_validation(tmp_path):
         "data__packing__name": "padded", "data__train__document": "paragraph",
         "data__validation__name": "none", "model__document_mask": True,
     }  # fmt: skip
-    assert main(run_overrides(tmp_path, **fields, train__steps=2)) == 0
+    assert main(run_overrides(tmp_path, **fields | QUICK, train__steps=2)) == 0
     assert len(rows_of(tmp_path / "tiny")) == 2
     assert rows_of(tmp_path / "tiny", "validation") == []
 
@@ -397,7 +398,7 @@ def test_stages_of_the_data_change_the_rows_of_a_step(tmp_path, capfd, monkeypat
         "data__train__document": "paragraph", "data__validation__name": "none",
         "checkpoint__every": 1, "checkpoint__keep": 9, "train__steps": 3,
         "train__device_batch_size": 4, "train__batch_size": 32,
-    }  # fmt: skip
+    } | QUICK  # fmt: skip
     module, shapes = sys.modules["jaxtrain.train.program"], []
     real = module.compile_step
     note = lambda step, state, batch, *rest: (

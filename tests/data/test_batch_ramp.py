@@ -122,13 +122,22 @@ def test_a_stage_that_does_not_divide_over_the_devices_is_refused(tmp_path, capf
     assert "stage 1 has batch_size 4, which does not divide over 8" in capfd.readouterr().err
 
 
+NINE = RAMP | {"train__steps": 9}
+
+
+@pytest.fixture(scope="module")
+def ramped(tmp_path_factory):
+    """A run through the ramp without a stop: steps of 256, of 512 (from step 5 on) and of 1024
+    tokens (from step 7 on)."""
+    directory = tmp_path_factory.mktemp("ramped")
+    assert main(run_overrides(directory, **NINE)) == 0
+    return directory / "tiny"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [2, 6], ids=["inside", "at the end"])
-def test_a_run_through_the_ramp_is_the_same_when_it_is_resumed(tmp_path, kill_at):
-    """Steps of 256, of 512 (from step 5 on) and of 1024 tokens (from step 7 on)."""
-    given = RAMP | {"train__steps": 9}
-    assert main(run_overrides(tmp_path / "whole", **given)) == 0
-    stopped = run_overrides(tmp_path / "parts", **given, checkpoint__every=1)
+def test_a_run_through_the_ramp_is_the_same_when_it_is_resumed(ramped, tmp_path, kill_at):
+    stopped = run_overrides(tmp_path, **NINE, checkpoint__every=1)
     take = feed.Feed.take
 
     def kill(self):
@@ -141,20 +150,23 @@ def test_a_run_through_the_ramp_is_the_same_when_it_is_resumed(tmp_path, kill_at
         patch.setattr(feed.Feed, "take", kill)
         assert main(stopped) == 0
     assert main(stopped) == 0
-    assert_same_run(tmp_path / "parts" / "tiny", tmp_path / "whole" / "tiny")
-    rows = rows_of(tmp_path / "whole" / "tiny")
+    assert_same_run(tmp_path / "tiny", ramped)
+    rows = rows_of(ramped)
     assert [row["tokens"] for row in rows] == [256, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120]
 
 
 @pytest.mark.slow
 def test_a_ramp_is_the_same_accumulated_and_over_devices(tmp_path):
-    """Rows of a device: all, one, or two with the parameters divided over devices."""
+    """Rows of a device: all, one, or two with the parameters divided over devices. Batches of 16,
+    and from step 3 on of 32."""
+    ramp = RAMP | {"data__batch_ramp": "{start: 16, tokens: 2048}"}
+    ramp |= {"train__steps": 4, "optim__name": "sgd"}
     for name, more in {
         "whole": {"train__device_batch_size": 4},
         "parts": {},
         "fsdp": {"mesh__data": 4, "mesh__fsdp": 2, "train__device_batch_size": 2},
     }.items():
-        assert main(run_overrides(tmp_path / name, **RAMP | more | {"optim__name": "sgd"})) == 0
+        assert main(run_overrides(tmp_path / name, **ramp | more)) == 0
     weights = [weights_of(tmp_path / name / "tiny") for name in ("whole", "parts", "fsdp")]
     close(weights[1], weights[0], 1e-4, 1e-5)
     close(weights[2], weights[0], 1e-4, 1e-5)

@@ -75,22 +75,27 @@ def test_pruning_keeps_the_largest_of_each_matrix():
     assert not np.any(prune_moment(x, 1.0))
 
 
+FSDP = RELORA | {"mesh__fsdp": 2, "mesh__data": 4}
+
+
+@pytest.fixture(scope="module")
+def relora_run(tmp_path_factory):
+    """A run of ReLoRA whose parameters are divided over devices; not to be changed."""
+    directory = tmp_path_factory.mktemp("relora")
+    assert main(run_overrides(directory, **FSDP)) == 0
+    return directory / "tiny"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("more", "last"),  # the end of the warm start, and before a merge
-    [({}, 2), ({"mesh__fsdp": 2, "mesh__data": 4}, 3)],
-    ids=["data", "fsdp"],
-)
-def test_a_run_resumes_across_merges_and_the_warm_start(tmp_path, more, last):
-    assert main(run_overrides(tmp_path / "whole", **RELORA, **more)) == 0
-    whole = tmp_path / "whole" / "tiny"
-    bases = [load_saved(whole, step).params["blocks"]["ffn"]["up"] for step in (2, 3, 4)]
+@pytest.mark.parametrize("last", [2, 3], ids=["the end of the warm start", "before a merge"])
+def test_a_run_resumes_across_merges_and_the_warm_start(relora_run, tmp_path, last):
+    bases = [load_saved(relora_run, step).params["blocks"]["ffn"]["up"] for step in (2, 3, 4)]
     assert np.any(bases[0] != bases[1]) and np.any(bases[1] != bases[2])
-    copy = shutil.copytree(whole, tmp_path / str(last) / "tiny")
+    copy = shutil.copytree(relora_run, tmp_path / "tiny")
     forget_end(copy, *range(last + 1, 7))
-    assert main(run_overrides(tmp_path / str(last), **RELORA, **more)) == 0
-    same(weights_of(copy), weights_of(whole))
-    assert rows_of(copy) == rows_of(whole)
+    assert main(run_overrides(tmp_path, **FSDP)) == 0
+    same(weights_of(copy), weights_of(relora_run))
+    assert rows_of(copy) == rows_of(relora_run)
 
 
 @pytest.mark.slow

@@ -125,7 +125,8 @@ def part_of(case):
     tuning = TypeAdapter(FinetuneConfig).validate_python(CASES[case][0])
     sizes = {"adapter": "width", "prompt": "virtual_tokens", "prefix": "virtual_tokens"}
     inserted = {n: getattr(tuning, size) for n, size in sizes.items() if n == tuning.name}
-    c = resolved(**LLAMA, qkv_bias=True, ffn_bias=True, **inserted)
+    one_layer = {} if "layers" in case else {"depth": 1}
+    c = resolved(**LLAMA | one_layer, qkv_bias=True, ffn_bias=True, **inserted)
     _, specs = split(Transformer(c, VOCAB))
     partition = make_partition(tuning, specs, jnp.dtype(jnp.float32))
     base = map_named(partition.store, random_params(partition.base))

@@ -31,12 +31,8 @@ def documents(rows=2, seed=0):
     return np.where(np.arange(T) < T - 3, ids, 0).astype(np.int32)
 
 
-SLOW = [pytest.param(*c, marks=pytest.mark.slow) for c in ((3, 2.0, False), (None, None, True))]
-
-
 @pytest.mark.parametrize(
-    ("window", "softcap", "segments"),
-    [(None, None, False), (12, 2.0, True), *SLOW],
+    ("window", "softcap", "segments"), [(12, 2.0, True), (3, 2.0, False), (None, None, True)]
 )
 @pytest.mark.quick("12-2.0-True")
 def test_attention_of_a_spread_text(window, softcap, segments):
@@ -118,10 +114,9 @@ GPT = {
     ("family", "sizes"),
     [
         (GPT, dict(fsdp=2, context=2, tensor=2)),
-        pytest.param(LLAMA, dict(context=4), marks=pytest.mark.slow),
-        pytest.param(LLAMA, dict(fsdp=4, context=2), marks=pytest.mark.slow),
+        (LLAMA | {"depth": 1}, dict(context=4)),
     ],
-    ids=["gpt fsdp context tensor", "llama context", "llama fsdp context"],
+    ids=["gpt fsdp context tensor", "llama context"],
 )
 def test_a_model_over_context_is_one_device(family, sizes):
     check_over(sizes, build(**family), atol=2e-5)
@@ -139,17 +134,14 @@ def check_over(sizes, built, plain=None, **limits):
 MOE = {"experts": 4, "top_k": 2, "hidden": 24, "shared_experts": 1, "aux_loss": 0.5, "z_loss": 0.1}
 MIXED = LLAMA | {"depth": 1, "moe": MOE}
 CASES = [
-    (dict(context=2), True, 4), (dict(context=4), False, 1),
-    (dict(context=2, expert=2), False, 1), (dict(fsdp=2, context=2, expert=2), True, 4),
+    (dict(context=4), False, 1), (dict(fsdp=2, context=2, expert=2), True, 4),
     (dict(data=2, context=2, tensor=2), True, 1), (dict(expert=2), False, 4),
 ]  # fmt: skip
-QUICK = CASES[3]
 
 
 def case(sizes, mask, tiles):
     name = " ".join([*sizes, *["documents"] * mask, *[f"{tiles} tiles"] * (tiles > 1)])
-    marks = () if (sizes, mask, tiles) == QUICK else pytest.mark.slow
-    return pytest.param(sizes, mask, tiles, id=name, marks=marks)
+    return pytest.param(sizes, mask, tiles, id=name)
 
 
 @pytest.mark.parametrize(("sizes", "mask", "tiles"), [case(*c) for c in CASES])

@@ -71,9 +71,8 @@ def on(tiles=1, **sizes):
 
 
 MESHES = [
-    on(), on(4), on(expert=8), on(4, expert=4, fsdp=2), on(data=2, expert=2, tensor=2),
-    on(4, context=4), on(context=2, expert=4), on(4, fsdp=2, expert=2, context=2),
-    on(data=2, context=2, tensor=2),
+    on(), on(expert=8), on(4, expert=4, fsdp=2), on(data=2, expert=2, tensor=2),
+    on(4, fsdp=2, expert=2, context=2), on(data=2, context=2, tensor=2),
 ]  # fmt: skip
 
 
