@@ -187,7 +187,7 @@ def test_a_text_that_repeats_itself_is_guessed():
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
-@pytest.mark.slow
+@pytest.mark.quick("0")
 def test_pages_behind_all_windows_are_free_again(drafts):
     """Windows of 5 tokens, so that a text of 45 needs 3 pages of 4 at its end."""
     (text,), sampling = prompts(17), GREEDY._replace(max_tokens=28)
@@ -215,7 +215,6 @@ def test_freed_pages_of_others_change_nothing():
     assert tokens_of(few, texts) == expected("windows", texts, 10)
 
 
-@pytest.mark.slow
 def test_pages_that_a_full_layer_sees_are_held():
     engine = make_engine("nanochat")
     engine.add(Request("a", prompts(17)[0], GREEDY))
