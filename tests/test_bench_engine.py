@@ -4,6 +4,7 @@ import importlib
 import json
 
 import pytest
+from tiny import FEW_PARTS, assignments
 
 from benchmarks import engine, engine_profile, timing
 from benchmarks.profile import Event
@@ -11,7 +12,7 @@ from benchmarks.profile import Event
 main = importlib.import_module("benchmarks.__main__").main
 SMALL = [
     "model.depth=2", "model.width=128", "model.head_dim=64", "data.tokenizer={name: bytes}",
-    "train.batch_size=8", "train.device_batch_size=1",
+    "train.batch_size=8", "train.device_batch_size=1", *assignments(**FEW_PARTS),
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import json
 
 import jax
 import pytest
+from tiny import QUICK, assignments
 
 from benchmarks import population, tables
 from benchmarks.population import configuration
@@ -12,7 +13,7 @@ from jaxtrain.estimate.workload import load_workload
 
 main = importlib.import_module("benchmarks.__main__").main
 TINY = ["train.batch_size=4", "train.sequence_length=16", "model.width=32", "model.head_dim=8",
-        "data.tokenizer.name=bytes"]  # fmt: skip
+        "data.tokenizer.name=bytes", *assignments(**QUICK)]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

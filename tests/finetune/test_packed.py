@@ -115,6 +115,7 @@ def test_qlora_on_a_mesh_has_the_losses_of_one_device(whole, tmp_path):
     losses = []
     for name, mesh in (("one", {}), ("many", {"mesh__fsdp": 4, "mesh__tensor": 2})):
         given = {"finetune__name": "lora", "finetune__base_quantization": "nf4"} | mesh
+        given["train__steps"] = 2
         assert main(["train", *tuning(tmp_path, whole, name, **given)]) == 0
         losses.append([row["loss"] for row in rows_of(tmp_path / name)])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)

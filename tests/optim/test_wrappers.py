@@ -7,6 +7,7 @@ import pytest
 from pydantic import TypeAdapter
 from tiny import (
     LLAMA,
+    QUICK,
     batch,
     begin,
     close,
@@ -315,7 +316,7 @@ def test_a_run_validates_and_exports_the_average_or_the_trained_weights(tmp_path
     """The same run twice; a checkpoint gives the trained weights."""
     for export in ("average", "trained"):
         wrapper = f"{{name: ema, decay: 0.9, validate_trained: true, export: {export}}}"
-        given = run_overrides(tmp_path, run__name=export, optim__wrappers=f"[{wrapper}]")
+        given = run_overrides(tmp_path, run__name=export, optim__wrappers=f"[{wrapper}]", **QUICK)
         assert main(given) == 0
         row = rows_of(tmp_path / export, "validation")[-1]
         assert row["loss"] != row["trained_loss"]
