@@ -81,5 +81,7 @@ def test_models_of_other_structures_are_refused(whole):
     model = load_saved(whole)
     wider = model.config.model.model_copy(update={"qk_scale": 3.0})
     other = model._replace(config=model.config.model_copy(update={"model": wider}))
-    with pytest.raises(UserError, match=r"b has model.qk_scale 3.0, a 1.2; only models of one"):
+    with pytest.raises(
+        UserError, match=r"b has model.qk_scale 3.0, a 1.2; only models of the same"
+    ):
         merge.merged([model, other], ["a", "b"], merge.mean([1.0, 1.0]))

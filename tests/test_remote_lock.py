@@ -71,7 +71,7 @@ def test_one_on_another_machine_is_known_by_its_silence(folder):
     said, begun = [], time.monotonic()
     lock = taken(folder, said)
     assert lock.number == 2 and time.monotonic() - begun > 0.5
-    assert len(said) == 1 and "of process" in said[0] and "on far: waiting" in said[0]
+    assert len(said) == 1 and "by process" in said[0] and "on far: waiting" in said[0]
     lock.release()
 
 

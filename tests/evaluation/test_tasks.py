@@ -244,7 +244,9 @@ def test_a_prompt_has_at_most_ten_times_the_context(bundle):
         len(s.tokens) for q in questions(asked.load(task, folder), tokenizer, T) for s in q
     )
     list(questions(asked.load(task, folder), tokenizer, -(-longest // 10)))
-    with pytest.raises(UserError, match="sums asks for .* more than 10 times the 8 .*--crop keeps"):
+    with pytest.raises(
+        UserError, match="sums has a prompt of .* more than 10 times the 8 .*--crop keeps"
+    ):
         list(questions(asked.load(task, folder), tokenizer, 8))
     short = questions(asked.load(task, folder, Rules(crop=True)), tokenizer, 8)
     assert max(len(scored.tokens) for question in short for scored in question) == 8

@@ -402,4 +402,4 @@ def test_kto_needs_both_labels(whole, tmp_path, capsys, label):
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
     known, missing = str(label).lower(), str(not label).lower()
     assert f"every line of data.train has label {known}: " in line
-    assert f"needs answers with label {missing} as well" in line
+    assert f"also needs answers with label {missing}" in line

@@ -188,10 +188,10 @@ def test_defaults_of_tuning(whole):
     assert (c.optim.learning_rate, c.optim.b1, c.train.batch_size) == (3e-3, 0.8, 8)
     assert load_config(None, [*start, "finetune.name=lora", "optim.name=lion"]).optim.name == "lion"
     assert load_config(None, start).optim.name == "muon"
-    with pytest.raises(UserError, match="train.steps: finetune.name=lora needs it"):
+    with pytest.raises(UserError, match="train.steps: finetune.name=lora needs the number"):
         load_config(None, [*start[:1], "finetune.name=lora"])
     nothing = resolve(load_config(None, [*start[1:], "finetune.name=lora"]), 384)
-    with pytest.raises(UserError, match="train.init_from: finetune.name=lora needs it"):
+    with pytest.raises(UserError, match="train.init_from: finetune.name=lora needs"):
         check_run(nothing)
     with pytest.raises(UserError, match="no adapter_config.json"):
         load_config(None, [*start, "finetune.name=lora", f"finetune.init_adapter={whole}"])
@@ -213,7 +213,7 @@ def test_defaults_of_conversations_and_preferences(whole):
     assert (c.optim.name, c.optim.learning_rate, c.optim.weight_decay) == ("adamw", 2e-5, 0)
     assert (c.optim.clip_norm, c.optim.schedule.warmup_steps, c.train.batch_size) == (1, 5, 16)
     assert load_config(None, [*start[1:], *chat]).optim.name == "muon"  # from nothing
-    with pytest.raises(UserError, match="train.steps: finetune.name=full needs it"):
+    with pytest.raises(UserError, match="train.steps: finetune.name=full needs the number"):
         load_config(None, [*start[:1], *chat])
     pairs = ["data.train.name=preference", "data.train.path=pairs.jsonl"]
     rates = {("dpo", "full"): 5e-7, ("dpo", "lora"): 5e-6, ("orpo", "full"): 8e-6}

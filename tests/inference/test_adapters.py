@@ -203,7 +203,10 @@ def test_whole_texts_go_through_the_adapter(base, tmp_path):
     ("words", "message"),
     [
         (["--adapter", "pirate"], "argument --adapter: got 'pirate', must be NAME=FOLDER"),
-        (["--adapter", "a=NONE"], "--adapter a: NONE: there is no adapter_config.json"),
+        (
+            ["--adapter", "a=NONE"],
+            "--adapter a: NONE: not an adapter: it has no adapter_config.json",
+        ),
         (["--adapter", "tiny=TUNED", "--name", "tiny"], "--adapter: tiny is the name of two"),
         (["--adapter", "a=TUNED"], "adapter a=TUNED: it does not fit .* embeddings differ"),
     ],

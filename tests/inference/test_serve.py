@@ -71,9 +71,8 @@ def test_keys_are_read_and_never_shown(tmp_path, capsys, monkeypatch):
     assert serve.read_api_keys(file, None) == ["one", "two"]
     monkeypatch.setenv("A_KEY", "three")
     assert serve.read_api_keys(None, "A_KEY") == ["three"] and serve.read_api_keys(None, None) == []
-    assert (
-        error_of(capsys, tmp_path, "--api-key-env", "NO_KEY") == "--api-key-env NO_KEY holds no key"
-    )
+    line = error_of(capsys, tmp_path, "--api-key-env", "NO_KEY")
+    assert line == "--api-key-env NO_KEY: it holds no key"
 
 
 def test_the_extra_is_named_when_it_is_missing(tmp_path, capsys, monkeypatch):
@@ -187,7 +186,7 @@ BREAK = """
 from jaxtrain.inference.engine import Engine
 step = Engine.step
 def broken(self):
-    if self.counts.steps > 5:
+    if self.steps > 5:
         raise RuntimeError("the device is gone")
     return step(self)
 Engine.step = broken

@@ -176,7 +176,7 @@ def test_heads_that_do_not_divide_the_width_and_scales_that_are_not_whole_are_re
 PARTS = {
     "prompt": ({"prompt": 3}, "a prompt of 3 virtual tokens, .* export its base .*start.*peft"),
     "prefix": ({"prefix": 3}, "a prefix of 3 virtual tokens, .* export its base .*start.*peft"),
-    "adapter": ({"adapter": 4}, "adapters of 4 channels .* have no place"),
+    "adapter": ({"adapter": 4}, "adapters of 4 channels .* cannot hold"),
     "moe": ({"moe": {"experts": 4}}, "model.moe, 4 experts"),
 }
 

@@ -70,7 +70,7 @@ def test_what_is_refused_before_anything_is_written(imported, tmp_path, api, cap
     api.token = None
     assert main([*export, "--push-to-hub", "me/small"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 5 and "hf auth login" in lines[-1] and "--public is for" in lines[2]
+    assert len(lines) == 5 and "hf auth login" in lines[-1] and "--public needs" in lines[2]
     assert not out.exists() and api.asked == []
 
 

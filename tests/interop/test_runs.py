@@ -170,7 +170,7 @@ OTHER = {
 @pytest.mark.parametrize("given", OTHER)
 def test_another_function_than_that_of_the_weights_is_refused(given, imported):
     for start in imported:
-        with pytest.raises(UserError, match=re.escape(OTHER[given]) + ".*leave out"):
+        with pytest.raises(UserError, match=re.escape(OTHER[given]) + ".*leave these fields out"):
             load_config(None, [f"train.init_from={start}", given])
 
 
@@ -202,7 +202,7 @@ def test_experts_keep_their_number_when_the_loss_beside_them_changes(tmp_path):
     free = ["model.moe.aux_loss=0.5", "model.moe.remat=block"]
     c = load_config(None, [f"train.init_from={run}", *free])
     assert (c.model.moe.experts, c.model.moe.top_k, c.model.moe.aux_loss) == (4, 1, 0.5)
-    with pytest.raises(UserError, match="model.moe .*leave out"):
+    with pytest.raises(UserError, match="model.moe .*leave these fields out"):
         load_config(None, [f"train.init_from={run}", "model.moe.top_k=2"])
 
 
