@@ -296,7 +296,7 @@ def test_replicas_merge_into_the_mean_of_their_averages():
         ("adamw", (EMA, TAIL), "name it last"),
         ("adamw", (EMA, AHEAD), "name it last"),
         ("schedule_free", (AHEAD,), "averages its weights itself; leave ema_nesterov out"),
-        ("adamw", (CAUTIOUS, CAUTIOUS), "cautious is there twice"),
+        ("adamw", (CAUTIOUS, CAUTIOUS), "cautious is listed twice"),
         ("schedule_free", (EMA,), "averages its weights itself; leave ema out"),
     ],
 )
