@@ -158,8 +158,10 @@ def check_structure(c: Config | Resolved, model: ResolvedModel, mesh: Mesh) -> N
         windows = (spec.window for spec in make_plan(model))
         check_context_chunks(mesh.shape["context"], what, length, windows)
     if mesh.shape["pipeline"] > 1:
-        repeats, context = c.mesh.pipeline_repeats, mesh.shape["context"]
-        check_stages(mesh.shape["pipeline"], repeats, make_plan(model), context)
+        check_stages(
+            mesh.shape["pipeline"], c.mesh.pipeline_repeats, make_plan(model),
+            mesh.shape["context"], c.mesh.pipeline_schedule, mesh.shape["tensor"],
+        )  # fmt: skip
     check_shapes(mesh, model, t.sequence_length)
 
 

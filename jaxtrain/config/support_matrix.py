@@ -16,9 +16,9 @@ PAGE = """\
 # Support matrix
 
 Each row is a feature, each column a mesh axis with more than one device. "yes": the configuration
-is accepted, and where the feature runs on a CPU, the tests lower one step of a small model on a
-mesh of that axis and the row's others, three at a time, and compile one step in 16 (for
-preferences: on `mesh.fsdp` and `mesh.context`).
+is accepted, and where the feature runs on a CPU, the tests trace one step of a small model on a
+mesh of that axis and two others, lower one step in four, and compile three (for preferences: on
+`mesh.fsdp` and `mesh.context`).
 "no": the configuration is refused before any data is prepared, with the fix that the second table
 gives. `mesh.expert` needs `model.moe`.
 

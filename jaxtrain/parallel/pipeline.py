@@ -79,9 +79,19 @@ def bubble_fraction(
     return 1 - busy * repeats * microbatches / num_ticks(stages, microbatches, repeats)
 
 
-def check_stages(stages: int, repeats: int, plan: Sequence[Hashable], context: int = 1) -> None:
-    """Raise UserError unless each chunk has a layer and, with several devices along `context`, all
-    chunks are alike."""
+def check_stages(
+    stages: int,
+    repeats: int,
+    plan: Sequence[Hashable],
+    context: int = 1,
+    schedule: str = "gpipe",
+    tensor: int = 1,
+) -> None:
+    """Raise UserError for stages that cannot run.
+
+    Each chunk needs a layer. With several devices along `context`, all chunks have to be alike. The
+    1F1B schedule with tensor parallelism needs a stage of two layers or more.
+    """
     layers, chunks = len(plan), stages * repeats
     times = f" x mesh.pipeline_repeats={repeats}" if repeats > 1 else ""
     alike = lambda chunks: len(set(split_layers(plan, chunks))) == 1
@@ -91,6 +101,13 @@ def check_stages(stages: int, repeats: int, plan: Sequence[Hashable], context: i
             f"mesh.pipeline={stages}{times} has chunks that differ in their layers "
             "(model.window_pattern, value_embeddings, moe.every), which do not go with "
             f"mesh.context={context}; there can be {can}, or set mesh.context=1"
+        )
+    # XLA puts a collective over both stages into the branch of one of them, which never returns.
+    if schedule == "1f1b" and tensor > 1 and layers == stages:
+        raise UserError(
+            f"mesh.pipeline_schedule=1f1b with mesh.tensor={tensor} needs a stage of two layers or "
+            f"more: model.depth is {layers} for mesh.pipeline={stages}; set "
+            "mesh.pipeline_schedule=gpipe or mesh.tensor=1"
         )
     if chunks <= layers:
         return

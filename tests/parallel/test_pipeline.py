@@ -210,3 +210,12 @@ def test_stages_that_cannot_be_say_which_can(stages, repeats, context, message):
     check_stages(2, 1, plan * 2, context=2)
     with pytest.raises(UserError, match=message):
         check_stages(stages, repeats, plan * 2, context)
+
+
+def test_one_layer_a_stage_is_refused_for_1f1b_over_tensor():
+    plan = [LayerSpec(None, False)] * 4
+    check_stages(4, 1, plan, schedule="1f1b")
+    check_stages(4, 1, plan, schedule="gpipe", tensor=2)
+    check_stages(2, 1, plan, schedule="1f1b", tensor=2)
+    with pytest.raises(UserError, match="1f1b with mesh.tensor=2 needs a stage of two layers"):
+        check_stages(4, 1, plan, schedule="1f1b", tensor=2)
