@@ -27,7 +27,7 @@ HEAD_DIM = 128
 
 
 class Case(NamedTuple):
-    """An op. run: backend name -> function of `count` arguments, the last `fixed` of which have no
+    """An op. run: backend name -> function of `count` arguments. The last `fixed` arguments have no
     gradient. forward, both: number of [B, T, D] arrays that must be read or written.
 
     made, learned: the results and the gradients that are new arrays. The others (an argument passed

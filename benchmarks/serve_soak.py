@@ -1,4 +1,4 @@
-"""Soak test of `jaxtrain serve`: many clients, some of which disconnect or send garbage.
+"""Soak test of `jaxtrain serve`: many clients; some disconnect or send garbage.
 
 Decoding is greedy, and every complete answer is compared with the answer to its prompt alone. In
 the end nothing may leak: no KV page, no slot in the batch, no file, no memory.

@@ -1,4 +1,4 @@
-"""Models on a Ray cluster: one process per node, each of which loads the model once.
+"""Models on a Ray cluster: one process per node. Each process loads the model once.
 
 The work of a lost node goes to the others. A node that joins gets a process as well.
 """

@@ -159,8 +159,8 @@ def _walk(
 def _in_two_steps(
     axes: tuple[str, ...], mesh_shape: dict[str, int], taken: int, size: float
 ) -> list[tuple[str, tuple[str, ...], int, float]]:
-    """Steps (kind, axes, group_size, bytes) of an all-reduce of which each device reads one shard
-    of `taken`. The GPU compiler emits a reduce-scatter over the axes that shard it, then an
+    """Steps (kind, axes, group_size, bytes) of an all-reduce. Each device reads one of `taken`
+    shards. The GPU compiler emits a reduce-scatter over the axes that shard it, then an
     all-reduce of the shard over the others. The CPU compiler emits an all-reduce and a slice."""
     first = sorted(axes, key=lambda axis: axis != "fsdp")
     for count in range(1, len(axes) + 1):

@@ -36,7 +36,7 @@ class Decontaminate(Settings):
         default=("core",),
         min_length=1,
         description="evaluation sets: core (the bundle at $JAXTRAIN_CORE), names of its tasks, "
-        "YAML files of tasks, or JSONL files, of which every string counts",
+        "YAML files of tasks, or JSONL files (every string in them)",
     )
     spare: tuple[str, ...] = Field(
         default=(),

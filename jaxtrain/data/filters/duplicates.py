@@ -30,7 +30,9 @@ class NearDuplicates(Settings):
     name: Literal["near_duplicates"] = "near_duplicates"
     ngram: int = Field(default=5, gt=0, description="words per shingle (n-gram)")
     bands: int = Field(
-        default=14, gt=0, description="bands: groups of hashes, of which one must be equal"
+        default=14,
+        gt=0,
+        description="bands: groups of hashes; near-duplicates have one equal group",
     )
     rows: int = Field(default=8, gt=0, description="hashes per band")
 
