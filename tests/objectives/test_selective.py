@@ -102,4 +102,4 @@ def test_a_run_with_a_reference_run_and_its_resumption(tmp_path, capsys):
     same(load_saved(tmp_path / "tiny").params, whole.params)
     other = fields | {"run__name": "other", "data__tokenizer__vocab_size": 350}
     assert main(run_overrides(tmp_path, **other)) == 2
-    assert "another tokenizer" in capsys.readouterr().err
+    assert "its tokenizer differs from this run's" in capsys.readouterr().err
