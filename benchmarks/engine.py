@@ -314,22 +314,33 @@ def attention_rows(
 
 class FirstTokens(NamedTuple):
     """Milliseconds from the arrival of requests to their first tokens, and `Engine.step` calls
-    until then."""
+    until then. host_ms: of each set of requests, what the engine's thread works for them."""
 
     ms: list[float]
     steps: list[int]
+    host_ms: list[float]
+
+    @classmethod
+    def empty(cls) -> "FirstTokens":
+        return cls([], [], [])
+
+    def add(self, other: "FirstTokens") -> None:
+        for mine, its in zip(self, other):
+            mine.extend(its)
 
     def columns(self, prefix: str, *shares: int) -> dict[str, float]:
         """Columns of a record: the medians, and the percentiles `shares` of the milliseconds."""
         found = {f"{prefix}_ms": statistics.median(self.ms)}
         found |= {f"{prefix}_p{p}_ms": float(np.percentile(self.ms, p)) for p in shares}
-        return found | {f"{prefix}_steps": statistics.median(self.steps)}
+        steps, host = (statistics.median(x) for x in (self.steps, self.host_ms))
+        return found | {f"{prefix}_steps": steps, f"{prefix}_host_ms": host}
 
 
 def wait_first(engine: Engine, requests: Sequence[Request]) -> FirstTokens:
     """Add requests at once, and step until each has its first token. Other requests may be running
     already."""
-    begin, open_ids, found = time.perf_counter(), set[str](), FirstTokens([], [])
+    begin, open_ids, found = time.perf_counter(), set[str](), FirstTokens.empty()
+    host = time.thread_time()
     for request in requests:
         engine.add(request)
         open_ids.add(request.id)
@@ -341,6 +352,7 @@ def wait_first(engine: Engine, requests: Sequence[Request]) -> FirstTokens:
                 found.ms.append(1e3 * (time.perf_counter() - begin))
                 found.steps.append(step)
         if not open_ids:
+            found.host_ms.append(1e3 * (time.thread_time() - host))
             return found
     raise AssertionError("unreachable")
 
@@ -357,22 +369,21 @@ def first_tokens(one: Served, cache_dtype: str | None, prompt: int) -> dict[str,
     engine = one.engine(CONCURRENT, cache_dtype, adapt_steps=True)  # as in a server
     seeds = itertools.count()
     ask = lambda count, new: requests_of(one, count, prompt, new, next(seeds))
-    alone, many, last, joining = (FirstTokens([], []) for _ in range(4))
+    alone, many, last, joining = (FirstTokens.empty() for _ in range(4))
 
     def measure(into: FirstTokens, requests: Sequence[Request]) -> FirstTokens:
         found = wait_first(engine, requests)
-        into.ms.extend(found.ms)
-        into.steps.extend(found.steps)
+        into.add(found)
         return found
 
-    for into in (FirstTokens([], []), alone):  # the first pass compiles
+    for into in (FirstTokens.empty(), alone):  # the first pass compiles
         for _ in range(LONE * REPEATS):
             measure(into, ask(1, FEW))
             finish(engine)
-    for into, ends in ((FirstTokens([], []), []), *[(many, last.ms)] * REPEATS):
+    for into, ends in ((FirstTokens.empty(), []), *[(many, last.ms)] * REPEATS):
         ends.append(max(measure(into, ask(CONCURRENT, FEW)).ms))
         finish(engine)
-    for into in (FirstTokens([], []), *[joining] * REPEATS):
+    for into in (FirstTokens.empty(), *[joining] * REPEATS):
         wait_first(engine, ask(CONCURRENT - 1, LONG))  # they outlast the request that joins them
         for _ in range(SETTLE):
             engine.step()

@@ -42,6 +42,7 @@ def test_rates_and_first_tokens(tmp_path, monkeypatch, capsys):
     assert first["median_ms"] <= first["last_ms"]
     assert 0 < first["joining_ms"] <= first["joining_p99_ms"]
     assert (first["alone_steps"], first["joining_steps"]) == (1, 1)
+    assert 0 < first["alone_host_ms"] <= first["alone_p99_ms"]
     assert "engine gpt_d12" in capsys.readouterr().out
 
 

@@ -80,6 +80,18 @@ def test_the_least_program_draws_as_those_above_it(how, least):
         np.testing.assert_array_equal(shares(how, sampler=sampler), shares(how))
 
 
+def test_parameters_of_a_row_are_the_same_on_the_device():
+    table = SlotTable(3, 8)
+    how = SamplingParams(max_tokens=2**30, temperature=0.7, top_k=5, seed=2**32 - 1, logprobs=3)
+    table.put(1, how._replace(frequency_penalty=-0.25), prompt=2**20, adapter=4)
+    row = jax.tree.map(lambda x_B: x_B[1].item(), table.on_device().sampling)
+    ints = (row.top_k_B, row.seed_B, row.prompt_B, row.limit_B, row.top_B, row.adapter_B)
+    assert ints == (5, 2**32 - 1, 2**20, 2**20 + 2**30, 3, 4)
+    assert row.temperature_B == np.float32(0.7) and row.frequency_B == -0.25
+    idle = jax.tree.map(lambda x_B: x_B[2].item(), table.on_device().sampling)
+    assert (idle.temperature_B, idle.repetition_B, idle.limit_B, idle.top_B) == (0, 1, 0, -1)
+
+
 def test_a_draw_depends_on_its_row_alone():
     table, rows = SlotTable(6, 64), 6
     for row in range(rows):

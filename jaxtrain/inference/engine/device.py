@@ -142,7 +142,7 @@ def prefill_slots(
     graphdefs: GraphDefs,
     params: tuple[Params, ...],
     state: DeviceState,
-    adapter_S: Int[Array, "S"],
+    rows: SlotRows,
     slots_R: Int[Array, "R"],
     table_RW: Int[Array, "R W"],
     starts_R: Int[Array, "R"],
@@ -154,16 +154,16 @@ def prefill_slots(
 ) -> tuple[DeviceState, Float[Array, "B D"]]:
     """Compute counts_R tokens of some slots' sequences, from starts_R on. Returns the last states.
 
-    An idle row has a slot out of range, and counts_R 0. most: rows of the returned states, padded
-    with zeros from R on, so that one program samples from any number of X
-    are first chunks, and starts_R is 0.
+    rows: of all slots. An idle row has a slot out of range, and counts_R 0. most: rows of the
+    returned states, padded with zeros from R on, so that one program samples after prefills of any
+    number of rows. first_chunk: the tokens are first chunks, and starts_R is 0.
     """
     texts_RC = state.texts_SC.at[slots_R].get(mode="fill", fill_value=0)
     places_RT = starts_R[:, None] + jnp.arange(chunk)[None]
     tokens_RT = jnp.take_along_axis(texts_RC, places_RT, axis=1, mode="clip")
     before_R1 = jnp.take_along_axis(texts_RC, starts_R[:, None] - 1, axis=1, mode="clip")
     where = table_RW, starts_R, counts_R, before_R1[:, 0]
-    adapter_R = adapter_S.at[slots_R].get(mode="clip")
+    adapter_R = rows.sampling.adapter_B.at[slots_R].get(mode="clip")
     adapted = choose_adapters(params[0], adapter_R), *params[1:]
     models = [nnx.merge(*pair) for pair in zip(graphdefs, adapted)]
     caches = [PagedCache(kv, *where) for kv in state.kv]

@@ -24,7 +24,7 @@ The number of sizes of a program depends on the work that is wasted on padding. 
 """
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,11 @@ from jaxtrain.weights.params import Params
 GROWTH = 4  # ratio of a page table size, or of the rows of a prefill, to the one below
 MAX_GATHERED_TOKENS = 2048  # of one prefill that gathers pages: each token has S scores per head
 MAX_FIRST_CHUNK_TOKENS = 8192  # of one prefill of first chunks
+
+
+# NumPy arrays as arguments of a jitted function, which copies them to the device in less host time
+# than `jax.device_put`. They may not change later.
+Arrays = tuple[Array, ...]
 
 
 def i32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -300,7 +305,7 @@ class Programs(NamedTuple):
         if key.name == "prefill_slots":
             where = i32(R), table, i32(R), i32(R)
             return device.prefill_slots.lower(
-                *self.models, state, rows.sampling.adapter_B, *where, chunk=o.chunk, most=B,
+                *self.models, state, rows, *where, chunk=o.chunk, most=B,
                 first_chunk=key.first_chunk,
             )  # fmt: skip
         return device.decode_slots.lower(
@@ -326,7 +331,7 @@ class Programs(NamedTuple):
         for i, (slot, tokens) in enumerate(new):
             slots_B[i], lengths_B[i] = slot, len(tokens)
             texts_BC[i, : len(tokens)] = tokens
-        return device.put_texts(state, *jax.device_put((slots_B, texts_BC, lengths_B)))
+        return device.put_texts(state, *cast(Arrays, (slots_B, texts_BC, lengths_B)))
 
     def prefill(
         self,
@@ -343,9 +348,9 @@ class Programs(NamedTuple):
         for i, part in enumerate(parts):
             slots_R[i], starts_R[i], counts_R[i] = part
         table_RW = self.table_of(key, table_SW, slots_R)
-        where = jax.device_put((slots_R, table_RW, starts_R, counts_R))
+        where = cast(Arrays, (slots_R, table_RW, starts_R, counts_R))
         return device.prefill_slots(
-            *self.models, state, rows.sampling.adapter_B, *where, chunk=o.chunk,
+            *self.models, state, rows, *where, chunk=o.chunk,
             most=self.prefill_rows, first_chunk=key.first_chunk,
         )  # fmt: skip
 
@@ -361,7 +366,7 @@ class Programs(NamedTuple):
         slots_B, lengths_B = self.idle(len(states_BD)), np.zeros(len(states_BD), np.int32)
         for i, slot, length in whole:
             slots_B[i], lengths_B[i] = slot, length
-        slots, lengths = jax.device_put((slots_B, lengths_B))
+        slots, lengths = cast(Arrays, (slots_B, lengths_B))
         graphdefs, params = self.models
         return device.sample_first(
             graphdefs, params[0], state, rows, slots, states_BD, lengths, sampler=key.sampler
@@ -378,7 +383,7 @@ class Programs(NamedTuple):
         """Decode the next tokens. slots: of the sequences, in the order of the rows."""
         slots_B = self.idle(key.rows)
         slots_B[: len(slots)] = slots
-        where = jax.device_put((slots_B, self.table_of(key, table_SW, slots_B)))
+        where = cast(Arrays, (slots_B, self.table_of(key, table_SW, slots_B)))
         return device.decode_slots(
             *self.models, state, rows, *where, steps=key.steps, drafts=self.options.drafts,
             sampler=key.sampler, packed=self.packed,

@@ -1,14 +1,14 @@
 """Sampling parameters of an engine's slots, on the host."""
 
+import struct
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from jaxtrain.inference.engine.requests import SamplingParams
-from jaxtrain.inference.engine.sampling import MOST_BIASED, RowSampling, Sampler, SlotRows
+from jaxtrain.inference.engine.sampling import FORMATS, MOST_BIASED, Sampler, SlotRows
 
 OFF = 2**31 - 1  # no limit: top_k of all tokens
 
@@ -38,20 +38,20 @@ def sampler_of(s: SamplingParams) -> Sampler:
     return next((one for one, fields in FIELDS.items() if asked <= fields), Sampler.ALL)
 
 
-DTYPES: dict[str, type[np.number]] = dict.fromkeys(RowSampling._fields, np.float32)
-DTYPES |= dict.fromkeys(
-    ("top_k_B", "prompt_B", "limit_B", "top_B", "guesses_B", "adapter_B"), np.int32
-)
-DTYPES["seed_B"] = np.uint32
+PACK = struct.Struct("=" + "".join(FORMATS.values())).pack
+
+
+def pack_row(values: tuple[float | int, ...]) -> np.ndarray:
+    """The bits of a row's values, as `SlotRows` has them."""
+    return np.frombuffer(PACK(*values), np.uint32)
 
 
 class SlotTable:
     """Sampling inputs of all slots, copied to the device after a change."""
 
     def __init__(self, slots: int, vocab_size: int):
-        columns = zip(IDLE, RowSampling._fields, strict=True)
-        self.columns = [np.full(slots, value, DTYPES[name]) for value, name in columns]
-        self.there: RowSampling | None = None
+        self.packed_SF = np.tile(pack_row(IDLE), (slots, 1))
+        self.packed_there: Array | None = None
         self.allowed_Sv = np.full((slots, -(-vocab_size // 32)), ALL, np.uint32)
         self.allowed_there: Array | None = None
         self.biased_Sn = np.full((slots, MOST_BIASED), OFF, np.int32)
@@ -78,9 +78,8 @@ class SlotTable:
         self.allowed_there = None
 
     def _write(self, slot: int, values: tuple[float | int, ...]) -> None:
-        for column, value in zip(self.columns, values, strict=True):
-            column[slot] = value
-        self.there = None
+        self.packed_SF[slot] = pack_row(values)
+        self.packed_there = None
 
     def _bias(self, slot: int, pairs: Sequence[tuple[int, float]]) -> None:
         self.biased_Sn[slot], self.bias_Sn[slot] = OFF, 0
@@ -90,11 +89,10 @@ class SlotTable:
 
     def on_device(self) -> SlotRows:
         """Sampling inputs of all slots, on the device."""
-        # Copies, because an array on a CPU device may share the host's memory.
-        if self.there is None:
-            self.there = RowSampling(*jax.device_put([x.copy() for x in self.columns]))
+        if (rows := self.packed_there) is None:
+            self.packed_there = rows = jnp.array(self.packed_SF)
         if (allowed := self.allowed_there) is None:
             self.allowed_there = allowed = jnp.array(self.allowed_Sv)
         if (bias := self.bias_there) is None:
             self.bias_there = bias = jnp.array(self.biased_Sn), jnp.array(self.bias_Sn)
-        return SlotRows(self.there, allowed, *bias)
+        return SlotRows(rows, allowed, *bias)

@@ -45,14 +45,30 @@ class RowSampling(NamedTuple):
     adapter_B: Array
 
 
-class SlotRows(NamedTuple):
-    """Sampling inputs of rows. allowed_Bv: a bit for each token, 1 if allowed. biased_Bn: tokens
-    with a logit bias, padded beyond the vocabulary. bias_Bn: values added to their logits."""
+# Format of each field's values (`struct`): float32, int32 or uint32.
+FORMATS = dict.fromkeys(RowSampling._fields, "f")
+FORMATS |= dict.fromkeys(("top_k_B", "prompt_B", "limit_B", "top_B", "guesses_B", "adapter_B"), "i")
+FORMATS["seed_B"] = "I"
+DTYPES = {"f": jnp.float32, "i": jnp.int32, "I": jnp.uint32}
 
-    sampling: RowSampling
+
+class SlotRows(NamedTuple):
+    """Sampling inputs of rows. packed_BF: the bits of all fields of `RowSampling`, in one array
+    because each copy to a device costs host time. allowed_Bv: a bit for each token, 1 if allowed.
+    biased_Bn: tokens with a logit bias, padded beyond the vocabulary. bias_Bn: values added to
+    their logits."""
+
+    packed_BF: UInt32[Array, "B F"]
     allowed_Bv: UInt32[Array, "B v"]
     biased_Bn: Int[Array, "B n"]
     bias_Bn: Float[Array, "B n"]
+
+    @property
+    def sampling(self) -> RowSampling:
+        """The sampling parameters."""
+        bits, dtypes = self.packed_BF, (DTYPES[x] for x in FORMATS.values())
+        fields = (jax.lax.bitcast_convert_type(bits[:, i], x) for i, x in enumerate(dtypes))
+        return RowSampling(*fields)
 
 
 class Draw(NamedTuple):
