@@ -22,7 +22,7 @@ class DetokenizeBody(Body):
 
 
 def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
-    served = service.served
+    served = service.model_of(body)
     (pieces,) = served.reader.encode([body.prompt])
     begins = body.add_special_tokens and served.prompting.bos
     tokens = [served.tokenizer.bos_id] * begins + pieces.ids.tolist()
