@@ -194,7 +194,7 @@ def test_stages_of_two_processes_work_on_the_same_rows(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_evaluate_as_one(whole, tmp_path, capsys):
-    arguments = [str(whole), "eval.batch_size=4"]
+    arguments = [str(whole), "eval.batch_size=8"]
     assert evaluate(arguments) == 0
     expected = capsys.readouterr().out
     job = launched(tmp_path / "log", 2, 1, arguments, "--command", "evaluate")

@@ -28,7 +28,7 @@ from jaxtrain.cluster.ray_cluster import ray_cluster
 from jaxtrain.cluster.ray_models import NodeModels
 from jaxtrain.cluster.ray_worker import missing_on_node
 from jaxtrain.cluster.runtime import compute_dtype, start
-from jaxtrain.config.resolve import Resolved, override
+from jaxtrain.config.resolve import Resolved, eval_batch_size, override
 from jaxtrain.data.batches.augment import Augment
 from jaxtrain.data.evaluation.tasks import Rules
 from jaxtrain.evaluation.arguments import evaluate_parser
@@ -147,13 +147,12 @@ def held_out_batches(
 ) -> Iterator[data.Batch]:
     """This process's batches of one pass over the validation split, in rows as in training.
 
-    `eval` sets the rows per batch. change: result of `make_row_change`.
+    `eval.batch_size` sets the rows per batch of all processes. change: result of `make_row_change`.
     """
     share, shares = process_batch_shard(mesh)
-    rows = c.eval.batch_size or c.train.device_batch_size
     return data.validation_batches(
         store,
-        batch_size=-(-rows // num_batch_shards(mesh)) * num_batch_shards(mesh),
+        batch_size=eval_batch_size(c, c.train.device_batch_size, num_batch_shards(mesh)),
         sequence_length=c.train.sequence_length,
         process_index=share,
         process_count=shares,

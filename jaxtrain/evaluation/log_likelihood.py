@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxtrain.cluster.runtime import compute_dtype
-from jaxtrain.config.resolve import Resolved
+from jaxtrain.config.resolve import Resolved, eval_batch_size
 from jaxtrain.data import Scored
 from jaxtrain.data.evaluation.branches import (
     BRANCH_SHARE,
@@ -128,7 +128,7 @@ def shard_model(saved: Saved, config: Resolved, most_rows: int | None = None) ->
     check_decoder(saved.config.model)
     mesh = make_mesh(config.mesh)
     shards = num_batch_shards(mesh)
-    rows = config.eval.batch_size or config.train.device_batch_size * shards
+    rows = eval_batch_size(config, config.train.device_batch_size, shards)
     rows = min(rows, most_rows or rows)
     context = config.model.context_length
     shape = RowShape(-(-rows // shards) * shards, context, context // BRANCH_SHARE, shards)
