@@ -54,7 +54,7 @@ def layers_row(
     def run(packed: PackedLayers, x0_D: Array, kv: StackedPages, count: Array) -> Array:
         def step(i: int, carry: tuple[Array, StackedPages]) -> tuple[Array, StackedPages]:
             x_D, kv = carry
-            x_D, _, (keys, values) = kernels.decode_layers(
+            x_D, _, (keys, values), _ = kernels.decode_layers(
                 shape, packed, x_D, cos_h, sin_h, values_LC, (kv.k_LPpKH, kv.v_LPpKH), *place,
                 implementation="triton",
             )  # fmt: skip

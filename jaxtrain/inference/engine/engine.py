@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.compiler import EngineCompiler
-from jaxtrain.inference.engine.device import NONFINITE, REJECTED, Sampled
+from jaxtrain.inference.engine.device import NONFINITE, REJECTED, TIMED_OUT, Sampled
 from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
 from jaxtrain.inference.engine.one_kernel import packed_layers
 from jaxtrain.inference.engine.pace import Pace
@@ -375,10 +375,15 @@ class Engine:
         """Read the tokens of a step, and pass them to their sequences."""
         with self.pace.waiting():
             tokens_KBT = np.asarray(step.sampled.tokens_KBT)
+        if (tokens_KBT == TIMED_OUT).any():
+            raise RuntimeError(
+                "the megakernel timed out: its thread blocks did not all run at once; end other "
+                "programs on this GPU, or set megakernel=False (serve: --no-megakernel)"
+            )
         if (tokens_KBT == NONFINITE).any():
             raise RuntimeError(
-                "the megakernel timed out, or hidden states are not finite; "
-                "megakernel=False (serve: --no-megakernel) turns it off"
+                "the model's hidden states are not finite: its weights are damaged or its training "
+                "diverged; load an earlier checkpoint (--step N)"
             )
         right_B, wrong_B = (
             x.sum((0, 2)) for x in (tokens_KBT[:, :, 1:] >= 0, tokens_KBT == REJECTED)

@@ -106,4 +106,5 @@ def decode_layers(shape, weights, x0_D, cos_h, sin_h, values_LC, pages, table_W,
         branch_D = packed_matmul(down, h_F).astype(dtype)
         if layer == s.middle:
             middle_D = x_D + branch_D
-    return x_D + branch_D, middle_D, tuple(jnp.stack(x) for x in zip(*kept))
+    pages = tuple(jnp.stack(x) for x in zip(*kept))
+    return x_D + branch_D, middle_D, pages, jnp.bool_(False)

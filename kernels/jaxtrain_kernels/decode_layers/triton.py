@@ -93,9 +93,10 @@ def decode_layers(
         x_D = done.states_2D[int(layer == shape.middle)]
         return (x_D + done.values(layer, "down")[0]).astype(x0_D.dtype)
 
+    timed_out = (done.status_G == 0).any()
     # After a timeout the result is NaN, because the values may be wrong.
-    x_D = jnp.where((done.status_G > 0).all(), total(shape.depth - 1), jnp.nan)
-    return x_D, total(shape.middle), done.pages
+    x_D = jnp.where(timed_out, jnp.nan, total(shape.depth - 1))
+    return x_D, total(shape.middle), done.pages, timed_out
 
 
 def layers_plan(
