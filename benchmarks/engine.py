@@ -19,7 +19,7 @@ from jaxtrain_kernels.matmul import few_rows
 from benchmarks.decode import bandwidth
 from benchmarks.decode_models import COMPUTE, random_weights, weight_bytes
 from benchmarks.engine_layers import layers_row
-from benchmarks.engine_peers import Peers, beside, peer_rows
+from benchmarks.engine_peers import Peers, peer_rows, with_peer_rows
 from benchmarks.engine_profile import profile_decoding
 from benchmarks.kernels import failure
 from benchmarks.record import describe, stem
@@ -177,7 +177,7 @@ def bench_engine(
             except jax.errors.JaxRuntimeError as error:  # such as a cache that does not fit
                 found = {"failed": failure(error)}
             rows.append(label | shape | found)
-            yield record | {"rows": beside(rows, peers), "floor": limits._asdict()}
+            yield record | {"rows": with_peer_rows(rows, peers), "floor": limits._asdict()}
             rows += attention_rows(one, batch, kept, prompt + new // 2, limits)
             if batch == 1 and kept is None and one.megakernel:
                 try:
@@ -187,7 +187,7 @@ def bench_engine(
                 rows.append(row)
         first = first_tokens(one, kept, prompt)
         rows.append(label | {"name": "first_token", "shape": f"{CONCURRENT} x {prompt}"} | first)
-        yield record | {"rows": beside(rows, peers), "floor": limits._asdict()}
+        yield record | {"rows": with_peer_rows(rows, peers), "floor": limits._asdict()}
 
 
 def requests_of(one: Served, batch: int, prompt: int, new: int, seed: int) -> list[Request]:

@@ -81,7 +81,7 @@ def arguments(changes, name, folder):
     """`key.path=value` arguments of a case in a folder."""
 
     def value(given):
-        if given in ("CHAT", "PAIRS", "JUDGED"):
+        if given in ("CHAT", "PAIRS", "LABELED"):
             return str(folder / f"{given}.jsonl")
         if isinstance(given, str) and given.startswith("RUN:"):
             return str(folder / given.removeprefix("RUN:"))

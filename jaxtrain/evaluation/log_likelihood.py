@@ -227,8 +227,8 @@ class ScoringJob:
     def questions_in(self, owners_BM: np.ndarray) -> int:
         """Number of questions whose first sequence is in a batch."""
         owners = owners_BM[owners_BM >= 0]
-        begins = np.diff(owners, prepend=-1) != 0  # the labels of a sequence are adjacent
-        return int(np.frombuffer(bytes(self.first), np.uint8)[owners[begins]].sum())
+        is_first = np.diff(owners, prepend=-1) != 0  # the labels of a sequence are adjacent
+        return int(np.frombuffer(bytes(self.first), np.uint8)[owners[is_first]].sum())
 
     def scores(self) -> Scores:
         owners, nll, greedy = map(np.concatenate, zip(*self.parts)) if self.parts else ([],) * 3

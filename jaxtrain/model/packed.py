@@ -118,7 +118,7 @@ def run_stacked(model: "Transformer", tokens_BT: Int[Array, "B T"], mode: Paged)
         cache = cache._replace(kv=kv)
         return Output(model.final_norm(*states), cache=cache, timed_out=timed_out)
     apart = cache._replace(kv=cache.kv.apart())
-    out = model(tokens_BT, mode=Paged(apart, begins=mode.begins))
+    out = model(tokens_BT, mode=Paged(apart, first_chunk=mode.first_chunk))
     assert isinstance(out.cache, PagedCache) and not isinstance(out.cache.kv, StackedPages)
     return out._replace(cache=cache._replace(kv=StackedPages.of(out.cache.kv)))
 

@@ -140,8 +140,8 @@ def train_phase(
         )
         evaluator = Evaluator(plan, data, recipe, spec, frozen, run_dir)
         begun = time.perf_counter()
-        beside = functools.partial(evaluator.lower_in_background, state)
-        program = make_program(state, feed.peek(), beside=beside)
+        while_compiling = functools.partial(evaluator.lower_in_background, state)
+        program = make_program(state, feed.peek(), while_compiling=while_compiling)
         facts = program.facts | {"compile_s": time.perf_counter() - begun}
         log(f"compile  {facts['compile_s']:.0f} s")
         evaluator.compile_in_background()

@@ -365,8 +365,8 @@ def before_update(
     accept = all_of([v.accept for v in verdicts.values()])
     report = next((v.report for v in verdicts.values() if v.report is not None), None)
     metrics = {**metrics, "grad_norm": norm, **load}
-    judged = {name: verdicts[name].state for name in extras}
-    return BeforeUpdate(grads, accept, finite, squares, metrics, judged, report)
+    kept_states = {name: verdicts[name].state for name in extras}
+    return BeforeUpdate(grads, accept, finite, squares, metrics, kept_states, report)
 
 
 def after_update(

@@ -146,7 +146,7 @@ def _prompted(record: dict[str, Any], place: str) -> list[Message]:
     """TRL's `prompt` and `completion`."""
     if isinstance(record.get("label"), bool):
         raise UserError(
-            f"{place} has prompt, completion and label: answers that were judged are for "
+            f"{place} has prompt, completion and label: labeled answers are for "
             "data.train.name=preference and objective.name=kto"
         )
     prompt = messages_of(record["prompt"], "user", f"{place}, prompt")

@@ -142,20 +142,20 @@ def filter_contaminated(config: PreparedDecontaminate, batch: TextBatch) -> Filt
     found = np.bincount(words.texts[hits], minlength=len(batch.texts)) >= config.min_hits
     for start in range(1, START + 1):
         if f"start{start}" in known:
-            begins = known[f"start{start}"].places(rolling_hashes(words, start))
-            found[words.texts[begins[_is_whole(words, begins, config.ngram, known["whole"])]]] = (
+            starts = known[f"start{start}"].places(rolling_hashes(words, start))
+            found[words.texts[starts[_is_whole(words, starts, config.ngram, known["whole"])]]] = (
                 True
             )
     return FilterVerdict(found.astype(np.uint8))
 
 
-def _is_whole(words: Spans, begins: np.ndarray, ngram: int, whole: "Known") -> np.ndarray:
+def _is_whole(words: Spans, starts: np.ndarray, ngram: int, whole: "Known") -> np.ndarray:
     """bool [B]: whether a known text of fewer than `ngram` words begins at each of these words."""
-    left = np.searchsorted(words.texts, words.texts[begins], side="right") - begins
+    left = np.searchsorted(words.texts, words.texts[starts], side="right") - starts
     numbers = np.arange(1, ngram)
-    total, all_BN = np.zeros(len(begins), np.uint64), np.zeros((len(begins), ngram - 1), np.uint64)
+    total, all_BN = np.zeros(len(starts), np.uint64), np.zeros((len(starts), ngram - 1), np.uint64)
     for number in numbers:
-        place = np.minimum(begins + number - 1, len(words.hashes) - 1)
+        place = np.minimum(starts + number - 1, len(words.hashes) - 1)
         total = all_BN[:, number - 1] = total * BASE + words.hashes[place]
     is_known = np.zeros(all_BN.size, bool)
     is_known[whole.places(all_BN.ravel())] = True

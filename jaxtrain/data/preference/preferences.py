@@ -26,7 +26,7 @@ TEXTS = 2  # documents per stored preference
 
 KINDS = {
     False: "a pair (prompt, chosen and rejected)",
-    True: "a judged answer (prompt, completion and label)",
+    True: "a labeled answer (prompt, completion and label)",
 }
 
 

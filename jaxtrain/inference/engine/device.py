@@ -169,7 +169,7 @@ def prefill_slots(
     adapted = choose_adapters(params[0], adapter_R), *params[1:]
     models = [nnx.merge(*pair) for pair in zip(graphdefs, adapted)]
     caches = [PagedCache(kv, *where) for kv in state.kv]
-    run = functools.partial(run_model, begins=first_chunk)
+    run = functools.partial(run_model, first_chunk=first_chunk)
     ran = [run(model, tokens_RT, cache) for model, cache in zip(models, caches)]
     states_RTD, kv = ran[0][0], tuple(kv for _, kv in ran)
     if state.last is not None:  # a last token has no known next token yet: processed again later

@@ -24,10 +24,10 @@ SHORTEST, LONGEST = 2, 3  # lengths of the suffix that prompt lookup searches fo
 
 
 def run_model(
-    model: Transformer, tokens_BT: Array, cache: PagedCache, begins: bool = False
+    model: Transformer, tokens_BT: Array, cache: PagedCache, first_chunk: bool = False
 ) -> tuple[Array, LayerPages]:
     """Run the model on new tokens. Returns their states [B, T, D] and the updated pages."""
-    out = model(tokens_BT, mode=Paged(cache, begins=begins))
+    out = model(tokens_BT, mode=Paged(cache, first_chunk=first_chunk))
     assert isinstance(out.cache, PagedCache)
     return out.states, out.cache.kv
 

@@ -342,14 +342,15 @@ class Engine:
                 x.copy_to_host_async()
             self.pending.append(Pending(sampled, tuple(rows), most, self.steps, first))
 
-    def warm_up(self, asked: Collection[Request] = (), beside: bool = False) -> int:
+    def warm_up(self, asked: Collection[Request] = (), background: bool = False) -> int:
         """Compile all programs that requests may need, several at a time. Returns their number.
 
         Without it a program is compiled when a request first needs it. asked: the only requests
-        that will come, all at once. beside: wait only for programs that together serve any request.
+        that will come, all at once. background: wait only for programs that together serve any
+        request; the others are compiled in the background.
         """
         keys = self.programs.needed(asked, self.context)
-        now = minimal_programs(keys) if beside else keys
+        now = minimal_programs(keys) if background else keys
         with self.on_mesh():
             state, rows = self.state, self.rows.on_device()
         lower = lambda key: self.programs.lower(key, state, rows)

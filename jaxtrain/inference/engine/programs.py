@@ -122,7 +122,7 @@ class ProgramKey(NamedTuple):
     sampler: Sampler = Sampler.TEMPERATURE
     first_chunk: bool = False
 
-    def serves(self, other: "ProgramKey") -> bool:
+    def covers(self, other: "ProgramKey") -> bool:
         """Whether this program can run instead of the other, at the same or a higher cost."""
         large = self.rows >= other.rows and self.pages >= other.pages
         sampled = self.sampler >= other.sampler and self.steps <= other.steps
@@ -137,7 +137,7 @@ class ProgramKey(NamedTuple):
 
 def minimal_programs(keys: Collection[ProgramKey]) -> list[ProgramKey]:
     """Programs that no other one can replace. Together they can replace all of them."""
-    return [a for a in keys if not any(b.serves(a) for b in keys if b != a)]
+    return [a for a in keys if not any(b.covers(a) for b in keys if b != a)]
 
 
 class Lengths(NamedTuple):

@@ -117,7 +117,7 @@ def load_service(a: argparse.Namespace) -> Service:
     def load() -> Engine:
         engine = engine_of(saved, options)
         if not a.no_warm_up:
-            engine.warm_up(beside=True)
+            engine.warm_up(background=True)
         return engine
 
     thread = EngineThread(load)

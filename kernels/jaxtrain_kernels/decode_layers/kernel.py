@@ -253,8 +253,8 @@ def read_inputs(c: Context, begin, size: int):
     def inputs(i: int):
         first, chunks = parts[i]
         at = jnp.arange(chunks)[:, None] * COLUMNS + jnp.arange(COLUMNS)[None]
-        begins = [begin + half + first * COLUMNS for half in (0, size // 2)]
-        words = [plgpu.load(c.slots.at[at_ + at], volatile=True) for at_ in begins]
+        starts = [begin + half + first * COLUMNS for half in (0, size // 2)]
+        words = [plgpu.load(c.slots.at[at_ + at], volatile=True) for at_ in starts]
         # Read once, then broadcast to all warps.
         shape = chunks, ROWS, COLUMNS
         return tuple(high(jnp.broadcast_to(word[:, None], shape)) for word in words)
