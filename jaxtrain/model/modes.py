@@ -79,10 +79,8 @@ FORWARD = Forward()
 class Output(NamedTuple):
     """states: after the final norm, for the head: [B, T, D] (pipelined [M, B, T, D]); from Prefill
     and Decode [B, D], the last token of each sequence. balance_B: each sequence's sum of the
-    experts' balance losses, None without experts. cache: from Prefill, Decode and Paged.
-    timed_out: bool [], whether the megakernel timed out; None where it did not run."""
+    experts' balance losses, None without experts. cache: from Prefill, Decode and Paged."""
 
     states: Array
     balance_B: Array | None = None
     cache: Cache | PagedCache | None = None
-    timed_out: Array | None = None

@@ -107,20 +107,23 @@ def pack_layers(graphdef: nnx.GraphDef, params: Params) -> PackedLayers:
     return PackedLayers(kernels.pack_weights(qkv), out, up, down, scales_L2)
 
 
-def run_stacked(model: "Transformer", tokens_BT: Int[Array, "B T"], mode: Paged) -> Output:
+def run_stacked(
+    model: "Transformer", tokens_BT: Int[Array, "B T"], mode: Paged
+) -> tuple[Output, Bool[Array, ""] | None]:
     """Run the model with stacked pages: in one kernel for one sequence with one new token, else
-    layer by layer, for which the pages are unstacked."""
+    layer by layer, for which the pages are unstacked. Also returns whether the kernel timed out,
+    None if it did not run."""
     cache, packed = mode.cache, mode.packed
     assert isinstance(cache.kv, StackedPages)
     if packed is not None and tokens_BT.shape == (1, 1):
         x_11D, _ = model.embed_tokens(tokens_BT, cache)
         *states, kv, timed_out = run_packed(model, packed, x_11D, tokens_BT, cache)
         cache = cache._replace(kv=kv)
-        return Output(model.final_norm(*states), cache=cache, timed_out=timed_out)
+        return Output(model.final_norm(*states), cache=cache), timed_out
     apart = cache._replace(kv=cache.kv.apart())
     out = model(tokens_BT, mode=Paged(apart, first_chunk=mode.first_chunk))
     assert isinstance(out.cache, PagedCache) and not isinstance(out.cache.kv, StackedPages)
-    return out._replace(cache=cache._replace(kv=StackedPages.of(out.cache.kv)))
+    return out._replace(cache=cache._replace(kv=StackedPages.of(out.cache.kv))), None
 
 
 def run_packed(

@@ -142,7 +142,7 @@ class Transformer(nnx.Module):
                 return self._decode(tokens_BT, mode)
             case Paged():
                 if isinstance(mode.cache.kv, StackedPages):
-                    return run_stacked(self, tokens_BT, mode)
+                    return run_stacked(self, tokens_BT, mode)[0]
                 run = run_first_chunks if mode.first_chunk else Transformer._paged
                 return run(self, tokens_BT, mode.cache)
 

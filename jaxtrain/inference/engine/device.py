@@ -29,6 +29,7 @@ from jaxtrain.inference.engine.sampling import Draw, Sampler, SlotRows, sample_r
 from jaxtrain.model import PagedCache, ResolvedModel, Transformer, make_plan, split
 from jaxtrain.model.kv_cache import LayerPages, StackedPages, as_stored
 from jaxtrain.model.modes import Paged
+from jaxtrain.model.packed import run_stacked
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
@@ -282,9 +283,13 @@ def decode_step(
     starts_S = jnp.maximum(known_S - 1, 0)
     tokens_ST, before_S1 = take(places_ST - 1), take(starts_S[:, None] - 1)
     cache = PagedCache(state.kv[0], table_SW, starts_S, counts_S, before_S1[:, 0])
-    out = models[0](tokens_ST, mode=Paged(cache, packed))
-    assert isinstance(out.cache, PagedCache)
-    states_STD, kv = out.states, out.cache.kv
+    timed_out = None
+    if packed is None:
+        states_STD, kv = run_model(models[0], tokens_ST, cache)
+    else:
+        out, timed_out = run_stacked(models[0], tokens_ST, Paged(cache, packed))
+        assert isinstance(out.cache, PagedCache)
+        states_STD, kv = out.states, out.cache.kv
     logits_STV = models[0].logits(states_STD)
     each = lambda x: jnp.repeat(x, T, axis=0) if T > 1 else x
     one = sample_rows(
@@ -292,10 +297,10 @@ def decode_step(
         places_ST.reshape(-1), sampler,
     )  # fmt: skip
     one = jax.tree.map(lambda x: x.reshape(S, T, *x.shape[1:]), one)
-    if out.timed_out is not None:
+    if timed_out is not None:
         finite_S1 = jnp.isfinite(states_STD).all((1, 2))[:, None]
         tokens_ST = jnp.where(finite_S1, one.token_B, NONFINITE)
-        one = one._replace(token_B=jnp.where(out.timed_out, TIMED_OUT, tokens_ST))
+        one = one._replace(token_B=jnp.where(timed_out, TIMED_OUT, tokens_ST))
     right_Sk = (guess_Sk == one.token_B[:, :drafts]) & (
         jnp.arange(drafts)[None] + 1 < counts_S[:, None]
     )
