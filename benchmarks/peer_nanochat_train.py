@@ -115,8 +115,8 @@ def main():
         row = {"kind": "validation", "step": i, "time": time.perf_counter() - begin, "bpb": bpb}
         print(json.dumps(row), flush=True)
 
-    held = (inputs, targets, *held_out)  # rows that a usual loader keeps on the host
-    rows_bytes = sum(ids.numel() * ids.element_size() for ids in held)
+    on_host = (inputs, targets, *held_out)  # rows that a usual loader keeps on the host
+    rows_bytes = sum(ids.numel() * ids.element_size() for ids in on_host)
     begin = last = time.perf_counter()
     logged = 0
     for i in range(s["steps"]):

@@ -48,7 +48,7 @@ FIELDS = (
     "model.context_length",
 )
 AHEAD = 8  # batches queued on the device before the host waits for the first one's results
-HELD_BYTES = 1 << 28  # of batches on the host that wait for their programs
+PENDING_BYTES = 1 << 28  # of batches on the host that wait for their programs
 HEAD_ROWS = 1024  # positions whose logits a device computes at a time
 
 
@@ -202,7 +202,7 @@ def scores(
     for questions in jobs:
         job = queue.open_job()
         for rows, owners_BM in pack_branches(job.counted(questions), scorer.shape):
-            yield from queue.add(HeldBatch(job, rows, owners_BM, scorer.shape_of(rows)))
+            yield from queue.add(PendingBatch(job, rows, owners_BM, scorer.shape_of(rows)))
         job.packed = True
     yield from queue.empty()
 
@@ -238,7 +238,7 @@ class ScoringJob:
         return Scores(sums, misses == 0, np.array(self.lengths, np.int64), self.sizes)
 
 
-class HeldBatch(NamedTuple):
+class PendingBatch(NamedTuple):
     """A batch that is not on the device yet."""
 
     job: ScoringJob
@@ -260,30 +260,30 @@ class ScoringQueue:
     def __init__(self, scorer: Scorer, progress: Callable[[int], None]):
         self.scorer, self.progress = scorer, progress
         self.jobs: deque[ScoringJob] = deque()
-        self.held: list[HeldBatch] = []
+        self.pending: list[PendingBatch] = []
         self.running: deque[tuple[ScoringJob, np.ndarray, PyTree]] = deque()
 
     def open_job(self) -> ScoringJob:
         self.jobs.append(ScoringJob())
         return self.jobs[-1]
 
-    def add(self, batch: HeldBatch) -> Iterator[Scores]:
+    def add(self, batch: PendingBatch) -> Iterator[Scores]:
         """Queue a batch, which goes to the device as soon as its program is ready. Yields the
         scores of complete jobs, as do `send`, `collect` and `empty`."""
         if self.scorer.model.mesh.size == 1:  # several devices may be at work: see `compile`
             self.scorer.compile([batch.shape])
         batch.job.batches += 1
-        self.held.append(batch)
+        self.pending.append(batch)
         yield from self.send()
-        while sum(one.bytes for one in self.held) > HELD_BYTES:
+        while sum(one.bytes for one in self.pending) > PENDING_BYTES:
             yield from self.wait_and_send()
 
     def send(self) -> Iterator[Scores]:
         """Send the batches to the device whose programs are ready."""
-        held, self.held = self.held, []
-        for one in held:
+        pending, self.pending = self.pending, []
+        for one in pending:
             if not self.scorer.compiler.is_settled(one.shape):
-                self.held.append(one)
+                self.pending.append(one)
                 continue
             self.running.append((one.job, one.owners_BM, self.scorer.score(one.rows)))
             self.progress(one.job.questions_in(one.owners_BM))
@@ -291,7 +291,7 @@ class ScoringQueue:
                 yield from self.collect()
 
     def wait_and_send(self) -> Iterator[Scores]:
-        self.scorer.compiler.wait_for_one({one.shape for one in self.held})
+        self.scorer.compiler.wait_for_one({one.shape for one in self.pending})
         yield from self.send()
 
     def collect(self) -> Iterator[Scores]:
@@ -305,7 +305,7 @@ class ScoringQueue:
 
     def empty(self) -> Iterator[Scores]:
         """Finish all batches, after the last one was added."""
-        while self.held:
+        while self.pending:
             yield from self.wait_and_send()
         while self.running:
             yield from self.collect()

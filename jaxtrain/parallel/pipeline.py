@@ -152,14 +152,14 @@ def interleave_permutation(stages: int, repeats: int) -> np.ndarray:
     return ((chunk + shift) % repeats).reshape(repeats, stages)
 
 
-def permute_chunks(held: jax.Array, lanes: np.ndarray, here: jax.Array) -> jax.Array:
+def permute_chunks(local_chunks: jax.Array, lanes: np.ndarray, here: jax.Array) -> jax.Array:
     """Exchange the chunks [v, ...] stored on this stage for those that run on it, by lane."""
     repeats, stages = lanes.shape
 
     def one(lane: int) -> jax.Array:
         chunk = np.flatnonzero(lanes == lane)  # stage 0's first
         pairs = list(zip(chunk // repeats, chunk % stages))
-        return jax.lax.ppermute(at(held, jnp.asarray(chunk % repeats)[here]), AXIS, pairs)
+        return jax.lax.ppermute(at(local_chunks, jnp.asarray(chunk % repeats)[here]), AXIS, pairs)
 
     return jnp.stack([one(lane) for lane in range(repeats)])
 

@@ -323,8 +323,8 @@ def test_batches_have_labels_for_answers_alone(tmp_path):
     begin = next(i for i, name in NAMES.items() if name == "<|begin|>")
     starts = (batch.tokens_BT == begin) & (batch.segments_BT > 0)
     assert starts.sum() == documents and (batch.positions_BT[starts] == 0).all()
-    held = list(validation_batches(prepared.train, batch_size=2, sequence_length=200))
-    assert sorted(x for b in held for x in answers_in(b)) == sorted(expected)
+    validation = list(validation_batches(prepared.train, batch_size=2, sequence_length=200))
+    assert sorted(x for b in validation for x in answers_in(b)) == sorted(expected)
 
 
 def test_long_conversations_are_cut_or_left_out_and_counted(tmp_path):

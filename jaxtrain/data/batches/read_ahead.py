@@ -79,11 +79,11 @@ def _prefetched(
 def check_local_cache(config: DataConfig, stores: Mapping[str, TokenStore]) -> None:
     """Raise UserError if the local cache is too small for the blocks that are mixed."""
     far = [store for store in stores.values() if isinstance(store.records, RemoteRecords)]
-    held = sum(store.tokens * store.dtype.itemsize for store in far)
-    needed = held
+    total = sum(store.tokens * store.dtype.itemsize for store in far)
+    needed = total
     if config.shuffle.name == "blocks":
         blocks = 2 * config.shuffle.window + SLOTS
-        needed = min(held, sum(blocks * BLOCK_TOKENS * store.dtype.itemsize for store in far))
+        needed = min(total, sum(blocks * BLOCK_TOKENS * store.dtype.itemsize for store in far))
     if needed <= config.local_cache.max_bytes:
         return
     what = (

@@ -119,21 +119,21 @@ def cut_stream(
 
     `stored()` returns the number of bytes read so far of the file as stored.
     """
-    place, held, ended = at, b"", False
+    place, buffer, ended = at, b"", False
     while True:
         end, wanted = 0, BLOCK
         while not end:
-            if len(held) < wanted and not ended:
-                held += stream.read(wanted - len(held))
-                ended = len(held) < wanted
-            if ended and len(held) <= wanted:
-                end = len(held)
+            if len(buffer) < wanted and not ended:
+                buffer += stream.read(wanted - len(buffer))
+                ended = len(buffer) < wanted
+            if ended and len(buffer) <= wanted:
+                end = len(buffer)
                 break
-            end = cut(held[:wanted])
+            end = cut(buffer[:wanted])
             wanted *= 2
         if not end:
             return
-        data, held = held[:end], held[end:]
+        data, buffer = buffer[:end], buffer[end:]
         after = Position(
             at.file, place.at + end, place.line + data.count(b"\n"), at.stored + stored()
         )

@@ -124,9 +124,10 @@ def encode_blocks(job: EncodeJob, group: list[TextBlock]) -> EncodedSplits:
     tokenizer, has_chat = _tokenizer(job.tokenizer), job.source.name in CHAT_TEMPLATE_SOURCES
     dtype = token_type(tokenizer.vocab_size, has_chat)
     read = _encode_chat(job, group, dtype) if has_chat else _encode_text(job, group, tokenizer)
-    held = [_is_held_out(job, one.key) for one in read]
+    held_out = [_is_held_out(job, one.key) for one in read]
     train, validation = (
-        _packed([one for one, h in zip(read, held) if h == split], dtype) for split in (False, True)
+        _packed([one for one, h in zip(read, held_out) if h == split], dtype)
+        for split in (False, True)
     )
     if job.source.sample_by is None:
         train, validation = train._replace(weights=None), validation._replace(weights=None)

@@ -123,10 +123,10 @@ def _at(config: DataConfig, progress: Progress) -> Prepared:
         return open_published(place.below(name), config, tokenizer.fingerprint)
 
     train = {name: opened(store) for name, store in note["train"].items()}
-    held = [opened(store) for store in note["validation"]]
+    held_out = [opened(store) for store in note["validation"]]
     return Prepared(
         train if config.train.name == "mixture" else train["train"],
-        join_stores(held) if held else None,
+        join_stores(held_out) if held_out else None,
         tokenizer,
         directory,
         note["filters"],

@@ -72,8 +72,8 @@ def write_note(
 ) -> None:
     """Writes the note of a request: its stores, and what its filters removed."""
     stores = {name: _names(place, store)[0] for name, store in train.items()}
-    held = [] if validation is None else _names(place, validation)
-    note = {"train": stores, "validation": held, "filters": filters}
+    validation_names = [] if validation is None else _names(place, validation)
+    note = {"train": stores, "validation": validation_names, "filters": filters}
     place.write(f"{request}.json", json.dumps(note).encode())
 
 

@@ -110,15 +110,15 @@ def training_texts(
     """
     order, text = _in_drawn_order(split_texts(config)[0])
     job = EncodeJob(text.source, None, held_out_limit(text))
-    limit, kept, held, seen = 1 << 64, [], 0, 0
+    limit, kept, kept_bytes, seen = 1 << 64, [], 0, 0
     tasks = ((limit, group) for group in batch_blocks(text.blocks(START)))
     for found, looked, after in mapped(partial(sample_pieces, job), tasks):
         kept += found
-        held += sum(len(piece.text.encode()) for piece in found)
+        kept_bytes += sum(len(piece.text.encode()) for piece in found)
         seen += looked
-        if held > 2 * size:
+        if kept_bytes > 2 * size:
             kept = _lowest(kept, size)
-            limit, held = kept[-1].hash, size
+            limit, kept_bytes = kept[-1].hash, size
         progress("tokenizer", seen, estimate_bytes(seen, after.stored, text.stored))
         if seen >= LOOK_THROUGH * size:
             break

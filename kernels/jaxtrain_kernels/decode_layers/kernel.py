@@ -41,9 +41,9 @@ class LayersPlan(NamedTuple):
     """Compile-time constants of the kernel.
 
     programs: of the grid. splits: parts of a head's keys. tokens: keys per step. page: tokens per
-    page. pages: pages per layer. table: length of the page table. held: tiles of a matmul that are
-    loaded into registers one matmul ahead; the others are only prefetched into the cache. spins:
-    reads of a vector before a program times out.
+    page. pages: pages per layer. table: length of the page table. register_tiles: tiles of a
+    matmul that are loaded into registers one matmul ahead; the others are only prefetched into the
+    cache. spins: reads of a vector before a program times out.
     """
 
     shape: LayersShape
@@ -53,7 +53,7 @@ class LayersPlan(NamedTuple):
     page: int
     pages: int
     table: int
-    held: int
+    register_tiles: int
     spins: int
 
     @property
@@ -207,11 +207,11 @@ def tiles_of(product: Product):
 
 
 def load_ahead(c: Context, product: Product, layer):
-    """Load the held tiles; if there are others, also `touch` the program's rows."""
+    """Load the tiles kept in registers; if there are others, also `touch` the program's rows."""
     tiles, ahead, chunks = tiles_of(product), [], 0
     for unit, _, part in tiles:
         chunks += part[1]
-        if chunks > c.plan.held:
+        if chunks > c.plan.register_tiles:
             break
         ahead.append(load_tiles(c, product, layer, unit, part))
     return tuple(ahead), touch(c, product, layer) if len(ahead) < len(tiles) else None
