@@ -42,8 +42,8 @@ def layers_row(
     values_LC = jnp.zeros((c.depth, c.kv_heads * c.head_dim), jnp.bfloat16)
     table_W = jnp.arange(pages, dtype=jnp.int32)
 
-    place = table_W, jnp.int32(cached_tokens), jnp.int32(1)
-    given = shape, packed, x0_D, cos_h, sin_h, values_LC, (keys, values), *place
+    token = table_W, jnp.int32(cached_tokens), jnp.int32(1)
+    given = shape, packed, x0_D, cos_h, sin_h, values_LC, (keys, values), *token
     found, expected = (
         kernels.decode_layers(*given, implementation=name)[0] for name in ("triton", "reference")
     )
@@ -55,7 +55,7 @@ def layers_row(
         def step(i: int, carry: tuple[Array, StackedPages]) -> tuple[Array, StackedPages]:
             x_D, kv = carry
             x_D, _, (keys, values), _ = kernels.decode_layers(
-                shape, packed, x_D, cos_h, sin_h, values_LC, (kv.k_LPpKH, kv.v_LPpKH), *place,
+                shape, packed, x_D, cos_h, sin_h, values_LC, (kv.k_LPpKH, kv.v_LPpKH), *token,
                 implementation="triton",
             )  # fmt: skip
             return x_D, StackedPages(keys, values)

@@ -59,8 +59,8 @@ def on_device(rows, labels=None):
     ids = torch.from_numpy(rows.astype(np.int64)).cuda()
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     if labels is not None:
-        place = torch.arange(targets.shape[1], device="cuda")
-        targets[place[None] >= torch.from_numpy(labels.astype(np.int64)).cuda()[:, None]] = UNMARKED
+        at = torch.arange(targets.shape[1], device="cuda")
+        targets[at[None] >= torch.from_numpy(labels.astype(np.int64)).cuda()[:, None]] = UNMARKED
     return inputs, targets
 
 

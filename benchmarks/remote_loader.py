@@ -52,9 +52,9 @@ def bench_remote_loader(variant: str | None = None, documents: int = DOCUMENTS) 
         root = Path(folder)
         store = random_store(root / "local", documents)
         LatencyFileSystem(auto_mkdir=True)
-        place = RemoteFolder(f"latency://{root}/bucket/train", explained=True)
-        place.filesystem.auto_mkdir = True
-        publish_store(store, place, lambda *_: None)
+        remote = RemoteFolder(f"latency://{root}/bucket/train", explained=True)
+        remote.filesystem.auto_mkdir = True
+        publish_store(store, remote, lambda *_: None)
         total = store.tokens * store.dtype.itemsize
         rows = [measure("disk, global", store, {"name": "global"})]
         blocks = {"name": "blocks", "window": WINDOW}
@@ -66,9 +66,9 @@ def bench_remote_loader(variant: str | None = None, documents: int = DOCUMENTS) 
         ):
             cache = root / f"cache {order}"
             for state in ("cold", "warm"):
-                far = open_remote(place, cache, most)
+                far = open_remote(remote, cache, most)
                 rows.append(measure(f"URL, {order}, {state}", far, shuffle, most))
-        far = open_remote(place, root / "paced", int(total * SHARE))
+        far = open_remote(remote, root / "paced", int(total * SHARE))
         name = "URL, blocks, half the store in the cache, cold, at 5M tokens/s"
         rows.append(measure(name, far, blocks, int(total * SHARE), pace=PACE))
     workload = {"cores": cores(), "load": os.getloadavg()[0], "latency_ms": LATENCY * 1000}

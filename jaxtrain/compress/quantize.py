@@ -126,7 +126,7 @@ def solve(
             with named_error(name):
                 inputs = None if name in whole else seen[name]
                 weight = METHODS[method].quantize(w_KN, inputs, options)
-            solved[name, matrix.place] = weight
+            solved[name, matrix.stack_index] = weight
             changed[name] = np.asarray(dequantize(weight))
         return changed
 
@@ -260,8 +260,8 @@ def measure(saved: Saved, config: Resolved, file: Path) -> Figures:
 def open_core(folder: Path | None, rules: Rules) -> Bundle:
     """The tasks of CORE. Raises UserError for a missing task, or one that `rules` do not allow."""
     bundle = open_bundle(folder, ["core"])
-    for task, place in bundle.find(["core"]):
-        bundle.load(task, place, rules)
+    for task, data_folder in bundle.find(["core"]):
+        bundle.load(task, data_folder, rules)
     return bundle
 
 

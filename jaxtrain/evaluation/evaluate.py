@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxtrain import data
-from jaxtrain.cluster.processes import find_place, joined
+from jaxtrain.cluster.processes import find_rank, joined
 from jaxtrain.cluster.ray_cluster import ray_cluster
 from jaxtrain.cluster.ray_models import NodeModels
 from jaxtrain.cluster.ray_worker import missing_on_node
@@ -287,19 +287,19 @@ def answer_tasks(
 @command
 def main(argv: list[str] | None = None) -> int:
     a = evaluate_parser().parse_intermixed_args(argv)
-    place = find_place(a.coordinator, a.processes, a.process)
+    rank = find_rank(a.coordinator, a.processes, a.process)
     config = load_resolved(folder_of(a.run) / "config.yaml")
     fields = (*FIELDS, "processes") if a.tasks or a.needle else VALIDATED
     config = override(config, a.overrides, fields)
-    start(quiet=place is not None and place.index > 0)
+    start(quiet=rank is not None and rank.index > 0)
     asked = {f"--{name}": str(getattr(a, name)) for name in ASKED}
-    same = facts(config) | asked if place else {}
-    if a.ray and (place or a.needle):
+    same = facts(config) | asked if rank else {}
+    if a.ray and (rank or a.needle):
         raise UserError(
             "--ray spreads tasks or validation over nodes: leave out --needle, --coordinator, "
             "--processes and --process"
         )
-    with ray_cluster(a.ray) as cluster, joined(place, config.processes, same, a.run) as coordinator:
+    with ray_cluster(a.ray) as cluster, joined(rank, config.processes, same, a.run) as coordinator:
         saved = load_saved(a.run, a.step)
         model = RemoteModel(place_of_run(a.run), a.step, tuple(a.overrides), fields)
         remote = model if cluster else None

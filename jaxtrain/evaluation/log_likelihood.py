@@ -89,14 +89,16 @@ class Scorer:
 
     def lower(self, shape: RowShape) -> jax.stages.Lowered:
         """Lowered program of a shape."""
-        return self.program.lower(self.model.params, self.place(empty_batch(shape)), np.int32(0))
+        return self.program.lower(
+            self.model.params, self.shard_batch(empty_batch(shape)), np.int32(0)
+        )
 
     def shape_of(self, rows: BranchBatch) -> RowShape:
         """The shape of a batch; its branch is 0 if it has no branches."""
         (B, T), R = rows.tokens_BT.shape, rows.parents_BR.shape[1]
         return RowShape(B, T - R, R, self.shape.num_shards)
 
-    def place(self, rows: BranchBatch) -> BranchBatch:
+    def shard_batch(self, rows: BranchBatch) -> BranchBatch:
         """Put this process's shard of a batch on its devices. The mesh must be set."""
         share, shares = process_batch_shard(self.model.mesh)
         mine = len(rows.tokens_BT) // shares
@@ -108,7 +110,7 @@ class Scorer:
         self.compiler.settle(self.shape_of(rows))
         chunks = -(-int((rows.labels_BM >= 0).sum(1).max()) // self.model.chunk)
         with jax.set_mesh(self.model.mesh):
-            return self.program(self.model.params, self.place(rows), np.int32(chunks))
+            return self.program(self.model.params, self.shard_batch(rows), np.int32(chunks))
 
 
 class Scores(NamedTuple):

@@ -162,10 +162,10 @@ class PopulationProgram(Program):
         batched = is_batched(self.plan.config)
         return make_population_step(spec, self.plan.mesh, batched, self.own_batches)
 
-    def place(self, batch: data.Batch | data.PairBatch) -> StepBatch:
+    def shard_batch(self, batch: data.Batch | data.PairBatch) -> StepBatch:
         if not self.own_batches:
-            return super().place(batch)
-        each = [super(PopulationProgram, self).place(one) for one in members_of(batch)]
+            return super().shard_batch(batch)
+        each = [super(PopulationProgram, self).shard_batch(one) for one in members_of(batch)]
         return jax.tree.map(lambda *xs: jnp.stack(xs), *each)
 
 

@@ -163,7 +163,7 @@ class Program:
         self.compiled = compile_step(
             self.make_step(spec),
             state,
-            self.place(batch),
+            self.shard_batch(batch),
             hyperparams,
             plan.config,
             frozen,
@@ -183,7 +183,7 @@ class Program:
         """Whether the program is compiled for this batch's shape."""
         return batch.tokens_BT.shape == self.shape
 
-    def place(self, batch: data.Batch | data.PairBatch) -> StepBatch:
+    def shard_batch(self, batch: data.Batch | data.PairBatch) -> StepBatch:
         """Place this process's rows [B, T] as microbatches [A, rows, T] on the mesh."""
         t, mesh = self.plan.config.train, self.plan.mesh
         rows, length = batch.tokens_BT.shape  # of this process
@@ -196,6 +196,6 @@ class Program:
         self, state: State, batch: data.Batch | data.PairBatch
     ) -> tuple[State, dict[str, Any]]:
         """Return the next state, and the step's metrics on the device. `state` is donated."""
-        done = self.compiled(state, self.place(batch), self.hyperparams, self.frozen)
+        done = self.compiled(state, self.shard_batch(batch), self.hyperparams, self.frozen)
         loop = self.update_loop
         return loop.update(state, done, self.hyperparams) if loop else done

@@ -95,9 +95,9 @@ def packed(pairs, references, notes, rows=4):
         slot = int((found[row] >= 0).sum())
         found[row, slot], known[row, slot] = notes[i], references[i]
         for j, (ids, learned) in enumerate(pair):
-            place = slice(at[row], at[row] + len(ids))
-            tokens[row, place], weights[row, place] = ids, learned
-            segments[row, place], positions[row, place] = 2 * slot + j + 1, np.arange(len(ids))
+            columns = slice(at[row], at[row] + len(ids))
+            tokens[row, columns], weights[row, columns] = ids, learned
+            segments[row, columns], positions[row, columns] = 2 * slot + j + 1, np.arange(len(ids))
             at[row] += len(ids)
     assert not at[-1] and max(int((f >= 0).sum()) for f in found) > 1
     cut = tokens[:, :-1], tokens[:, 1:], weights[:, 1:], segments[:, :-1], positions[:, :-1]

@@ -275,11 +275,11 @@ def test_logprobs_are_those_of_the_whole_text():
     whole = nnx.merge(graphdef, params)
     states_1TD = jax.jit(lambda rows: whole(rows).states)(jnp.array([tokens]))
     log_p_TV = np.asarray(jax.nn.log_softmax(whole.logits(states_1TD[0])))
-    for place, one in enumerate(found, len(text) - 1):
-        assert one.logprob == pytest.approx(float(log_p_TV[place, one.token]), abs=1e-4)
-        best = np.argsort(-log_p_TV[place])[:2]
+    for position, one in enumerate(found, len(text) - 1):
+        assert one.logprob == pytest.approx(float(log_p_TV[position, one.token]), abs=1e-4)
+        best = np.argsort(-log_p_TV[position])[:2]
         assert [token for token, _ in one.top] == best.tolist()
-        np.testing.assert_allclose([p for _, p in one.top], log_p_TV[place, best], atol=1e-4)
+        np.testing.assert_allclose([p for _, p in one.top], log_p_TV[position, best], atol=1e-4)
 
 
 def test_stop_tokens_and_strings_end_a_text():

@@ -167,8 +167,8 @@ def test_a_mesh_of_its_own_runs_the_programs_that_were_compiled():
     """What slots ask for is made anew when it changes, on the mesh as before."""
     c, graphdef, specs, params = model("plain")
     mesh, events = mesh_of(tensor=2), Counter()
-    place = lambda s: jax.sharding.NamedSharding(mesh, partition_spec(s.axes, s.shape, mesh))
-    params = jax.device_put(params, jax.tree.map(place, specs))
+    shard_of = lambda s: jax.sharding.NamedSharding(mesh, partition_spec(s.axes, s.shape, mesh))
+    params = jax.device_put(params, jax.tree.map(shard_of, specs))
     engine = Engine(c, graphdef, params, letters(), options=OPTIONS, mesh=mesh)
     requests = [Request("a", prompts(3)[0], GREEDY._replace(logit_bias=((1, 2.0),)))]
     engine.warm_up(requests)

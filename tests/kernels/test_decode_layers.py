@@ -200,8 +200,8 @@ def test_on_a_gpu_it_equals_the_reference(sizes):
             found = run(*arrays)
             assert_close(found, like(*arrays))
             x0, pages = jnp.roll(arrays[1], 1), found[2]
-            place = arrays[7] + 1
-            arrays = (arrays[0], x0, *arrays[2:5], pages, arrays[6], place, arrays[8])
+            next_start = arrays[7] + 1
+            arrays = (arrays[0], x0, *arrays[2:5], pages, arrays[6], next_start, arrays[8])
 
 
 @pytest.mark.gpu

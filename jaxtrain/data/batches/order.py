@@ -112,9 +112,9 @@ class BlockOrder:
             slot += 1
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    def slot(self, place: int, *key: int) -> int:
+    def slot(self, index: int, *key: int) -> int:
         """Slot of a position of an epoch."""
-        return int(np.searchsorted(self._layout(*key).ends, place, side="right"))
+        return int(np.searchsorted(self._layout(*key).ends, index, side="right"))
 
     def needed(self, slot: int, *key: int) -> list[int]:
         """Blocks whose items are in a slot, the newest last."""

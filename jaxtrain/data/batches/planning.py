@@ -270,8 +270,8 @@ class BestFit:
         """Documents that are needed now and in the next `slots` slots of the order."""
         if not isinstance(self.order, BlockOrder):
             return Ahead((0, 0), [(0, len(self.lengths))])
-        epoch, place = divmod(self.drawn, self.count)
-        slot = self.order.slot(place, *self.key, epoch)
+        epoch, index = divmod(self.drawn, self.count)
+        slot = self.order.slot(index, *self.key, epoch)
         blocks = blocks_ahead(self.order, slot, slots, epoch, self.key)
         groups = self.groups.tolist()
         return Ahead((epoch, slot), [(groups[b], groups[b + 1]) for _, b in blocks])

@@ -48,8 +48,8 @@ class ReadAhead:
         while not self._closing.wait(POLL):
             for number, (store, records, planner) in enumerate(self.far):
                 ahead = planner.ahead(SLOTS)
-                if places.get(number) != ahead.place:
-                    places[number] = ahead.place
+                if places.get(number) != ahead.epoch_slot:
+                    places[number] = ahead.epoch_slot
                     # The batch that needs a block reports that it cannot be fetched.
                     with suppress(UserError):
                         self._fetch(store, records, ahead.documents)

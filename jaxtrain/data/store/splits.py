@@ -123,7 +123,7 @@ def training_texts(
         if seen >= LOOK_THROUGH * size:
             break
     kept = _lowest(kept, size)
-    return [p.text for p in sorted(kept, key=lambda p: (order[p.place[0]], *p.place[1:]))]
+    return [p.text for p in sorted(kept, key=lambda p: (order[p.position[0]], *p.position[1:]))]
 
 
 def first_texts(
@@ -175,7 +175,7 @@ def _in_drawn_order(text: SplitText) -> tuple[list[int], SplitText]:
 
 def _lowest(pieces: list[SampledPiece], size: int) -> list[SampledPiece]:
     """The pieces with the lowest hashes, until they have `size` bytes together."""
-    ordered = sorted(pieces, key=lambda piece: (piece.hash, piece.place))
+    ordered = sorted(pieces, key=lambda piece: (piece.hash, piece.position))
     for count, piece in enumerate(ordered, 1):
         size -= len(piece.text.encode())
         if size <= 0:

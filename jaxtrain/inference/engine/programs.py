@@ -286,11 +286,11 @@ class Programs(NamedTuple):
             texts = i32(B), i32(B, state.texts_SC.shape[1]), i32(B)
             return device.put_texts.lower(state, *texts)
         if key.name == "sample_first":
-            place = state.known_S.sharding  # replicated over a mesh, as the states are
+            sharding = state.known_S.sharding  # replicated over a mesh, as the states are
             states_BD = jax.ShapeDtypeStruct(
                 (B, self.state_dim),
                 params[0]["embed"].dtype,
-                sharding=place if isinstance(place, NamedSharding) else None,
+                sharding=sharding if isinstance(sharding, NamedSharding) else None,
             )
             where = i32(B), states_BD, i32(B)
             return device.sample_first.lower(

@@ -242,8 +242,8 @@ def multiply(c: Context, product: Product, layer, ahead, inputs, begin, finish):
         w = ahead[at] if at < len(ahead) else load_tiles(c, product, layer, unit, part)
         sums[unit] += (low(w) * x_low + high(w) * x_high).sum(0)
     for unit, products in enumerate(sums):
-        place = c.slots.at[begin + first_row(c, product, unit) + jnp.arange(ROWS)]
-        plgpu.store(place, word_of(finish(products.sum(1))))
+        out_at = c.slots.at[begin + first_row(c, product, unit) + jnp.arange(ROWS)]
+        plgpu.store(out_at, word_of(finish(products.sum(1))))
 
 
 def read_inputs(c: Context, begin, size: int):

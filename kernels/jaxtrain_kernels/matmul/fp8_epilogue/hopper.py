@@ -294,10 +294,10 @@ def _store(work: EpilogueWork, t: Index, i: Index, product: jax.Array):
     scale, multiplier = arrays.factors[0], arrays.factors[1]
     most: dict[int, jax.Array] = {}
     for n, (r, c) in enumerate(plan.gemm.places):
-        place = lax.rem(i * len(plan.gemm.places) + n, tiling.parts)
+        slot = lax.rem(i * len(plan.gemm.places) + n, tiling.parts)
         part, q, qt = (
-            work.gemm.part(place),
-            *(tiles.at[work.gemm.warpgroup, place] for tiles in (work.memory.q, work.memory.qt)),
+            work.gemm.part(slot),
+            *(tiles.at[work.gemm.warpgroup, slot] for tiles in (work.memory.q, work.memory.qt)),
         )
         plgpu.wait_smem_to_gmem((tiling.parts - 1) * plan.copies, wait_read_only=True)
         others, others_turned = [], []
