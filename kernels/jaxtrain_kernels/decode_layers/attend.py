@@ -25,7 +25,8 @@ JOINED = 32  # channels of a head that a program joins
 
 class TokenRefs(NamedTuple):
     """Arrays that attention reads and writes. start_count: the new token's position in its
-    sequence, and whether there is a new token. keys, values_kept: pages of all layers, flattened."""
+    sequence, and whether there is a new token. keys, values_kept: pages of all layers,
+    flattened."""
 
     turns: Any  # [2, H/2]: cosines and sines
     values: Any  # [L, K * H]
