@@ -325,9 +325,9 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 elif a.flags:
                     yield from bench_flags(config, a.overrides, a.variant)
                 else:
-                    beside = nanochat_step(a.peer, config, a.overrides) if a.peer else []
+                    peer_records = nanochat_step(a.peer, config, a.overrides) if a.peer else []
                     for record in bench_step(config, a.overrides, a.variant, folder):
-                        yield record | ({"beside": beside} if beside else {})
+                        yield record | ({"beside": peer_records} if peer_records else {})
             elif a.what == "engine":
                 with preferring(None if a.few_rows == MEGAKERNEL else a.few_rows):
                     yield from bench_engine(config, a.overrides, a.variant, loads_of(a), folder)

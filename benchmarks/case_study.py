@@ -80,10 +80,10 @@ def parts_of(study: Study, data: Path, out: Path) -> list[Part]:
     """The commands from raw text to chat, in order."""
     model = lambda name: str(out / name)
     cache = f"data.cache_dir={out / 'cache'}"
-    held = f"{{name: source, source: {{name: jsonl, path: {data / 'held'}}}}}"
+    validation = f"{{name: source, source: {{name: jsonl, path: {data / 'held'}}}}}"
     base = (
         "data.train.name=jsonl", f"data.train.path={out / 'filtered'}",
-        f"data.validation={held}", cache, *study.pretrain,
+        f"data.validation={validation}", cache, *study.pretrain,
     )  # fmt: skip
     named = lambda name: (f"run.name={name}", f"run.directory={out}")
     texts = "--text", str(out / "held.txt"), "--calibration", str(out / "calibration.txt")

@@ -129,7 +129,7 @@ def bench_compress(asked: Asked) -> Iterator[dict[str, Any]]:
     """Yield the record of each run and shape, again after each row."""
     if asked.also and len(asked.runs) != 1:
         raise UserError("--also goes with one RUN, the model that they are compared with")
-    for text in (asked.texts.held, asked.texts.calibration):
+    for text in (asked.texts.held_out, asked.texts.calibration):
         if text and not text.is_file():
             raise UserError(f"compress: {text} is no file")
     plans = [(name_of(folder), jobs_of(folder, asked)) for folder in asked.runs]
@@ -154,7 +154,7 @@ def record_of(config: str, outcomes: Sequence[tuple[Job, Outcome]], asked: Asked
     """The record: a row per method; a failed one has its `error`."""
     good = next(outcome for _, outcome in outcomes if not outcome.error)
     texts = {f"{key}_text": value and Path(value).name for key, value in (
-        ("held", asked.texts.held), ("calibration", asked.texts.calibration))}  # fmt: skip
+        ("held", asked.texts.held_out), ("calibration", asked.texts.calibration))}  # fmt: skip
     workload = texts | {"sequences": asked.texts.sequences, "core_examples": asked.core}
     workload |= {"cpus": good.env["cpu_count"], "dtype": good.figures["dtype"]}
     rows = [{"name": job.label} | o.figures | ({"error": o.error} if o.error else {})
@@ -223,8 +223,8 @@ def source(record: dict[str, Any], file: str) -> str:
     record_line = f"`benchmarks/results/{file}` has these figures."
     if all("bpb" not in row for row in record["rows"]):
         return record_line
-    held = record["workload"]["held_text"]
-    text = f"`{held}`" if held else "the run's validation text"
+    held_out = record["workload"]["held_text"]
+    text = f"`{held_out}`" if held_out else "the run's validation text"
     return f"{record_line} Bits per byte are measured on {text}."
 
 

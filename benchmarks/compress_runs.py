@@ -52,7 +52,7 @@ PRUNING = "sparsegpt"
 class Texts(NamedTuple):
     """UTF-8 files; None: the text that the model's configuration names."""
 
-    held: Path | None = None  # for bits per byte
+    held_out: Path | None = None  # for bits per byte
     calibration: Path | None = None
     sequences: int = 128  # calibration sequences of `train.sequence_length` tokens
 
@@ -93,7 +93,7 @@ def model_figures(job: Job) -> dict[str, Any]:
         source = saved = load_saved(Path(job.folder))
         if job.method:
             saved = made_small(saved, job, Path(folder) / "model")
-        config = text_config(source.config, job.texts.held)
+        config = text_config(source.config, job.texts.held_out)
         found: dict[str, Any] = {**measure(saved, config, saved.tokenizer_dir / WEIGHTS)}
         if job.core is not None:
             rules, tasks = NANOCHAT._replace(limit=job.core), Path(folder) / "tasks.json"

@@ -149,9 +149,9 @@ def decoder_rows(
         except jax.errors.JaxRuntimeError as error:  # such as a cache that does not fit
             yield row | {"failed": failure(error)}
             continue
-        held = load.prompt + MANY / 2  # mean over the steps
+        cached_tokens = load.prompt + MANY / 2  # mean over the steps
         ms = 1e3 * seconds
-        floor_ms = (one.weight_bytes + load.batch * held * size) / copy_gbps / 1e6
+        floor_ms = (one.weight_bytes + load.batch * cached_tokens * size) / copy_gbps / 1e6
         row |= {"cache_bytes_per_token": size, "ms": ms, "tokens_per_s": load.batch / seconds}
         row |= {"floor_ms": floor_ms, "of_floor": floor_ms / ms, "compile_s": program.seconds}
         yield row

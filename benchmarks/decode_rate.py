@@ -15,8 +15,8 @@ from jaxtrain.model.config import round_up
 from jaxtrain.model.prompts import CACHE_MULTIPLE
 from jaxtrain.weights.params import Params
 
-HELD = 32  # default number of cached tokens per sequence at the start
-FEW, MANY = 16, 80  # steps of the two measurements; HELD + MANY fit the smallest cache
+CACHED_TOKENS = 32  # default number of cached tokens per sequence at the start
+FEW, MANY = 16, 80  # steps of the two measurements; CACHED_TOKENS + MANY fit the smallest cache
 REPEATS = 7
 
 
@@ -46,23 +46,23 @@ def cache_shapes(
     graphdef: nnx.GraphDef,
     params: Params,
     batch: int,
-    held: int = HELD,
+    cached_tokens: int = CACHED_TOKENS,
     cache_dtype: str | None = None,
 ) -> Cache:
-    """Shapes of a cache with room for `held` + MANY tokens per sequence."""
-    capacity = round_up(held + MANY, CACHE_MULTIPLE)
+    """Shapes of a cache with room for `cached_tokens` + MANY tokens per sequence."""
+    capacity = round_up(cached_tokens + MANY, CACHE_MULTIPLE)
 
     def prefill(params: Params, tokens_BT: jax.Array) -> Cache | None:
-        mode = Prefill(jnp.full(batch, HELD, jnp.int32), capacity, cache_dtype)
+        mode = Prefill(jnp.full(batch, CACHED_TOKENS, jnp.int32), capacity, cache_dtype)
         return nnx.merge(graphdef, params)(tokens_BT, mode=mode).cache
 
-    return jax.eval_shape(prefill, params, jax.ShapeDtypeStruct((batch, HELD), jnp.int32))
+    return jax.eval_shape(prefill, params, jax.ShapeDtypeStruct((batch, CACHED_TOKENS), jnp.int32))
 
 
-def empty_cache(like: Cache, held: int = HELD) -> Cache:
-    """A cache of zeros with `held` tokens per sequence."""
+def empty_cache(like: Cache, cached_tokens: int = CACHED_TOKENS) -> Cache:
+    """A cache of zeros with `cached_tokens` tokens per sequence."""
     cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    return cache._replace(lengths_B=jnp.full_like(cache.lengths_B, held))
+    return cache._replace(lengths_B=jnp.full_like(cache.lengths_B, cached_tokens))
 
 
 def decode_rate(graphdef: nnx.GraphDef, params: Params, batch: int) -> float:

@@ -19,7 +19,7 @@ from jaxtrain_kernels.matmul import few_rows
 from benchmarks.decode import bandwidth
 from benchmarks.decode_models import COMPUTE, random_weights, weight_bytes
 from benchmarks.engine_layers import layers_row
-from benchmarks.engine_peers import Peers, beside, peer_rows
+from benchmarks.engine_peers import Peers, peer_rows, with_peer_rows
 from benchmarks.engine_profile import profile_decoding
 from benchmarks.kernels import failure
 from benchmarks.record import describe, stem
@@ -177,7 +177,7 @@ def bench_engine(
             except jax.errors.JaxRuntimeError as error:  # such as a cache that does not fit
                 found = {"failed": failure(error)}
             rows.append(label | shape | found)
-            yield record | {"rows": beside(rows, peers), "floor": limits._asdict()}
+            yield record | {"rows": with_peer_rows(rows, peers), "floor": limits._asdict()}
             rows += attention_rows(one, batch, kept, prompt + new // 2, limits)
             if batch == 1 and kept is None and one.megakernel:
                 try:
@@ -187,7 +187,7 @@ def bench_engine(
                 rows.append(row)
         first = first_tokens(one, kept, prompt)
         rows.append(label | {"name": "first_token", "shape": f"{CONCURRENT} x {prompt}"} | first)
-        yield record | {"rows": beside(rows, peers), "floor": limits._asdict()}
+        yield record | {"rows": with_peer_rows(rows, peers), "floor": limits._asdict()}
 
 
 def requests_of(one: Served, batch: int, prompt: int, new: int, seed: int) -> list[Request]:
@@ -267,11 +267,14 @@ def rate(
     }
 
 
-def floor_bytes(one: Served, batch: int, cache_dtype: str | None, held: float) -> float:
+def floor_bytes(one: Served, batch: int, cache_dtype: str | None, cached_tokens: float) -> float:
     """Bytes a step must read: weights, and each sequence's keys and values inside the windows."""
     layers = page_shapes(one.config, one.dtype, 1, cache_dtype)
     specs = [spec for spec in Transformer(one.config, one.vocab_size).plan if not spec.kv_from]
-    seen = [held if spec.window is None else min(held, spec.window + 1) for spec in specs]
+    seen = [
+        cached_tokens if spec.window is None else min(cached_tokens, spec.window + 1)
+        for spec in specs
+    ]
     sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer)) for layer in layers]
     return one.weight_bytes + batch * sum(s * n for s, n in zip(sizes, seen, strict=True))
 
@@ -283,10 +286,10 @@ def serving(q_BTNH: jax.Array, k_PpKH: Any) -> list[str]:
 
 
 def attention_rows(
-    one: Served, batch: int, cache_dtype: str | None, held: int, limits: Ceilings
+    one: Served, batch: int, cache_dtype: str | None, cached_tokens: int, limits: Ceilings
 ) -> Iterator[dict[str, Any]]:
-    """Rows: attention of one token per request over pages with `held` tokens, by each backend."""
-    c, W = one.config, -(-held // PAGE)
+    """Rows: attention of one token per request over `cached_tokens` tokens, by each backend."""
+    c, W = one.config, -(-cached_tokens // PAGE)
     layer = page_shapes(c, one.dtype, PAGE, cache_dtype)[0]
     K, H = jax.tree.leaves(layer)[0].shape[2:]
     N, dtype = c.heads, one.dtype
@@ -300,14 +303,14 @@ def attention_rows(
             pages = [jax.jit(store)(x) for x in pages]
         q_B1NH = jax.random.normal(key, (batch, 1, N, H), dtype)
         table_BW = jax.random.permutation(key, batch * W).reshape(batch, W)
-        starts_B = jnp.full(batch, held - 1, jnp.int32)
+        starts_B = jnp.full(batch, cached_tokens - 1, jnp.int32)
         return q_B1NH, *pages, table_BW.astype(jnp.int32), starts_B, jnp.ones(batch, jnp.int32)
 
     sets = rotating(inputs)
     size = sum(x.nbytes for x in jax.tree.leaves(sets[0]))
     for backend in serving(*sets[0][:2]):
         attend = functools.partial(kernels.paged_attention, implementation=backend)
-        row = {"name": "paged_attention", "shape": f"{batch} x {held}"}
+        row = {"name": "paged_attention", "shape": f"{batch} x {cached_tokens}"}
         kind = f"{backend}, {cache_dtype or SHORT[dtype.name]}"
         yield row | {"backend": kind} | bandwidth(attend, sets, size, limits.copy_gbps)
 

@@ -23,12 +23,12 @@ PAGE = 32  # tokens
 
 
 def layers_row(
-    c: ResolvedModel, graphdef: nnx.GraphDef, params: Params, held: int, limits: Ceilings
+    c: ResolvedModel, graphdef: nnx.GraphDef, params: Params, cached_tokens: int, limits: Ceilings
 ) -> dict[str, Any]:
-    """A row of the kernel with a sequence of `held` tokens. GB/s: of weights, keys and values.
+    """A row of the kernel with a sequence of `cached_tokens`. GB/s: of weights, keys and values.
     error: of the residual stream against the reference; beyond TOLERANCE nothing is timed."""
-    label = {"name": "decode_layers", "shape": f"1 x {held}", "backend": "triton"}
-    pages = held // PAGE + 1
+    label = {"name": "decode_layers", "shape": f"1 x {cached_tokens}", "backend": "triton"}
+    pages = cached_tokens // PAGE + 1
     sizes = (c.depth, pages, PAGE, c.kv_heads, c.head_dim)
     stack = jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     if why := why_not_packed(c, params, (stack, stack)):
@@ -42,8 +42,8 @@ def layers_row(
     values_LC = jnp.zeros((c.depth, c.kv_heads * c.head_dim), jnp.bfloat16)
     table_W = jnp.arange(pages, dtype=jnp.int32)
 
-    place = table_W, jnp.int32(held), jnp.int32(1)
-    given = shape, packed, x0_D, cos_h, sin_h, values_LC, (keys, values), *place
+    token = table_W, jnp.int32(cached_tokens), jnp.int32(1)
+    given = shape, packed, x0_D, cos_h, sin_h, values_LC, (keys, values), *token
     found, expected = (
         kernels.decode_layers(*given, implementation=name)[0] for name in ("triton", "reference")
     )
@@ -54,8 +54,8 @@ def layers_row(
     def run(packed: PackedLayers, x0_D: Array, kv: StackedPages, count: Array) -> Array:
         def step(i: int, carry: tuple[Array, StackedPages]) -> tuple[Array, StackedPages]:
             x_D, kv = carry
-            x_D, _, (keys, values) = kernels.decode_layers(
-                shape, packed, x_D, cos_h, sin_h, values_LC, (kv.k_LPpKH, kv.v_LPpKH), *place,
+            x_D, _, (keys, values), _ = kernels.decode_layers(
+                shape, packed, x_D, cos_h, sin_h, values_LC, (kv.k_LPpKH, kv.v_LPpKH), *token,
                 implementation="triton",
             )  # fmt: skip
             return x_D, StackedPages(keys, values)
@@ -63,7 +63,7 @@ def layers_row(
         return jax.lax.fori_loop(0, count, step, (x0_D, kv))[0]
 
     seconds = step_seconds(functools.partial(run, packed, x0_D, kv), REPEATS)
-    seen = sum(min(held, window) for window in shape.windows)
+    seen = sum(min(cached_tokens, window) for window in shape.windows)
     size = sum(x.nbytes for x in packed) + seen * 2 * sizes[-1] * sizes[-2] * 2
     gbps = size / seconds / 1e9
     return label | {

@@ -102,7 +102,7 @@ def nanochat_of(c: ResolvedModel, sequence_length: int, vocab_size: int) -> dict
     }
 
 
-def beside(rows: Sequence[Record], peers: Sequence[Record]) -> list[Record]:
+def with_peer_rows(rows: Sequence[Record], peers: Sequence[Record]) -> list[Record]:
     """Our rows, then the peers' rows with the ratios of our rates to theirs, if we have both.
 
     With several cache dtypes, our first one is compared.

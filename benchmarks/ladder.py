@@ -352,8 +352,8 @@ def mean_loss(runs: Sequence[tuple[Job, Outcome]]) -> float:
 
 def start_length(ladder: Ladder, name: str, lengths: Sequence[float]) -> float:
     """The length at which the search starts: longest for the lowest rung, medium for the top."""
-    place = len(ladder.names) - 1 if name.startswith(WITHOUT) else ladder.names.index(name)
-    share = place / (len(ladder.names) - 1)
+    rung_index = len(ladder.names) - 1 if name.startswith(WITHOUT) else ladder.names.index(name)
+    share = rung_index / (len(ladder.names) - 1)
     return lengths[round((len(lengths) - 1) * (1 - 0.6 * share))]
 
 

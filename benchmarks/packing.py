@@ -132,8 +132,8 @@ def peer(lengths: np.ndarray, length: int) -> dict[str, Any]:
             while len(buffer) < BUFFER:
                 for size in islice(sizes, CHUNK):
                     insort(buffer, size)
-            place = bisect_right(buffer, room) - 1
-            size = buffer.pop(max(place, 0))
+            index = bisect_right(buffer, room) - 1
+            size = buffer.pop(max(index, 0))
             taken = min(size, room)
             used, dropped, room = used + taken, dropped + size - taken, room - taken
     return {"crop": dropped / (used + dropped), "padding": 0.0}

@@ -62,10 +62,10 @@ def bits_per_byte(model, folder, rows_each):
     ids = torch.from_numpy(np.load(folder / "validation.npy").astype(np.int64))
     labels = torch.from_numpy(np.load(folder / "labels.npy").astype(np.int64))
     bytes_V = torch.from_numpy(np.load(folder / "bytes.npy").astype(np.int64)).to(device)
-    nats, size, place = 0.0, 0, torch.arange(ids.shape[1] - 1, device=device)
+    nats, size, position = 0.0, 0, torch.arange(ids.shape[1] - 1, device=device)
     for first in range(0, len(ids), rows_each):
         part = ids[first : first + rows_each].to(device)
-        counted = place[None] < labels[first : first + rows_each].to(device)[:, None]
+        counted = position[None] < labels[first : first + rows_each].to(device)[:, None]
         targets = part[:, 1:]
         with torch.autocast(device.type, torch.bfloat16, enabled=CUDA):
             logits = model(input_ids=part[:, :-1]).logits

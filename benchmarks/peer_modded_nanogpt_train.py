@@ -59,8 +59,8 @@ class HeldOut:
         rows = np.load(folder / "validation.npy").astype(np.int64)
         labels, bytes_V = np.load(folder / "labels.npy"), np.load(folder / "bytes.npy")
         inputs, targets = rows[:, :-1], rows[:, 1:].copy()
-        place = np.arange(targets.shape[1])
-        counted = (place[None] < labels[:, None]) & (bytes_V[targets] > 0)
+        position = np.arange(targets.shape[1])
+        counted = (position[None] < labels[:, None]) & (bytes_V[targets] > 0)
         self.bytes = int(bytes_V[targets][counted].sum())
         targets[~counted] = UNMARKED
         self.parts = [

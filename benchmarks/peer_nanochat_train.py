@@ -59,8 +59,8 @@ def on_device(rows, labels=None):
     ids = torch.from_numpy(rows.astype(np.int64)).cuda()
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     if labels is not None:
-        place = torch.arange(targets.shape[1], device="cuda")
-        targets[place[None] >= torch.from_numpy(labels.astype(np.int64)).cuda()[:, None]] = UNMARKED
+        at = torch.arange(targets.shape[1], device="cuda")
+        targets[at[None] >= torch.from_numpy(labels.astype(np.int64)).cuda()[:, None]] = UNMARKED
     return inputs, targets
 
 
@@ -115,8 +115,8 @@ def main():
         row = {"kind": "validation", "step": i, "time": time.perf_counter() - begin, "bpb": bpb}
         print(json.dumps(row), flush=True)
 
-    held = (inputs, targets, *held_out)  # rows that a usual loader keeps on the host
-    rows_bytes = sum(ids.numel() * ids.element_size() for ids in held)
+    on_host = (inputs, targets, *held_out)  # rows that a usual loader keeps on the host
+    rows_bytes = sum(ids.numel() * ids.element_size() for ids in on_host)
     begin = last = time.perf_counter()
     logged = 0
     for i in range(s["steps"]):

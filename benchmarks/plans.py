@@ -94,7 +94,7 @@ def planned(path: Path, packing: str, shuffle: str) -> dict[str, Any]:
     plan.set_state(state)
     next(plan)
     resumed = time.process_time() - processor
-    held = own_memory() - before
+    retained = own_memory() - before
     return {
         "name": f"{packing}, {shuffle}",
         "shape": f"{store.documents:,} documents, {store.tokens:,} tokens",
@@ -102,7 +102,7 @@ def planned(path: Path, packing: str, shuffle: str) -> dict[str, Any]:
         "first_batch_cpu_s": first_cpu,
         "open_cpu_s": opened,
         "resume_cpu_s": resumed,
-        "held_bytes_per_document": held / store.documents,
+        "held_bytes_per_document": retained / store.documents,
         "peak_bytes_per_document": (peak_memory() - before) / store.documents,
         "plan_tokens_per_cpu_s": rate,
     }

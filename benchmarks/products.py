@@ -11,7 +11,7 @@ it. The last rows sum up a step, per backend and with the fastest backend of eac
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,9 @@ from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.matmul.hopper import gemm
 
 from benchmarks.cublaslt import Problem, Products
-from benchmarks.kernels import failure, finished, growing, measured, report
+from benchmarks.kernels import Row, failure, finished, growing, measured, report
 from benchmarks.power import Meter
+from benchmarks.record import Record
 from benchmarks.timing import median_ms, relative_error, rotating
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.estimate.workload import load_workload
@@ -84,15 +85,13 @@ def step_products(specs: Specs, tokens: int, dtype: str = "bfloat16") -> list[St
     return found
 
 
-def bench_products(
-    config: str, overrides: Sequence[str], variant: str | None
-) -> Iterator[dict[str, Any]]:
+def bench_products(config: str, overrides: Sequence[str], variant: str | None) -> Iterator[Record]:
     """Yield the record, each time with one more row; the last one has the sums."""
     w = load_workload(config, overrides)
     dtype = compute_dtype(w.config.train.precision)
     products = step_products(w.spec.specs, w.tokens, str(jnp.dtype(dtype)))
     label = {"config": w.name, "workload": w.facts()}
-    kept: list[dict[str, Any]] = []
+    kept: list[Row] = []
     for record in growing("products", dtype, variant, product_rows(products)):
         kept = record["rows"]
         yield record | label
@@ -102,7 +101,7 @@ def bench_products(
     yield finished("products", dtype, variant, [*kept, *totals]) | label
 
 
-def product_rows(products: Sequence[StepProduct]) -> Iterator[dict[str, Any]]:
+def product_rows(products: Sequence[StepProduct]) -> Iterator[Row]:
     for product in products:
         p = product.problem
         label = {
@@ -147,7 +146,7 @@ def our_product(p: Problem) -> Callable[..., jax.Array] | None:
 
 def fastest_of_library(
     product: StepProduct, sets: Sequence[tuple[jax.Array, ...]], expected: jax.Array
-) -> dict[str, Any]:
+) -> Row:
     """The row of the kernel that is fastest under sustained load; `burst`: of the kernel that is
     fastest after a rest."""
     try:
@@ -169,7 +168,7 @@ def fastest_of_library(
 
 def library_kernel(
     products: Products, i: int, sets: Sequence[tuple[jax.Array, ...]], expected: jax.Array
-) -> dict[str, Any]:
+) -> Row:
     """Figures of one kernel; only `failed` if it does not run or its result is wrong."""
     a, b, like_y = sets[0]
     y = jnp.ones_like(like_y)
@@ -201,7 +200,7 @@ def burst_ms(call: Callable[..., Products], sets: Sequence[tuple[jax.Array, ...]
     return 1e3 * (time.perf_counter() - begin) / BURST_CALLS
 
 
-def sums_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def sums_of(rows: Sequence[Row]) -> list[Row]:
     """Milliseconds of a step's matmuls for each backend that has all of them, and for the best."""
     measured_rows = [row for row in rows if row.get("ms")]
     by_product: dict[str, dict[str, float]] = {}

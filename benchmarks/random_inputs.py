@@ -20,9 +20,9 @@ def random_batch(w: Workload, seed: int) -> Batch:
             jax.random.key(seed), (*shape[:2], shape[2] + 1), 0, w.vocab_size
         )
         length = -(-shape[2] // DOCUMENTS)
-        place = jnp.broadcast_to(jnp.arange(shape[2]), shape)
-        segments = None if like.segments_BT is None else place // length + 1
-        positions = None if like.positions_BT is None else place % length
+        position = jnp.broadcast_to(jnp.arange(shape[2]), shape)
+        segments = None if like.segments_BT is None else position // length + 1
+        positions = None if like.positions_BT is None else position % length
         weights = jnp.ones(shape, jnp.float32)
         return like._replace(
             tokens_BT=longer[..., :-1], targets_BT=longer[..., 1:], weights_BT=weights,

@@ -52,25 +52,25 @@ def bench_remote_loader(variant: str | None = None, documents: int = DOCUMENTS) 
         root = Path(folder)
         store = random_store(root / "local", documents)
         LatencyFileSystem(auto_mkdir=True)
-        place = RemoteFolder(f"latency://{root}/bucket/train", explained=True)
-        place.filesystem.auto_mkdir = True
-        publish_store(store, place, lambda *_: None)
-        held = store.tokens * store.dtype.itemsize
+        remote = RemoteFolder(f"latency://{root}/bucket/train", explained=True)
+        remote.filesystem.auto_mkdir = True
+        publish_store(store, remote, lambda *_: None)
+        total = store.tokens * store.dtype.itemsize
         rows = [measure("disk, global", store, {"name": "global"})]
         blocks = {"name": "blocks", "window": WINDOW}
         rows.append(measure("disk, blocks", store, blocks))
         for order, shuffle, most in (
-            ("blocks, half the store in the cache", blocks, int(held * SHARE)),
-            ("blocks", blocks, 2 * held),
-            ("global", {"name": "global"}, 2 * held),
+            ("blocks, half the store in the cache", blocks, int(total * SHARE)),
+            ("blocks", blocks, 2 * total),
+            ("global", {"name": "global"}, 2 * total),
         ):
             cache = root / f"cache {order}"
             for state in ("cold", "warm"):
-                far = open_remote(place, cache, most)
+                far = open_remote(remote, cache, most)
                 rows.append(measure(f"URL, {order}, {state}", far, shuffle, most))
-        far = open_remote(place, root / "paced", int(held * SHARE))
+        far = open_remote(remote, root / "paced", int(total * SHARE))
         name = "URL, blocks, half the store in the cache, cold, at 5M tokens/s"
-        rows.append(measure(name, far, blocks, int(held * SHARE), pace=PACE))
+        rows.append(measure(name, far, blocks, int(total * SHARE), pace=PACE))
     workload = {"cores": cores(), "load": os.getloadavg()[0], "latency_ms": LATENCY * 1000}
     workload |= {"store_tokens": store.tokens, "batch_size": ROWS, "sequence_length": SEQUENCE}
     record = describe("remote_loader", "random", variant or "", workload=workload)

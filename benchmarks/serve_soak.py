@@ -265,9 +265,9 @@ def held_of(port: int) -> dict[str, int]:
 
 def wait_until_free(port: int, seconds: float = 30.0) -> dict[str, int]:
     end = time.perf_counter() + seconds
-    while any((held := held_of(port)).values()) and time.perf_counter() < end:
+    while any((leaked := held_of(port)).values()) and time.perf_counter() < end:
         time.sleep(0.2)
-    return held
+    return leaked
 
 
 def start_server(run: Path, clients: int) -> tuple[subprocess.Popen[str], int, str]:
@@ -320,14 +320,16 @@ def bench_serve_soak(
             files, begun = server.num_fds(), time.perf_counter()
             curve = asyncio.run(load.run(clients, minutes * 60, server))
             seconds = time.perf_counter() - begun
-            held = wait_until_free(port)
-            held["files"] = max(0, server.num_fds() - files - 1)  # one of them is this check's own
+            leaked = wait_until_free(port)
+            leaked["files"] = max(
+                0, server.num_fds() - files - 1
+            )  # one of them is this check's own
             process.send_signal(signal.SIGTERM)
             exit_code = process.wait(60)
         finally:
             process.kill()
             process.communicate()
-    row = row_of(load.tally, curve, held, seconds)
+    row = row_of(load.tally, curve, leaked, seconds)
     row |= {"ties_allowed": int(TIES * row["answers"]) if run else 0}
     row |= {"name": f"{clients} clients", "shape": f"{minutes:g} minutes", "exit_code": exit_code}
     workload = {"clients": clients, "minutes": minutes, "leave": LEAVE, "garbage": GARBAGE}
@@ -339,7 +341,7 @@ def bench_serve_soak(
 
 
 def row_of(
-    tally: Tally, curve: dict[str, list[float]], held: dict[str, int], seconds: float
+    tally: Tally, curve: dict[str, list[float]], leaked: dict[str, int], seconds: float
 ) -> dict[str, Any]:
     """The record's row: counts, latencies in milliseconds, memory, leaked resources."""
     ms = lambda times, q: round(1000 * float(np.percentile(times, q)), 2) if times else None
@@ -349,7 +351,7 @@ def row_of(
     for name, times in (("first_token", tally.first), ("request", tally.total)):
         row |= {f"{name}_p{q}_ms": ms(times, q) for q in (50, 99)}
     row |= {"tokens_per_s": round(tally.counts["tokens"] / seconds, 1)}
-    row |= {f"held_{name}": count for name, count in held.items()}
+    row |= {f"held_{name}": count for name, count in leaked.items()}
     return row | flatness(curve["seconds"], curve["rss_mib"])
 
 

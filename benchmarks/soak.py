@@ -40,8 +40,8 @@ def bench_loader(
     config = load_config(None, ["data.validation.name=none", *overrides]).data
     prepared = prepare(config)
     stores = stores_of(prepared.train)
-    held = sum(store.tokens + store.documents for store in stores.values())  # each with its BOS
-    workload |= {"batch_size": ROWS, "sequence_length": SEQUENCE, "store_tokens": held}
+    total = sum(store.tokens + store.documents for store in stores.values())  # each with its BOS
+    workload |= {"batch_size": ROWS, "sequence_length": SEQUENCE, "store_tokens": total}
     workload |= config.model_dump(include={"packing", "workers", "prefetch"})
     augment = make_augment(config.augment, prepared.tokenizer, config.seed)
     sizes = {"batch_size": ROWS, "sequence_length": SEQUENCE, "augment": augment}
@@ -63,7 +63,7 @@ def bench_loader(
         "shape": f"T={SEQUENCE}, {ROWS} rows, {now / 60:.3g} minutes",
         **flatness(seconds, rss_mib),
         "tokens_per_s": rate,
-        "epochs": rate * now / held,
+        "epochs": rate * now / total,
     }
     curve = {"seconds": seconds, "rss_mib": rss_mib}
     record = describe("loader", config.train.name, variant or "", workload=workload)

@@ -145,12 +145,12 @@ def update_ms(w: Workload, state: State, grads: Any, hyperparams: Any) -> float:
 
     where = state_shardings(w.spec, w.mesh)
     compiled = jax.jit(update, donate_argnums=(0, 1), out_shardings=(where.params, where.optimizer))
-    held = state.params, state.optimizer
+    carry = state.params, state.optimizer
 
     def one() -> Any:
-        nonlocal held
-        held = compiled(*held, grads, state.step, hyperparams)
-        return held
+        nonlocal carry
+        carry = compiled(*carry, grads, state.step, hyperparams)
+        return carry
 
     every = getattr(w.config.optim, "precondition_frequency", None)
     return median_ms(one, [()], calls=every, windows=1 if every else 5)

@@ -76,7 +76,7 @@ def bench_switches(
     for variant in names:
         if variant not in every:
             raise UserError(f"there is no variant {variant}; there are {', '.join(every)}")
-    beside = {
+    peer_records = {
         fp8: nanochat_step(checkout, name, [*overrides, *lines]) if checkout else []
         for fp8, lines in {False: (), True: FP8}.items()
         if any(is_float8(variant) == fp8 for variant in names)
@@ -88,7 +88,7 @@ def bench_switches(
         if optim != "muon" and OF_MUON & set(variant.split()):
             continue
         lines = [line for line in every[variant] if optim == "muon" or "optim." not in line]
-        peers = beside[is_float8(variant)]
+        peers = peer_records[is_float8(variant)]
         for record in bench_step(name, [*overrides, *lines], variant, profile_dir, only is None):
             yield record | ({"beside": peers} if peers else {})
         jax.clear_caches()

@@ -149,9 +149,9 @@ def overview() -> str:
     return "\n".join(lines)
 
 
-def find(place: str) -> Callable[..., Any]:
+def find(target: str) -> Callable[..., Any]:
     """Import and return MODULE:FUNCTION below `jaxtrain.`."""
-    module, _, function = place.partition(":")
+    module, _, function = target.partition(":")
     return getattr(importlib.import_module(f"jaxtrain.{module}"), function)
 
 

@@ -139,16 +139,16 @@ def run(a: argparse.Namespace) -> int:
 
 def train_as_job(a: argparse.Namespace, config: "Config", overrides: list[str]) -> None:
     """Train in a single process, or as one process of the job that options or a launcher define."""
-    from jaxtrain.cluster.processes import find_place, joined
+    from jaxtrain.cluster.processes import find_rank, joined
     from jaxtrain.cluster.runtime import start
     from jaxtrain.estimate.fit import fitted
     from jaxtrain.runs.job import facts
     from jaxtrain.train.loop import train
 
-    place = find_place(a.coordinator, a.processes, a.process)
-    start(quiet=place is not None and place.index > 0)
-    same, folder = facts(config) if place else {}, config.run.folder
-    with joined(place, config.processes, same, folder) as coordinator:
+    rank = find_rank(a.coordinator, a.processes, a.process)
+    start(quiet=rank is not None and rank.index > 0)
+    same, folder = facts(config) if rank else {}, config.run.folder
+    with joined(rank, config.processes, same, folder) as coordinator:
         if config.train.fit:
             config = fitted(a.config, overrides, config, coordinator)
         train(config, coordinator)

@@ -85,8 +85,8 @@ def decorate(body):
 
 
 def decorator(node):
-    place = dict(lineno=node.lineno, col_offset=0, end_lineno=node.lineno, end_col_offset=0)
-    return ast.Name(NAME, ast.Load(), **place)
+    location = dict(lineno=node.lineno, col_offset=0, end_lineno=node.lineno, end_col_offset=0)
+    return ast.Name(NAME, ast.Load(), **location)
 
 
 def annotated(node):

@@ -202,7 +202,7 @@ for _name, _changes in {
     "ipo": {"objective.name": "ipo"},
     "ipo_sums": {"objective.name": "ipo", "objective.per_token": False},
     "orpo": {"objective.name": "orpo"},
-    "kto": {"objective.name": "kto", "data.train.path": "JUDGED"},
+    "kto": {"objective.name": "kto", "data.train.path": "LABELED"},
 }.items():
     tune(f"objective/{_name}", PREFERENCE, THREE, _changes)
 
@@ -247,12 +247,12 @@ def conversation(i):
 def write_inputs(folder):
     """The files that stand for words in capitals in the cases."""
     pairs = [{"prompt": f"Is {i} a number?", "chosen": "yes", "rejected": "no"} for i in range(24)]
-    judged = [
+    labeled = [
         {"prompt": f"Is {i} a number?", "completion": "yes" if good else "no", "label": good}
         for i in range(24)
         for good in (True, False)
     ]
-    files = {"CHAT": map(conversation, range(40)), "PAIRS": pairs, "JUDGED": judged}
+    files = {"CHAT": map(conversation, range(40)), "PAIRS": pairs, "LABELED": labeled}
     for name, lines in files.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text)

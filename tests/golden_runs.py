@@ -81,14 +81,14 @@ def arguments(changes, name, folder):
     """`key.path=value` arguments of a case in a folder."""
 
     def value(given):
-        if given in ("CHAT", "PAIRS", "JUDGED"):
+        if given in ("CHAT", "PAIRS", "LABELED"):
             return str(folder / f"{given}.jsonl")
         if isinstance(given, str) and given.startswith("RUN:"):
             return str(folder / given.removeprefix("RUN:"))
         return given
 
-    place = {"run.directory": str(folder), "run.name": name, "data.cache_dir": str(folder / "data")}
-    return [f"{key}={json.dumps(value(given))}" for key, given in (place | changes).items()]
+    fixed = {"run.directory": str(folder), "run.name": name, "data.cache_dir": str(folder / "data")}
+    return [f"{key}={json.dumps(value(given))}" for key, given in (fixed | changes).items()]
 
 
 def run_case(name, folder):
@@ -298,8 +298,8 @@ def run_all(names):
 def work(names):
     """In a process of its own: a JSON line for each case."""
     out = os.fdopen(os.dup(1), "w")
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         write_inputs(folder)
         for name in names:
             begun, said = time.perf_counter(), io.StringIO()

@@ -16,8 +16,8 @@ def cut(at):
 
 
 def flipped(at):
-    place = lambda old: int(len(old) * at)
-    return lambda old: old[: place(old)] + bytes([old[place(old)] ^ 4]) + old[place(old) + 1 :]
+    index = lambda old: int(len(old) * at)
+    return lambda old: old[: index(old)] + bytes([old[index(old)] ^ 4]) + old[index(old) + 1 :]
 
 
 def header(change):

@@ -49,8 +49,8 @@ def test_a_marker_holds_for_the_sections_below_its_own():
     marked = "# One\n<!-- figures: command: x -->\n"
     (below,) = sections_of("page.md", f"{marked}## Two\n3.5 ms\n")
     assert below.title == "Two" and below.words == (("command", "x"),)
-    (beside,) = sections_of("page.md", f"{marked}# Two\n3.5 ms\n")
-    assert not beside.words
+    (marked_section,) = sections_of("page.md", f"{marked}# Two\n3.5 ms\n")
+    assert not marked_section.words
 
 
 def test_numbers_in_code_and_names_of_papers_are_no_figures():

@@ -35,8 +35,8 @@ def records(tmp_path):
 def test_the_picture_says_seconds_and_memory_to_the_baselines_loss(records, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(curves.Figure, "savefig", lambda figure, path: drawn.append((figure, path)))
-    beside, ours = records("beside", NANOCHAT, TRAINER), records("ours", OURS)
-    assert command.main(["curves", beside, ours, "--out", str(tmp_path)]) == 0
+    theirs, ours = records("beside", NANOCHAT, TRAINER), records("ours", OURS)
+    assert command.main(["curves", theirs, ours, "--out", str(tmp_path)]) == 0
     ((figure, path),) = drawn
     assert path == tmp_path / "peers-gpt_d12.png"
     (axes,) = figure.axes

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from benchmarks import peers, tables
-from benchmarks.engine_peers import Peers, beside, llama_of, peer_rows
+from benchmarks.engine_peers import Peers, llama_of, peer_rows, with_peer_rows
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.resolve import vocab_size_of
 from jaxtrain.model import Transformer, active, resolve_model, split
@@ -98,7 +98,7 @@ def test_peers_stand_behind_ours_with_a_ratio():
         more | {"backend": "peer", "tokens_per_s": 400.0, "decode_tokens_per_s": 400.0},
         {"name": "first_token", "shape": "32 x 512", "backend": "peer", "alone_ms": 5.0},
     ]
-    rows = beside(ours, theirs)
+    rows = with_peer_rows(ours, theirs)
     assert rows[:3] == ours and rows[4:] == theirs[1:]
     assert (rows[3]["our_ratio"], rows[3]["our_decode_ratio"]) == (1.5, 2.0)
     record = {"rows": rows, "device": "H200", "device_count": 1, "variant": "bf16"}

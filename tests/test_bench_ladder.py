@@ -178,8 +178,8 @@ def fake_training(monkeypatch, loss):
 def test_a_climb_records_every_rung_and_its_page(tmp_path, monkeypatch):
     """The loss falls by half a bit for each doubling, and by 0.1 for each rung."""
     names = LADDERS["quick"].names
-    place = lambda name: 5 if name.startswith(WITHOUT) else min(names.index(name), 5)
-    ran = fake_training(monkeypatch, lambda job, n: 3 - math.log2(n) / 2 - 0.1 * place(job.name))
+    rung = lambda name: 5 if name.startswith(WITHOUT) else min(names.index(name), 5)
+    ran = fake_training(monkeypatch, lambda job, n: 3 - math.log2(n) / 2 - 0.1 * rung(job.name))
     out = tmp_path / "results"
     asked = Asked("quick", ("data.train.path=/data/x.jsonl",), steps=100, record=True, out=out)
     climb(asked)

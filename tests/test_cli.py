@@ -93,7 +93,7 @@ def test_version_and_config(capsys):
 
 def test_the_first_arguments_of_a_command_come_in_front(monkeypatch):
     seen = []
-    monkeypatch.setattr(cli, "find", lambda place: lambda argv: seen.append((place, argv)) or 0)
+    monkeypatch.setattr(cli, "find", lambda target: lambda argv: seen.append((target, argv)) or 0)
     for words in (["chat", "runs/a"], ["estimate", "--config", "x"], ["--config", "x"], ["a.b=1"]):
         assert main(words) == 0
     assert seen == [

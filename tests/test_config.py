@@ -127,6 +127,8 @@ BAD = {
     "(mesh data x fsdp x expert); use 8",
     "train.batch_size=16 train.device_batch_size=3": "train.batch_size 16 is not a multiple of 8 "
     "devices x train.device_batch_size 3; use 2",
+    "eval.batch_size=12": "eval.batch_size 12 does not divide over 8 devices "
+    "(mesh data x fsdp x expert); use 8",
     "train.steps=": "'train.steps=': there is no value; write null for none, '\"\"' for no text",
     "train.steps=true": "train.steps: got True: it must be a number, not true or false",
     'optim.multipliers={"matrices":false}': "optim.multipliers: it must be a number, not true or "

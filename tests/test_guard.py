@@ -39,7 +39,7 @@ from jaxtrain.train.checks import Checks, SkipNonfinite
 from jaxtrain.train.config import DiLoCo, LossSpike, ResolvedTrain
 from jaxtrain.train.guard import Guard, Taken, culprit
 from jaxtrain.train.local_sgd import replicate_step
-from jaxtrain.train.loss_spikes import from_plain, judged, no_spikes, to_plain
+from jaxtrain.train.loss_spikes import detect_spike, from_plain, no_spikes, to_plain
 from jaxtrain.train.step import StepSpec, make_step
 
 ROOT = Path(__file__).parents[1]
@@ -117,7 +117,7 @@ def test_all_replicas_leave_out_what_one_of_them_cannot_use(small):
 @pytest.mark.parametrize("action", ["skip", "rollback"])
 def test_a_spike_is_far_above_the_window_before_it(action):
     c = LossSpike(window=8, deviations=3.0, action=action)
-    random, judge = np.random.default_rng(0), jax.jit(lambda s, x, n: judged(s, x, n, c))
+    random, judge = np.random.default_rng(0), jax.jit(lambda s, x, n: detect_spike(s, x, n, c))
     losses, norms = random.normal(3, 0.1, 40), random.normal(1, 0.1, 40)
     losses[20], norms[30], losses[2], losses[35] = 9.0, 9.0, 50.0, np.nan
     spikes, seen = no_spikes(8), []

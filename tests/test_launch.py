@@ -18,7 +18,7 @@ from tiny import QUICK, rows_of, run_overrides
 
 from jaxtrain import data
 from jaxtrain.cluster import launch
-from jaxtrain.cluster.processes import Place, find_place
+from jaxtrain.cluster.processes import ProcessRank, find_rank
 from jaxtrain.config import load_config
 from jaxtrain.evaluation.evaluate import main as evaluate
 from jaxtrain.inference.generate import main as generate
@@ -194,7 +194,7 @@ def test_stages_of_two_processes_work_on_the_same_rows(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_evaluate_as_one(whole, tmp_path, capsys):
-    arguments = [str(whole), "eval.batch_size=4"]
+    arguments = [str(whole), "eval.batch_size=8"]
     assert evaluate(arguments) == 0
     expected = capsys.readouterr().out
     job = launched(tmp_path / "log", 2, 1, arguments, "--command", "evaluate")
@@ -248,7 +248,7 @@ def place_by(command, variables):
     flags = [words[words.index(n) + 1] if n in words else None for n in FLAGS]
     numbers = [n and int(n) for n in flags[1:]]
     seen = dict(line.split("=", 1) for line in environment if "=" in line)
-    return find_place(flags[0], *numbers, environment=seen), words[-1]
+    return find_rank(flags[0], *numbers, environment=seen), words[-1]
 
 
 def test_slurm(path):
@@ -260,7 +260,7 @@ def test_slurm(path):
     path("python", 'echo "$@"; env | grep SLURM_')
     variables = os.environ | {"PATH": path("srun", srun)}
     command = ["bash", "launch/slurm.sbatch", "--config", "gpt_d12"]
-    assert place_by(command, variables) == (Place(1, 2, "a:61501"), "gpt_d12")
+    assert place_by(command, variables) == (ProcessRank(1, 2, "a:61501"), "gpt_d12")
 
 
 @pytest.mark.slow
@@ -294,7 +294,7 @@ def test_mpirun(path):
     path("mpirun", mpirun)
     variables = os.environ | {"PATH": path("python", SAY), "HOSTS": "a,b"}
     command = ["launch/mpirun.sh", "--config", "gpt_d12"]
-    assert place_by(command, variables) == (Place(1, 2, "a:7777"), "gpt_d12")
+    assert place_by(command, variables) == (ProcessRank(1, 2, "a:7777"), "gpt_d12")
     del variables["HOSTS"]
     assert subprocess.run(command, cwd=ROOT, env=variables, capture_output=True).returncode
 
@@ -308,7 +308,10 @@ def test_the_jobset(path):
     name = f"{jobset['metadata']['name']}-{hosts['name']}-0-0.{jobset['metadata']['name']}"
     variables = os.environ | {"PATH": path("python", SAY), "JOB_COMPLETION_INDEX": "1"}
     count, cache = job["completions"], "data.cache_dir=/shared/cache"
-    assert place_by(container["command"], variables) == (Place(1, count, f"{name}:{port}"), cache)
+    assert place_by(container["command"], variables) == (
+        ProcessRank(1, count, f"{name}:{port}"),
+        cache,
+    )
     assert job["parallelism"] == count and job["completionMode"] == "Indexed"
 
 

@@ -19,7 +19,7 @@ from tiny import run_overrides
 from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.main import main
 from jaxtrain.runs import lock
-from jaxtrain.runs.lock import RunLock, held, locks_in, myself
+from jaxtrain.runs.lock import RunLock, lock_run, locks_in, myself
 from jaxtrain.settings import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -215,12 +215,12 @@ def test_a_holder_that_was_given_up_ends(tmp_path):
 
 def test_folders_made_for_it_go_and_process_0_holds_for_all(tmp_path):
     run_dir = tmp_path / "a" / "b"
-    with held(run_dir, Coordinator(), 60.0):
+    with lock_run(run_dir, Coordinator(), 60.0):
         assert locks_in(run_dir) == [1]
-        with held(run_dir, Coordinator(1, 2), 60.0):
+        with lock_run(run_dir, Coordinator(1, 2), 60.0):
             assert locks_in(run_dir) == [1]
     assert list(tmp_path.iterdir()) == []
-    with held(run_dir, Coordinator(), 60.0):
+    with lock_run(run_dir, Coordinator(), 60.0):
         (run_dir / "file").touch()
     assert [p.name for p in run_dir.iterdir()] == ["file"]
 

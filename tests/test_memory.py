@@ -294,12 +294,14 @@ def test_the_teacher_of_a_run_counts_and_its_cache_in_its_place(tmp_path):
     w, found = counted("distill", teacher=teacher)
     with jax.set_mesh(w.mesh):
         params = load_frozen("key", str(teacher), byte_tokenizer(), w.mesh, w.spec.dtype)[1]
-    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
+    param_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
     head = 2 * params["head"].size
-    assert found == held + head + 2 * 96 * 8 * 64  # of 16 rows of 64 tokens a device has half
+    assert (
+        found == param_bytes + head + 2 * 96 * 8 * 64
+    )  # of 16 rows of 64 tokens a device has half
     few = counted("distill", teacher=teacher, cache="none", top_k=5)[1]
     assert few == (5 * 2 + 6 * 2) * 8 * 64
-    assert counted("selective", reference=teacher)[1] == held + 4 * 8 * 64
+    assert counted("selective", reference=teacher)[1] == param_bytes + 4 * 8 * 64
     with pytest.raises(UserError, match="is not a run directory"):
         counted("distill", teacher=tmp_path / "none")
 

@@ -1,6 +1,7 @@
 """One name, one meaning: no class and no public function is defined twice in the project."""
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -17,6 +18,8 @@ SEAMS = {
 }
 # A layer of `parallel/` has the name of the kernel that it wraps in `shard_map`.
 WRAPPERS = ROOT / "jaxtrain" / "parallel" / "kernels.py"
+# Words that say how a thing feels, not what the field calls it: no function, parameter or variable.
+PRIVATE = {"begins", "beside", "held", "judged", "place", "serves"}
 MOST_CLASSES = 0  # names that have two meanings yet: both figures go down, never up
 MOST_FUNCTIONS = 19
 
@@ -59,3 +62,26 @@ def test_a_name_with_two_meanings_is_found(tmp_path, monkeypatch):
     paths = sorted(tmp_path.glob("*.py"))
     assert definitions(ast.ClassDef, paths) == {"Twice": ["a.py", "b.py"]}
     assert definitions(ast.FunctionDef, paths) == {}
+
+
+def identifiers(tree):
+    """(name, line) of each function, class, parameter, variable, attribute and keyword."""
+    for node in ast.walk(tree):
+        for field in ("name", "id", "attr", "arg"):
+            if isinstance(name := getattr(node, field, None), str):
+                yield name, getattr(node, "lineno", 0)
+
+
+def test_no_identifier_is_a_private_word():
+    known, found = re.compile(rf"\b({'|'.join(PRIVATE)})\b"), []
+    for root in ("jaxtrain", "kernels", "benchmarks", "tests"):
+        for path in sorted((ROOT / root).rglob("*.py")):
+            if known.search(text := path.read_text()):
+                names = identifiers(ast.parse(text))
+                found += [f"{path.relative_to(ROOT)}:{n} {x}" for x, n in names if x in PRIVATE]
+    assert not found, "\n".join(found)
+
+
+def test_a_private_word_is_found():
+    tree = ast.parse("def f(beside=1): serves = x.judged(begins=held, place=1)")
+    assert {name for name, _ in identifiers(tree)} >= PRIVATE

@@ -17,10 +17,10 @@ from jaxtrain.train.run_directory import check_writable
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("place", ["file/runs", "/proc/runs"])
-def test_a_run_directory_that_cannot_be_written_is_noticed_before_the_data(place, tmp_path, capfd):
+@pytest.mark.parametrize("where", ["file/runs", "/proc/runs"])
+def test_a_run_directory_that_cannot_be_written_is_noticed_before_the_data(where, tmp_path, capfd):
     (tmp_path / "file").write_text("in the way")
-    directory, cache = tmp_path / place, tmp_path / "cache"
+    directory, cache = tmp_path / where, tmp_path / "cache"
     assert main(run_overrides(directory, data__cache_dir=cache)) == 2
     out, err = capfd.readouterr()
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]

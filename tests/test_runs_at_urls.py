@@ -246,9 +246,9 @@ def test_a_run_at_a_url_from_its_start_to_an_export(tmp_path, s3, whole, capsys)
     assert holds_no_secret(tmp_path / "cache")
     asked = ["--prompt", "a", "--tokens", "4", "--temperature", "0"]
     said = []
-    for place in (run, str(whole)):
+    for source in (run, str(whole)):
         for step in ([], ["--step", "3"]):
-            assert cli(["generate", place, *asked, *step]) == 0
+            assert cli(["generate", source, *asked, *step]) == 0
             said.append(capsys.readouterr().out)
     assert said[:2] == said[2:]
     assert cli(["generate", run, *asked, "--step", "4"]) == 2

@@ -48,15 +48,15 @@ def test_a_sum_of_which_each_device_takes_a_part_is_a_reduce_scatter():
     """The CPU's compiler leaves it a sum and a slice: of a product in bfloat16, which it widens;
     over two axes, of which one parts it; and of two sums in one, of which one is read whole."""
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    place = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
-    rows, parted = place(("data", "fsdp"), None), place("fsdp", None)
+    shard_over = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
+    rows, parted = shard_over(("data", "fsdp"), None), shard_over("fsdp", None)
 
     def sums(x, y):
         dw = jax.lax.with_sharding_constraint(x.T @ y, parted)
         return dw, jnp.sum(y.astype(jnp.float32), axis=0)
 
     given = [jax.ShapeDtypeStruct((64, 32), jnp.bfloat16, sharding=rows)] * 2
-    f = jax.jit(sums, out_shardings=(parted, place()))
+    f = jax.jit(sums, out_shardings=(parted, shard_over()))
     text = f.lower(*given).compile(compiler_options=preflight.OPTIONS).as_text()
     found = {c[:3]: c.bytes for c in collectives(text, MESH)}
     assert "reduce-scatter(" not in text and "all-reduce(" in text

@@ -105,14 +105,14 @@ def test_what_fails_beside_the_steps_is_left_to_its_turn():
         "cannot be lowered": lambda: [].pop(),
         "waits": lambda: lambda: done.append(go_on.wait(LONG)),
     }
-    beside = program.BackgroundCompiler(mesh_of(), jobs)
-    beside.compile()
-    beside.wait("cannot be lowered")
-    beside.wait("fails")
-    beside.wait("nothing of that name")
-    assert not done and isinstance(beside.done["fails"].exception(), ZeroDivisionError)
+    compiler = program.BackgroundCompiler(mesh_of(), jobs)
+    compiler.compile()
+    compiler.wait("cannot be lowered")
+    compiler.wait("fails")
+    compiler.wait("nothing of that name")
+    assert not done and isinstance(compiler.done["fails"].exception(), ZeroDivisionError)
     go_on.set()
-    beside.wait("waits")
+    compiler.wait("waits")
     assert done == [True]
 
 

@@ -13,7 +13,7 @@ def add_ray(parser: argparse.ArgumentParser) -> None:
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `find_place`: --coordinator, --processes and --process."""
+    """Add the arguments of `find_rank`: --coordinator, --processes and --process."""
     parser.add_argument(
         "--coordinator", metavar="HOST:PORT", help="several processes: address of process 0"
     )

@@ -7,8 +7,8 @@ the service (0.25 ms a call).
 
 Keys: `facts/ROUND/PROCESS` and `answer/ROUND` of a comparison; `step/PROCESS` the last step that a
 process has begun; `job/failed` why the job ends; `job/stop` a process has requested a stop;
-`job/held/PROCESS` the last step of a process that waits for the stop; `job/bye/PROCESS` a process
-is done; `job/asked/PROCESS` how often a process has asked which processes are live.
+`job/stop_step/PROCESS` the last step of a process that waits for the stop; `job/bye/PROCESS` a
+process is done; `job/asked/PROCESS` how often a process has asked which processes are live.
 """
 
 import json
@@ -362,11 +362,11 @@ class Coordinator:
         if not self.hold:
             with self.changed:
                 self.hold, step = True, self.step
-            client.key_value_set(f"job/held/{self.index}", str(step or 0))
-        held = [int(step) for key, step in news.items() if key.startswith("job/held/")]
-        if len(held) == self.count:
+            client.key_value_set(f"job/stop_step/{self.index}", str(step or 0))
+        stop_steps = [int(step) for key, step in news.items() if key.startswith("job/stop_step/")]
+        if len(stop_steps) == self.count:
             with self.changed:
-                self.last = max(held)
+                self.last = max(stop_steps)
                 self.changed.notify_all()
 
     def _check_steps(self, client: RetryingClient, limit: float) -> None:

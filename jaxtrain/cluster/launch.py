@@ -90,9 +90,9 @@ def main(argv: list[str] | None = None) -> int:
     given = os.environ.get("JAXTRAIN_SECRET")  # with it the processes authenticate each other
     secret = {"JAXTRAIN_SECRET": given or secrets.token_hex(32)}
     environments = [one | secret for one in environments]
-    place = ["--coordinator", f"localhost:{asked.port or free_port()}"]
-    place += ["--processes", str(asked.processes), "--process"]
-    line = [sys.executable, "-u", "-m", COMMANDS[asked.command], *arguments[cut + 1 :], *place]
+    each = ["--coordinator", f"localhost:{asked.port or free_port()}"]
+    each += ["--processes", str(asked.processes), "--process"]
+    line = [sys.executable, "-u", "-m", COMMANDS[asked.command], *arguments[cut + 1 :], *each]
     return run_processes([[*line, str(i)] for i in range(asked.processes)], environments)
 
 

@@ -41,7 +41,7 @@ class ProcessesConfig(Settings):
     )
 
 
-class Place(NamedTuple):
+class ProcessRank(NamedTuple):
     """This process's index in the job, and the coordinator's address."""
 
     index: int
@@ -71,13 +71,13 @@ def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> No
             )
 
 
-def find_place(
+def find_rank(
     coordinator: str | None = None,
     processes: int | None = None,
     process: int | None = None,
     environment: Mapping[str, str] = os.environ,
-) -> Place | None:
-    """This process's place, from the command line, then the launcher's environment. None for a
+) -> ProcessRank | None:
+    """This process's rank, from the command line, then the launcher's environment. None for a
     single process. Raises UserError if a value is missing.
     """
     count, index, devices = processes, process, None
@@ -102,7 +102,7 @@ def find_place(
         )
     if not 0 <= index < count:
         raise UserError(f"--process {index}: must be 0 to {count - 1}, for --processes {count}")
-    return Place(index, count, coordinator, devices)
+    return ProcessRank(index, count, coordinator, devices)
 
 
 def local_devices(
@@ -124,7 +124,7 @@ def first_host(nodes: str) -> str:
 
 @contextlib.contextmanager
 def joined(
-    place: Place | None, config: ProcessesConfig, facts: Mapping[str, object], folder: Path
+    rank: ProcessRank | None, config: ProcessesConfig, facts: Mapping[str, object], folder: Path
 ) -> Iterator[Coordinator]:
     """Connect all processes, compare their facts, and yield the coordinator.
 
@@ -133,23 +133,23 @@ def joined(
     An error that leaves the context ends all processes. This process exits without an orderly
     shutdown, which would wait forever for the others.
     """
-    if place is None or place.count == 1:
+    if rank is None or rank.count == 1:
         yield Coordinator()
         return
     coordinator = Coordinator(
-        place.index,
-        place.count,
+        rank.index,
+        rank.count,
         heartbeat_timeout=config.heartbeat_timeout,
         step_timeout=config.step_timeout,
     )
-    secret = Secret(folder, place.coordinator)
-    coordinator.meet(place.coordinator, config.start_timeout, secret)
+    secret = Secret(folder, rank.coordinator)
+    coordinator.meet(rank.coordinator, config.start_timeout, secret)
     try:
         coordinator.compare(facts, "all processes need the same code, packages and configuration")
         # Our coordinator decides when all processes stop, not JAX's preemption service.
         jax.config.update("jax_enable_preemption_service", False)
-        if place.devices is not None:
-            jax.config.update("jax_cuda_visible_devices", ",".join(map(str, place.devices)))
+        if rank.devices is not None:
+            jax.config.update("jax_cuda_visible_devices", ",".join(map(str, rank.devices)))
         coordinator.share_with_jax()
         yield coordinator
         coordinator.leave()

@@ -60,9 +60,9 @@ class Job:
         self.hosts = [cls.options(scheduling_strategy=at, **options).remote() for at in places]
         caller = ray_worker.this_caller()
         coordinator = task_result(self.hosts[0].address.remote(caller))
-        place = ["--coordinator", coordinator, "--processes", str(len(nodes)), "--process"]
+        each = ["--coordinator", coordinator, "--processes", str(len(nodes)), "--process"]
         self.running = [
-            host.run.remote(caller, module, [*arguments, *place, str(i)])
+            host.run.remote(caller, module, [*arguments, *each, str(i)])
             for i, host in enumerate(self.hosts)
         ]
 

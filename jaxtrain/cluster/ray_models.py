@@ -104,9 +104,9 @@ class NodeModels:
                 del self.processes[gone]
             for node, has in alive.items():
                 if has.get(kind) and node not in self.processes:
-                    place = NodeAffinitySchedulingStrategy(node, soft=False)
+                    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
                     cls = ray.remote(num_cpus=0, num_gpus=has.get("GPU", 0))(ray_worker.ModelWorker)
-                    actor = cls.options(scheduling_strategy=place).remote(self.packed)
+                    actor = cls.options(scheduling_strategy=strategy).remote(self.packed)
                     self.processes[node] = NodeProcess(node, actor)
             if self.processes:
                 return

@@ -56,7 +56,7 @@ class Matrix(NamedTuple):
     """A matrix of one layer with its input statistics."""
 
     name: str  # of the parameter: blocks/attention/q
-    place: int  # index in its stack over layers
+    stack_index: int  # index in its stack over layers
     w_KN: np.ndarray
     inputs: Inputs
 
@@ -360,7 +360,7 @@ def visit_layers(
     places = dict.fromkeys(nnx.merge(layers.graphdef, params).stack().parts, 0)
     for index, spec in enumerate(layers.model.plan):
         own = {name: places[name] for name in spec.parts}
-        places |= {name: place + 1 for name, place in own.items()}
+        places |= {name: stack_index + 1 for name, stack_index in own.items()}
         sources = [kv[index - spec.kv_from] if spec.kv_from else None for kv in kvs]
         each = map(LayerBatch, batches, streams, x0s, sources)
         blocks = [list(block) for block in itertools.batched(each, BLOCK)]
@@ -371,8 +371,8 @@ def visit_layers(
             found = combine(found, result.inputs) if found else result.inputs
         matrices = {}
         for name, inputs in found.items():
-            place = own.get(name.split("/")[0], index)
-            matrices[name] = Matrix(name, place, leaf(params, name)[place], inputs)
+            stack_index = own.get(name.split("/")[0], index)
+            matrices[name] = Matrix(name, stack_index, leaf(params, name)[stack_index], inputs)
         changed = visit(index, matrices)
         for name, x in changed.items():  # matrices and biases or gains
             leaf(params, name)[own.get(name.split("/")[0], index)] = x
@@ -399,7 +399,7 @@ def calibrate(
     found: dict[tuple[str, int], Inputs] = {}
 
     def visit(index: int, matrices: dict[str, Matrix]) -> dict[str, np.ndarray]:
-        found.update({(m.name, m.place): jax.device_get(m.inputs) for m in matrices.values()})
+        found.update({(m.name, m.stack_index): jax.device_get(m.inputs) for m in matrices.values()})
         return {}
 
     visit_layers(saved, batches, visit, hessian)

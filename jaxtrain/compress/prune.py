@@ -46,8 +46,8 @@ def prune(
         def one(path: KeyPath, w: np.ndarray | jax.Array) -> np.ndarray:
             w, name = np.array(w), path_name(path)
             if name in specs:
-                for place in np.ndindex(w.shape[:-2]):
-                    w[place] = sparsify(method, name, w[place], None, target)
+                for index in np.ndindex(w.shape[:-2]):
+                    w[index] = sparsify(method, name, w[index], None, target)
             return w
 
         return jax.tree_util.tree_map_with_path(one, saved.params)

@@ -126,7 +126,7 @@ def solve(
             with named_error(name):
                 inputs = None if name in whole else seen[name]
                 weight = METHODS[method].quantize(w_KN, inputs, options)
-            solved[name, matrix.place] = weight
+            solved[name, matrix.stack_index] = weight
             changed[name] = np.asarray(dequantize(weight))
         return changed
 
@@ -236,9 +236,9 @@ def text_config(config: Resolved, text: Path | None) -> Resolved:
     if not text.is_file():
         raise UserError(f"--text {text} is not a file")
     source = TextSource(path=str(text))
-    held = SourceValidation(source=source)
+    validation = SourceValidation(source=source)
     data = DataConfig(
-        train=source, validation=held, tokenizer=config.data.tokenizer,
+        train=source, validation=validation, tokenizer=config.data.tokenizer,
         cache_dir=config.data.cache_dir,
     )  # fmt: skip
     return config.model_copy(update={"data": data})
@@ -247,8 +247,8 @@ def text_config(config: Resolved, text: Path | None) -> Resolved:
 def held_bytes(saved: Saved) -> int:
     """Bytes of the parameters in memory during generation and evaluation."""
     dtype = compute_dtype(saved.config.train.precision)
-    held = jax.eval_shape(lambda p: cast(p, saved.specs, dtype), saved.params)
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
+    shapes = jax.eval_shape(lambda p: cast(p, saved.specs, dtype), saved.params)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 def measure(saved: Saved, config: Resolved, file: Path) -> Figures:
@@ -260,8 +260,8 @@ def measure(saved: Saved, config: Resolved, file: Path) -> Figures:
 def open_core(folder: Path | None, rules: Rules) -> Bundle:
     """The tasks of CORE. Raises UserError for a missing task, or one that `rules` do not allow."""
     bundle = open_bundle(folder, ["core"])
-    for task, place in bundle.find(["core"]):
-        bundle.load(task, place, rules)
+    for task, data_folder in bundle.find(["core"]):
+        bundle.load(task, data_folder, rules)
     return bundle
 
 

@@ -103,7 +103,7 @@ SAME = {
     "eval.every": "eval_steps eval_every eval_interval eval.steps eval.interval eval.freq "
     "validation.freq validation.interval val_check_interval val_every val_interval eval_freq",
     "eval.tokens": "eval_tokens val_tokens",
-    "eval.batch_size": "per_device_eval_batch_size eval_batch_size validation.local_batch_size",
+    "eval.batch_size": "eval_batch_size",
     "sample.every": "sample_every generate_every generate_steps",
     "sample.tokens": "max_new_tokens max_generated_tokens max_tokens",
     "sample.prompts": "prompt sample_prompts",
@@ -204,6 +204,8 @@ SENTENCES = {
     "accumulation_steps",
     "jaxtrain calls it train.batch_size, in sequences: tokens of a step / train.sequence_length":
     "total_batch_size batch_size_tokens tokens_per_batch tokens_per_step global_batch_tokens",
+    "jaxtrain calls it eval.batch_size, in sequences summed over all devices: those of one device "
+    "x devices": "per_device_eval_batch_size validation.local_batch_size",
     "there are no epochs; set train.steps (an epoch has training tokens / (train.batch_size x "
     "train.sequence_length) steps)": "num_train_epochs num_epochs epochs n_epochs max_epochs "
     "num_epoch",

@@ -44,9 +44,9 @@ def shipped_names() -> list[str]:
 def find_config(name: str) -> Path:
     """The path of a config file, given as a path or as the bare name of a shipped config."""
     places = [Path(name), *(folder / f"{Path(name).stem}.yaml" for folder in SHIPPED)]
-    for place in places[:1] if Path(name).parent != Path(".") else places:
-        if place.is_file():
-            return place
+    for candidate in places[:1] if Path(name).parent != Path(".") else places:
+        if candidate.is_file():
+            return candidate
     close = difflib.get_close_matches(Path(name).stem, shipped_names(), n=1)
     hint = f"did you mean {close[0]}?" if close else f"shipped: {', '.join(shipped_names())}"
     raise UserError(f"--config {name}: no such file; {hint}")

@@ -124,6 +124,7 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
             f"train.batch_size {batch} x train.sequence_length {t.sequence_length} are "
             f"{step_tokens:.3g} tokens a step, and at most {MOST_STEP_TOKENS:,} can be: lower one"
         )
+    eval_batch_size(c, device_batch, shards)
     sizes = step_sizes(c, batch, shards)
     for number, stage in enumerate(c.data.stages, 1):
         rows = largest_divisor((stage.batch_size or batch) // shards, device_batch)
@@ -163,6 +164,21 @@ def check_structure(c: Config | Resolved, model: ResolvedModel, mesh: Mesh) -> N
             mesh.shape["context"], c.mesh.pipeline_schedule, mesh.shape["tensor"],
         )  # fmt: skip
     check_shapes(mesh, model, t.sequence_length)
+
+
+def eval_batch_size(c: Config | Resolved, device_batch: int, shards: int) -> int:
+    """Sequences of a batch that is evaluated, summed over all devices.
+
+    device_batch: `train.device_batch_size`. Raises UserError for an `eval.batch_size` that does
+    not divide over `shards`.
+    """
+    rows = c.eval.batch_size or device_batch * shards
+    if rows % shards:
+        raise UserError(
+            f"eval.batch_size {rows} does not divide over {shards} devices "
+            f"(mesh {' x '.join(BATCH)}); use {max(shards, rows // shards * shards)}"
+        )
+    return rows
 
 
 def step_sizes(c: Config | Resolved, batch: int, shards: int = 1) -> BatchSizes:

@@ -172,8 +172,10 @@ class DataConfig(Settings):
         staged = self.stages or self.length_ramp or self.batch_ramp
         if "preference" in names and (staged or self.augment.name != "none"):
             raise ValueError("preferences have one stage and are not augmented")
-        held = self.validation.source.name if self.validation.name == "source" else names[0]
-        if (held == "preference") != (names[0] == "preference"):
+        validation_source = (
+            self.validation.source.name if self.validation.name == "source" else names[0]
+        )
+        if (validation_source == "preference") != (names[0] == "preference"):
             raise ValueError(
                 "preferences need preferences as data.validation, and other text needs other text"
             )

@@ -102,8 +102,8 @@ def preflight(
         facts = measured(w)
     exact = exact_bytes(w)
     rest = max(0.0, facts.live - exact["gradients"] - exact["copy"])
-    held = sum(exact[kind] for kind in ("frozen", "reference", "parameters", "states"))
-    total = held + max(facts.live, exact["gradients"] + exact["copy"])
+    resident = sum(exact[kind] for kind in ("frozen", "reference", "parameters", "states"))
+    total = resident + max(facts.live, exact["gradients"] + exact["copy"])
     across = hosts_of(w.mesh, rates.per_host)
     seconds = step_seconds(w.flops_per_token * w.tokens / devices, facts.sent, kind, across)
     metrics = {f"{k}_bytes": v for k, v in exact.items()} | {

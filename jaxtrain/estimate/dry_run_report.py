@@ -22,8 +22,8 @@ def report(record: dict[str, Any]) -> str:
         f"on {record['device_count']} x {record['device']}: {mesh}, ZeRO-{w['zero']}",
         "a device holds",
     ]
-    beside = {"frozen": "frozen weights", "reference": "the teacher or reference model"}
-    names = {kind: text for kind, text in beside.items() if m[f"{kind}_bytes"]} | {
+    other_params = {"frozen": "frozen weights", "reference": "the teacher or reference model"}
+    names = {kind: text for kind, text in other_params.items() if m[f"{kind}_bytes"]} | {
         "parameters": "float32 weights", "states": "optimizer states",
         "copy": "weights in the compute dtype", "gradients": "gradients",
         "activations": "activations and scratch (estimate)", "total": "in all",

@@ -78,7 +78,7 @@ def _peak(computations: Computations, name: str) -> int:
         for at, i in enumerate(instructions)
         if i.op in ("while", "call", "conditional")
     }
-    return max(held + inside.get(at, 0) for at, held in enumerate(accumulate(change)))
+    return max(live + inside.get(at, 0) for at, live in enumerate(accumulate(change)))
 
 
 def _recompute(computations: Computations, instructions: list[Instruction], lives: Lives) -> None:

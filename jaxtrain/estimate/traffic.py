@@ -141,14 +141,14 @@ def _walk(
         if not axes:  # each device sends only to itself
             continue
         sizes: dict[tuple[str, tuple[str, ...], int], float] = defaultdict(float)
-        for place, operand in enumerate(i.operands):
+        for operand_index, operand in enumerate(i.operands):
             size = _narrowest(by_name, operand)
             if kind == "all-gather" and len(i.operands) == 1:
                 whole = size_of(by_name[operand].type)
                 size = min(size, round(whole * _read(i, users[i.name])))
             steps = [(kind, axes, len(group), float(size))]
             if kind == "all-reduce" and prod(mesh_shape[a] for a in axes) == len(group):
-                taken = _taken(computations, i, place, size, users)
+                taken = _taken(computations, i, operand_index, size, users)
                 steps = _in_two_steps(axes, mesh_shape, taken, float(size))
             for step, along, group_size, part in steps:
                 sizes[step, along, group_size] += part
@@ -230,19 +230,19 @@ def _read(i: Instruction, users: Sequence[Instruction]) -> float:
 def _taken(
     computations: dict[str, list[Instruction]],
     i: Instruction,
-    place: int,
+    operand_index: int,
     size: int,
     users: dict[str, list[Instruction]],
 ) -> int:
-    """Number of shards of an all-reduced result (tuple index `place`) if each device reads only its
-    own shard, else 1.
+    """Number of shards of an all-reduced result (at `operand_index` of the tuple) if each device reads
+    only its own shard, else 1.
 
     Also 1 if the sum is first converted to a narrower dtype: the GPU compiler then makes no
     reduce-scatter of it, unless the CPU compiler had widened the sum from `size` bytes.
     """
     todo, one = list(users[i.name]), i.type
     if one.startswith("("):
-        todo = [u for u in todo if re.search(rf"index={place}\b", u.rest)]
+        todo = [u for u in todo if re.search(rf"index={operand_index}\b", u.rest)]
         one = todo[0].type if todo else one
     found, widened = set(), size < size_of(one)
     while todo:

@@ -171,8 +171,8 @@ def random_base(w: Workload) -> Params | None:
 def abstract_frozen(w: Workload) -> ShapeTree | None:
     """Shapes and shardings of `random_base`."""
     where = {
-        (spec.shape, spec.dtype): place
-        for spec, place in zip(
+        (spec.shape, spec.dtype): sharding
+        for spec, sharding in zip(
             jax.tree.leaves((w.partition.base, w.partition.extras)),
             jax.tree.leaves(
                 (
@@ -183,7 +183,7 @@ def abstract_frozen(w: Workload) -> ShapeTree | None:
         )
     }
     whole, specs = NamedSharding(w.mesh, PartitionSpec()), flatten(w.partition.base)
-    at = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    at = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     def like[Leaf: jax.ShapeDtypeStruct | QuantizedWeight](name: str, x: Leaf) -> Leaf:
         if isinstance(x, QuantizedWeight):

@@ -20,5 +20,6 @@ class EvalConfig(Settings):
         None,
         ge=1,
         le=2**20,
-        description="sequences per validation batch; default the device batch size",
+        description="sequences per validation or scoring batch, summed over all devices; "
+        "default train.device_batch_size on each",
     )

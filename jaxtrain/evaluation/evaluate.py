@@ -23,12 +23,12 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxtrain import data
-from jaxtrain.cluster.processes import find_place, joined
+from jaxtrain.cluster.processes import find_rank, joined
 from jaxtrain.cluster.ray_cluster import ray_cluster
 from jaxtrain.cluster.ray_models import NodeModels
 from jaxtrain.cluster.ray_worker import missing_on_node
 from jaxtrain.cluster.runtime import compute_dtype, start
-from jaxtrain.config.resolve import Resolved, override
+from jaxtrain.config.resolve import Resolved, eval_batch_size, override
 from jaxtrain.data.batches.augment import Augment
 from jaxtrain.data.evaluation.tasks import Rules
 from jaxtrain.evaluation.arguments import evaluate_parser
@@ -147,13 +147,12 @@ def held_out_batches(
 ) -> Iterator[data.Batch]:
     """This process's batches of one pass over the validation split, in rows as in training.
 
-    `eval` sets the rows per batch. change: result of `make_row_change`.
+    `eval.batch_size` sets the rows per batch of all processes. change: result of `make_row_change`.
     """
     share, shares = process_batch_shard(mesh)
-    rows = c.eval.batch_size or c.train.device_batch_size
     return data.validation_batches(
         store,
-        batch_size=-(-rows // num_batch_shards(mesh)) * num_batch_shards(mesh),
+        batch_size=eval_batch_size(c, c.train.device_batch_size, num_batch_shards(mesh)),
         sequence_length=c.train.sequence_length,
         process_index=share,
         process_count=shares,
@@ -288,19 +287,19 @@ def answer_tasks(
 @command
 def main(argv: list[str] | None = None) -> int:
     a = evaluate_parser().parse_intermixed_args(argv)
-    place = find_place(a.coordinator, a.processes, a.process)
+    rank = find_rank(a.coordinator, a.processes, a.process)
     config = load_resolved(folder_of(a.run) / "config.yaml")
     fields = (*FIELDS, "processes") if a.tasks or a.needle else VALIDATED
     config = override(config, a.overrides, fields)
-    start(quiet=place is not None and place.index > 0)
+    start(quiet=rank is not None and rank.index > 0)
     asked = {f"--{name}": str(getattr(a, name)) for name in ASKED}
-    same = facts(config) | asked if place else {}
-    if a.ray and (place or a.needle):
+    same = facts(config) | asked if rank else {}
+    if a.ray and (rank or a.needle):
         raise UserError(
             "--ray spreads tasks or validation over nodes: leave out --needle, --coordinator, "
             "--processes and --process"
         )
-    with ray_cluster(a.ray) as cluster, joined(place, config.processes, same, a.run) as coordinator:
+    with ray_cluster(a.ray) as cluster, joined(rank, config.processes, same, a.run) as coordinator:
         saved = load_saved(a.run, a.step)
         model = RemoteModel(place_of_run(a.run), a.step, tuple(a.overrides), fields)
         remote = model if cluster else None

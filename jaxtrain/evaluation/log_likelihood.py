@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxtrain.cluster.runtime import compute_dtype
-from jaxtrain.config.resolve import Resolved
+from jaxtrain.config.resolve import Resolved, eval_batch_size
 from jaxtrain.data import Scored
 from jaxtrain.data.evaluation.branches import (
     BRANCH_SHARE,
@@ -48,7 +48,7 @@ FIELDS = (
     "model.context_length",
 )
 AHEAD = 8  # batches queued on the device before the host waits for the first one's results
-HELD_BYTES = 1 << 28  # of batches on the host that wait for their programs
+PENDING_BYTES = 1 << 28  # of batches on the host that wait for their programs
 HEAD_ROWS = 1024  # positions whose logits a device computes at a time
 
 
@@ -89,14 +89,16 @@ class Scorer:
 
     def lower(self, shape: RowShape) -> jax.stages.Lowered:
         """Lowered program of a shape."""
-        return self.program.lower(self.model.params, self.place(empty_batch(shape)), np.int32(0))
+        return self.program.lower(
+            self.model.params, self.shard_batch(empty_batch(shape)), np.int32(0)
+        )
 
     def shape_of(self, rows: BranchBatch) -> RowShape:
         """The shape of a batch; its branch is 0 if it has no branches."""
         (B, T), R = rows.tokens_BT.shape, rows.parents_BR.shape[1]
         return RowShape(B, T - R, R, self.shape.num_shards)
 
-    def place(self, rows: BranchBatch) -> BranchBatch:
+    def shard_batch(self, rows: BranchBatch) -> BranchBatch:
         """Put this process's shard of a batch on its devices. The mesh must be set."""
         share, shares = process_batch_shard(self.model.mesh)
         mine = len(rows.tokens_BT) // shares
@@ -108,7 +110,7 @@ class Scorer:
         self.compiler.settle(self.shape_of(rows))
         chunks = -(-int((rows.labels_BM >= 0).sum(1).max()) // self.model.chunk)
         with jax.set_mesh(self.model.mesh):
-            return self.program(self.model.params, self.place(rows), np.int32(chunks))
+            return self.program(self.model.params, self.shard_batch(rows), np.int32(chunks))
 
 
 class Scores(NamedTuple):
@@ -128,7 +130,7 @@ def shard_model(saved: Saved, config: Resolved, most_rows: int | None = None) ->
     check_decoder(saved.config.model)
     mesh = make_mesh(config.mesh)
     shards = num_batch_shards(mesh)
-    rows = config.eval.batch_size or config.train.device_batch_size * shards
+    rows = eval_batch_size(config, config.train.device_batch_size, shards)
     rows = min(rows, most_rows or rows)
     context = config.model.context_length
     shape = RowShape(-(-rows // shards) * shards, context, context // BRANCH_SHARE, shards)
@@ -202,7 +204,7 @@ def scores(
     for questions in jobs:
         job = queue.open_job()
         for rows, owners_BM in pack_branches(job.counted(questions), scorer.shape):
-            yield from queue.add(HeldBatch(job, rows, owners_BM, scorer.shape_of(rows)))
+            yield from queue.add(PendingBatch(job, rows, owners_BM, scorer.shape_of(rows)))
         job.packed = True
     yield from queue.empty()
 
@@ -227,8 +229,8 @@ class ScoringJob:
     def questions_in(self, owners_BM: np.ndarray) -> int:
         """Number of questions whose first sequence is in a batch."""
         owners = owners_BM[owners_BM >= 0]
-        begins = np.diff(owners, prepend=-1) != 0  # the labels of a sequence are adjacent
-        return int(np.frombuffer(bytes(self.first), np.uint8)[owners[begins]].sum())
+        is_first = np.diff(owners, prepend=-1) != 0  # the labels of a sequence are adjacent
+        return int(np.frombuffer(bytes(self.first), np.uint8)[owners[is_first]].sum())
 
     def scores(self) -> Scores:
         owners, nll, greedy = map(np.concatenate, zip(*self.parts)) if self.parts else ([],) * 3
@@ -238,7 +240,7 @@ class ScoringJob:
         return Scores(sums, misses == 0, np.array(self.lengths, np.int64), self.sizes)
 
 
-class HeldBatch(NamedTuple):
+class PendingBatch(NamedTuple):
     """A batch that is not on the device yet."""
 
     job: ScoringJob
@@ -260,30 +262,30 @@ class ScoringQueue:
     def __init__(self, scorer: Scorer, progress: Callable[[int], None]):
         self.scorer, self.progress = scorer, progress
         self.jobs: deque[ScoringJob] = deque()
-        self.held: list[HeldBatch] = []
+        self.pending: list[PendingBatch] = []
         self.running: deque[tuple[ScoringJob, np.ndarray, PyTree]] = deque()
 
     def open_job(self) -> ScoringJob:
         self.jobs.append(ScoringJob())
         return self.jobs[-1]
 
-    def add(self, batch: HeldBatch) -> Iterator[Scores]:
+    def add(self, batch: PendingBatch) -> Iterator[Scores]:
         """Queue a batch, which goes to the device as soon as its program is ready. Yields the
         scores of complete jobs, as do `send`, `collect` and `empty`."""
         if self.scorer.model.mesh.size == 1:  # several devices may be at work: see `compile`
             self.scorer.compile([batch.shape])
         batch.job.batches += 1
-        self.held.append(batch)
+        self.pending.append(batch)
         yield from self.send()
-        while sum(one.bytes for one in self.held) > HELD_BYTES:
+        while sum(one.bytes for one in self.pending) > PENDING_BYTES:
             yield from self.wait_and_send()
 
     def send(self) -> Iterator[Scores]:
         """Send the batches to the device whose programs are ready."""
-        held, self.held = self.held, []
-        for one in held:
+        pending, self.pending = self.pending, []
+        for one in pending:
             if not self.scorer.compiler.is_settled(one.shape):
-                self.held.append(one)
+                self.pending.append(one)
                 continue
             self.running.append((one.job, one.owners_BM, self.scorer.score(one.rows)))
             self.progress(one.job.questions_in(one.owners_BM))
@@ -291,7 +293,7 @@ class ScoringQueue:
                 yield from self.collect()
 
     def wait_and_send(self) -> Iterator[Scores]:
-        self.scorer.compiler.wait_for_one({one.shape for one in self.held})
+        self.scorer.compiler.wait_for_one({one.shape for one in self.pending})
         yield from self.send()
 
     def collect(self) -> Iterator[Scores]:
@@ -305,7 +307,7 @@ class ScoringQueue:
 
     def empty(self) -> Iterator[Scores]:
         """Finish all batches, after the last one was added."""
-        while self.held:
+        while self.pending:
             yield from self.wait_and_send()
         while self.running:
             yield from self.collect()

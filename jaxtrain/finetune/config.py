@@ -309,9 +309,9 @@ def apply_finetune_defaults(tree: dict[str, Any], talks: bool = False) -> None:
 def adapter_folder(path: str, option: str = "finetune.init_adapter") -> Path:
     """Find the adapter in a folder or run directory. UserError, starting with `option`, if none."""
     folder = Path(path).expanduser()
-    for place in (folder, folder / "adapter", folder / "model" / "adapter"):
-        if (place / "adapter_config.json").is_file():
-            return place
+    for candidate in (folder, folder / "adapter", folder / "model" / "adapter"):
+        if (candidate / "adapter_config.json").is_file():
+            return candidate
     raise UserError(f"{option} {path}: not an adapter: it has no adapter_config.json")
 
 

@@ -94,7 +94,7 @@ class LanguageModel(NamedTuple):
     prompting: Prompting | None = None  # how texts begin and end; default BOS for both
 
     @property
-    def begins(self) -> bool:
+    def prepends_bos(self) -> bool:
         """Whether a prompt starts with BOS."""
         return self.prompting is None or self.prompting.bos
 
@@ -126,7 +126,7 @@ def make_requests(
     def encode(prompt: str) -> list[int]:
         if chat and prompt:
             return chat.prompt([*first, {"role": "user", "content": prompt}]).tolist()
-        bos = [tokenizer.bos_id] if model.begins or not prompt else []
+        bos = [tokenizer.bos_id] if model.prepends_bos or not prompt else []
         return [*bos, *tokenizer.encode(prompt).tolist()]
 
     stops = (chat.end,) if chat else ()

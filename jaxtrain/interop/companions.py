@@ -86,9 +86,14 @@ def prompting(model_dir: Path, tokenizer: Tokenizer) -> Prompting:
     for name in ("config.json", "generation_config.json"):
         stops |= set(_listed(read_json(folder / name).get("eos_token_id")))
     if tokenizer.name == "huggingface":
-        inner = tokenizers.Tokenizer.from_str(tokenizer.model.decode())
-        bos = inner.encode("a").ids[:1] == [tokenizer.bos_id]
+        bos = adds_bos(tokenizer.model, tokenizer.bos_id)
     return Prompting(bos, tuple(sorted(stops)))
+
+
+def adds_bos(model: bytes, bos_id: int) -> bool:
+    """Whether a tokenizer puts BOS in front of a text. model: content of its tokenizer.json."""
+    inner = tokenizers.Tokenizer.from_str(model.decode())
+    return inner.encode("a").ids[:1] == [bos_id]
 
 
 def chat_template(model_dir: Path) -> str | None:

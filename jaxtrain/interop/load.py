@@ -208,14 +208,14 @@ def check_tensors(source: Source, flat: dict[str, ParamSpec]) -> None:
 # ---- reading ---------------------------------------------------------------------------------
 
 
-def layers_of(source: Source, place: TensorSlice, spec: ParamSpec) -> Iterator[np.ndarray]:
+def layers_of(source: Source, part: TensorSlice, spec: ParamSpec) -> Iterator[np.ndarray]:
     """Yield the arrays of one parameter, layer by layer, in the checkpoint's dtype."""
-    layout = LAYOUTS[place.row.layout]
+    layout = LAYOUTS[part.row.layout]
 
     def layer(i: int) -> np.ndarray:
-        name = place.row.theirs.format(i)
+        name = part.row.theirs.format(i)
         x = layout.read(read(name, source.tensors[name]), source.fields["head_dim"])
-        return x if place.width is None else x[..., place.start : place.start + place.width]
+        return x if part.width is None else x[..., part.start : part.start + part.width]
 
     # Read ahead a few layers: checking and transposing keep several cores busy.
     with ThreadPoolExecutor(AHEAD) as pool:

@@ -181,8 +181,8 @@ def read_adapter(folder: Path, c: ResolvedModel, like: Params) -> Params:
             stack = np.stack(
                 [tensor(row, layer, kind) for layer in range(c.depth // c.layers_per_set)]
             )
-            for name, place in columns(c, row).items():
-                x = stack if kind == "a" else stack[..., place]
+            for name, columns_of in columns(c, row).items():
+                x = stack if kind == "a" else stack[..., columns_of]
                 if name not in names:
                     if kind == "b" and x.any():
                         raise UserError(

@@ -123,11 +123,15 @@ def read_header(path: Path) -> dict[str, Stored]:
 def checked_entry(path: Path, name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
     """dtype, shape and byte range of a header entry. Raises UserError if they are malformed."""
     facts = entry if isinstance(entry, dict) else {}
-    dtype, shape, place = facts.get("dtype"), counts(facts, "shape"), counts(facts, "data_offsets")
-    if isinstance(dtype, str) and shape is not None and place is not None and len(place) == 2:
+    dtype, shape, offsets = (
+        facts.get("dtype"),
+        counts(facts, "shape"),
+        counts(facts, "data_offsets"),
+    )
+    if isinstance(dtype, str) and shape is not None and offsets is not None and len(offsets) == 2:
         size = math.prod(shape) * KNOWN[dtype].itemsize if dtype in KNOWN else None
-        if place[0] <= place[1] and size in (None, place[1] - place[0]):
-            return dtype, tuple(shape), place[0], place[1]
+        if offsets[0] <= offsets[1] and size in (None, offsets[1] - offsets[0]):
+            return dtype, tuple(shape), offsets[0], offsets[1]
     raise UserError(
         f"{path} is damaged: its header has {json.dumps(entry)[:200]} for {name}; there must be "
         "dtype, shape and data_offsets that agree"
@@ -273,7 +277,7 @@ def write(
             assert written == at, (path, written, at)
             file.flush()
             data = sums.file_bytes(part)[len(head) :]
-            found = {name: sums.crc32(data[place]) for name, place in places.items()}
+            found = {name: sums.crc32(data[span]) for name, span in places.items()}
             file.seek(0)
             file.write(header_of(table, places, metadata, found))
         part.replace(path)

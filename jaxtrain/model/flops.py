@@ -26,10 +26,10 @@ def flops_per_token(
         c.layers_per_set
         * sum(spec.size for spec in jax.tree.leaves(trained) if spec.group.startswith(name))
     )
-    beside, still = of_group("lora"), of_group("frozen")
+    lora, still = of_group("lora"), of_group("frozen")
     of_blocks = lambda tree: c.layers_per_set * count(tree.get("blocks", {}), "matrix")
-    weights = 4.0 * (active(c, specs) + beside) + 2.0 * (active(c, trained) - still)
-    blocks = 4.0 * (of_blocks(specs) + beside) + 2.0 * (of_blocks(trained) - still)
+    weights = 4.0 * (active(c, specs) + lora) + 2.0 * (active(c, trained) - still)
+    blocks = 4.0 * (of_blocks(specs) + lora) + 2.0 * (of_blocks(trained) - still)
     keys = 0.0
     for layer, keep in zip(make_plan(c), keep_probabilities(c).tolist(), strict=True):
         taken = kept_tokens(sequence_length, c.token_dropping) if layer.drops_tokens else None

@@ -21,12 +21,15 @@ PLAIN = FusedOps.model_validate("xla")
 
 def fastest(fused: FusedOps, c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStruct) -> FusedOps:
     """Resolve the unset ops of `fused` for model `c`: XLA where no kernel supports it."""
-    serves = lambda op, *shape: kernels.serves(op, jax.ShapeDtypeStruct(shape, x_BTD.dtype))
+
+    def has_kernel(op: str, *shape: int) -> bool:
+        return kernels.has_hopper_kernel(op, jax.ShapeDtypeStruct(shape, x_BTD.dtype))
+
     changes = {}
-    if fused.norm is None and not (c.fits_norm_kernel and serves("mixed_norm", *x_BTD.shape)):
+    if fused.norm is None and not (c.fits_norm_kernel and has_kernel("mixed_norm", *x_BTD.shape)):
         changes["norm"] = "xla"
     if fused.rope is None and not (
-        c.fits_rope_kernel and serves("rope_norm", *x_BTD.shape[:2], c.heads, c.qk_dim)
+        c.fits_rope_kernel and has_kernel("rope_norm", *x_BTD.shape[:2], c.heads, c.qk_dim)
     ):
         changes["rope"] = "xla"
     if fused.qkv is None:

@@ -64,12 +64,12 @@ class Paged(NamedTuple):
 
     Only the first `cache.counts_B` tokens of a sequence are valid; the states have all T. packed:
     the layers' weights for the kernel that runs all layers, used for one sequence with one token.
-    begins: no sequence has tokens in its pages yet. The new tokens then attend only to each other,
-    with the kernels for whole sequences."""
+    first_chunk: no sequence has tokens in its pages yet. The new tokens then attend only to each
+    other, with the kernels for whole sequences."""
 
     cache: PagedCache
     packed: PackedLayers | None = None
-    begins: bool = False
+    first_chunk: bool = False
 
 
 Mode = Forward | Pipelined | Prefill | Decode | Paged

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtrain_kernels import decode_layers as kernels
 from jaxtrain_kernels.decode_layers import LayersShape, PackedLayers
 from jaxtrain_kernels.dispatch import target
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.kv_cache import PagedCache, StackedPages
@@ -107,26 +107,31 @@ def pack_layers(graphdef: nnx.GraphDef, params: Params) -> PackedLayers:
     return PackedLayers(kernels.pack_weights(qkv), out, up, down, scales_L2)
 
 
-def run_stacked(model: "Transformer", tokens_BT: Int[Array, "B T"], mode: Paged) -> Output:
+def run_stacked(
+    model: "Transformer", tokens_BT: Int[Array, "B T"], mode: Paged
+) -> tuple[Output, Bool[Array, ""] | None]:
     """Run the model with stacked pages: in one kernel for one sequence with one new token, else
-    layer by layer, for which the pages are unstacked."""
+    layer by layer, for which the pages are unstacked. Also returns whether the kernel timed out,
+    None if it did not run."""
     cache, packed = mode.cache, mode.packed
     assert isinstance(cache.kv, StackedPages)
     if packed is not None and tokens_BT.shape == (1, 1):
         x_11D, _ = model.embed_tokens(tokens_BT, cache)
-        *states, kv = run_packed(model, packed, x_11D, tokens_BT, cache)
-        return Output(model.final_norm(*states), cache=cache._replace(kv=kv))
+        *states, kv, timed_out = run_packed(model, packed, x_11D, tokens_BT, cache)
+        cache = cache._replace(kv=kv)
+        return Output(model.final_norm(*states), cache=cache), timed_out
     apart = cache._replace(kv=cache.kv.apart())
-    out = model(tokens_BT, mode=Paged(apart, begins=mode.begins))
+    out = model(tokens_BT, mode=Paged(apart, first_chunk=mode.first_chunk))
     assert isinstance(out.cache, PagedCache) and not isinstance(out.cache.kv, StackedPages)
-    return out._replace(cache=cache._replace(kv=StackedPages.of(out.cache.kv)))
+    return out._replace(cache=cache._replace(kv=StackedPages.of(out.cache.kv))), None
 
 
 def run_packed(
     model: "Transformer", packed: PackedLayers, x_11D: Float[Array, "1 1 D"],
     tokens_11: Int[Array, "1 1"], cache: PagedCache,
-) -> tuple[Float[Array, "1 1 D"], Float[Array, "1 1 D"], StackedPages]:  # fmt: skip
-    """The stream after the last and after the middle layer, and the pages with the new token."""
+) -> tuple[Array, Array, StackedPages, Bool[Array, ""]]:  # fmt: skip
+    """The stream [1, 1, D] after the last and after the middle layer, the pages with the new
+    token, and whether the kernel timed out."""
     c = model.config
     assert isinstance(cache.kv, StackedPages)
     place_11 = cache.starts_B[:, None]
@@ -138,9 +143,9 @@ def run_packed(
         lookup(next(tables), tokens_11)[0, 0].astype(dtype) if spec.value_embed else nothing_C
         for spec in make_plan(c)
     ])  # fmt: skip
-    x_D, middle_D, pages = kernels.decode_layers(
+    x_D, middle_D, pages, timed_out = kernels.decode_layers(
         layers_shape(c), packed, x_11D[0, 0], cos_H[half:], sin_H[half:], values_LC,
         (cache.kv.k_LPpKH, cache.kv.v_LPpKH), cache.table_BW[0], cache.starts_B[0],
         cache.counts_B[0],
     )  # fmt: skip
-    return x_D[None, None], middle_D[None, None], StackedPages(*pages)
+    return x_D[None, None], middle_D[None, None], StackedPages(*pages), timed_out

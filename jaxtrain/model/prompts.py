@@ -30,7 +30,9 @@ def run_prompts(model: "Transformer", tokens_BT: Int[Array, "B T"], mode: Prefil
     return Output(states_BTD[rows, ends], cache=cache)
 
 
-def begin_texts(model: "Transformer", tokens_BT: Int[Array, "B T"], cache: PagedCache) -> Output:
+def run_first_chunks(
+    model: "Transformer", tokens_BT: Int[Array, "B T"], cache: PagedCache
+) -> Output:
     """Prefill sequences whose pages have no tokens, virtual ones included: no page is read."""
     x_BTD, _ = model.embed_tokens(tokens_BT, None)
     out = model.all_layers(x_BTD, tokens_BT, keep_kv=True)

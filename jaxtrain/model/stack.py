@@ -159,20 +159,20 @@ def layer_weights(
     seen = dict.fromkeys(sizes, 0)
     for i, spec in enumerate(period):
         places = {name: seen[name] for name in spec.parts}
-        seen |= {name: place + 1 for name, place in places.items()}
+        seen |= {name: index + 1 for name, index in places.items()}
         if spec.block == "before":
             places["block"] = seen["block"] - 1
         if scanned and spec.remat in ("none", *POLICIES):
             yield stack, functools.partial(picked, i, places)
         else:
-            own = {name: parts[name][place] for name, place in places.items()}
+            own = {name: parts[name][index] for name, index in places.items()}
             yield LayerWeights(layers[i] | stack.shared, own), lambda source: source
 
 
 def picked(i: int, places: dict[str, int], stack: Stack) -> LayerWeights:
     """Weights of layer i of a period's stack; places: index of each of its parts."""
-    at = lambda tree, place: jax.tree.map(lambda leaf: leaf[place], tree)
-    parts = {name: at(stack.parts[name], place) for name, place in places.items()}
+    at = lambda tree, index: jax.tree.map(lambda leaf: leaf[index], tree)
+    parts = {name: at(stack.parts[name], index) for name, index in places.items()}
     return LayerWeights(at(stack.layers, i) | stack.shared, parts)
 
 

@@ -46,7 +46,7 @@ from jaxtrain.model.mtp import MultiTokenPrediction
 from jaxtrain.model.packed import run_stacked
 from jaxtrain.model.pipelined import PipelineParts, Texts, run_pipelined, run_pipelined_loss
 from jaxtrain.model.plan import make_plan, make_runs
-from jaxtrain.model.prompts import begin_texts, run_prompts
+from jaxtrain.model.prompts import run_first_chunks, run_prompts
 from jaxtrain.model.rope import Divisors
 from jaxtrain.model.run_layers import LayerModules, LayersOutput, run_layers
 from jaxtrain.model.sections import FusedOps
@@ -142,8 +142,8 @@ class Transformer(nnx.Module):
                 return self._decode(tokens_BT, mode)
             case Paged():
                 if isinstance(mode.cache.kv, StackedPages):
-                    return run_stacked(self, tokens_BT, mode)
-                run = begin_texts if mode.begins else Transformer._paged
+                    return run_stacked(self, tokens_BT, mode)[0]
+                run = run_first_chunks if mode.first_chunk else Transformer._paged
                 return run(self, tokens_BT, mode.cache)
 
     def _forward(

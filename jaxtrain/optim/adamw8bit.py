@@ -70,8 +70,8 @@ def nearest_magnitude(a: Float[Array, "*S"], signed: bool) -> Array:
     decade = sum((a >= (up[n - 1] + up[n]) / 2).astype(jnp.int32) for n in starts[1:])
     parts = jnp.left_shift(first, decade)
     powers = jnp.float32([10.0 ** (DECADES - 1 - i) for i in range(DECADES)])
-    place = (a * powers.at[decade].get(mode="promise_in_bounds") - 0.1) * (parts / 0.9)
-    index = parts - first + 1 + jnp.clip(place.astype(jnp.int32), 0, parts - 1)
+    position = (a * powers.at[decade].get(mode="promise_in_bounds") - 0.1) * (parts / 0.9)
+    index = parts - first + 1 + jnp.clip(position.astype(jnp.int32), 0, parts - 1)
     index = jnp.where(a < up[1] / 2, 0, index)
     return jnp.where(a >= (up[-2] + up[-1]) / 2, len(up) - 1, index)
 

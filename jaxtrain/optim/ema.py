@@ -65,7 +65,7 @@ def ema(c: EMAConfig, of: EvalParams = trained_params) -> Wrapper:
     d is 0 until `start_fraction` of the run. of: (inner state, parameters) -> weights to average.
     """
 
-    def begins(hyper: Hyper, now: RunPosition) -> Hyper:
+    def start_averaging(hyper: Hyper, now: RunPosition) -> Hyper:
         if not c.start_fraction:
             return hyper
         return {**hyper, "ema_on": now.step >= hyper["ema_start"] * now.total_steps}
@@ -101,6 +101,6 @@ def ema(c: EMAConfig, of: EvalParams = trained_params) -> Wrapper:
         eval_params=shown,
         validate_trained=c.validate_trained,
         export_trained=c.export == "trained",
-        adjust=begins,
+        adjust=start_averaging,
         over=lambda inner: ema(c, inner),
     )

@@ -185,6 +185,6 @@ def largest(
 
     level = threshold(keys, keep)
     above = [k > level for k in keys]
-    tied = [jnp.where(k == level, place, -1) for k, place in zip(keys, places)]
+    tied = [jnp.where(k == level, index, -1) for k, index in zip(keys, places)]
     first = threshold(tied, keep - count(above))
     return [a | (t >= first) for a, t in zip(above, tied)]

@@ -181,5 +181,5 @@ def constrain_tree[Tree](kind: str, tree: Tree, specs: SpecTree, zero: int) -> T
     if mesh is None:
         return tree
     without = None if kind in ZERO[zero] else "fsdp"
-    place = lambda s: partition_spec(s.axes, s.shape, mesh, without)
-    return jax.tree.map(lambda x, s: jax.lax.with_sharding_constraint(x, place(s)), tree, specs)
+    spec_of = lambda s: partition_spec(s.axes, s.shape, mesh, without)
+    return jax.tree.map(lambda x, s: jax.lax.with_sharding_constraint(x, spec_of(s)), tree, specs)

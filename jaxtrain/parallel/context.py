@@ -103,12 +103,12 @@ def zigzag_shard[Tree](tree: Tree) -> Tree:
     if shards == 1:
         return tree
 
-    def place(x: Any) -> jax.Array:
+    def shard(x: Any) -> jax.Array:
         check_context_chunks(shards, "a sequence of", x.shape[1])
         halves = x.reshape(x.shape[0], 2, shards, -1, *x.shape[2:])
         return jnp.stack([halves[:, 0], halves[:, 1, ::-1]], 2).reshape(x.shape)
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(shard, tree)
 
 
 def chunk_of(device: int, half: int, shards: int) -> int:

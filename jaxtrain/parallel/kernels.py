@@ -305,14 +305,14 @@ def shard_map_tokens[Result](
     if mesh is None:
         return kernel(*arrays)
 
-    def place(x: Any, *column: str | None) -> P:
+    def spec_of(x: Any, *column: str | None) -> P:
         if x is None or x.ndim < 3:
             return P()
         axes = ("batch", tokens, *column)
         return partition_spec(axes, x.shape[: len(axes)], mesh)
 
-    split = [place(x, column) for x, column in zip(arrays, columns)]
-    specs = (*split, *(place(x) for x in arrays[len(split) :]))
+    split = [spec_of(x, column) for x, column in zip(arrays, columns)]
+    specs = (*split, *(spec_of(x) for x in arrays[len(split) :]))
     results = tuple(split) if len(split) > 1 else specs[0]
     return shard_map(kernel, specs, results)(*arrays)
 

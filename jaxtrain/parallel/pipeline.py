@@ -63,8 +63,8 @@ def num_ticks(stages: int, microbatches: int, repeats: int) -> int:
 
 def schedule_at(since: jax.Array | int, stages: int, repeats: int) -> tuple[jax.Array, jax.Array]:
     """(Round, microbatch) of a stage, `since` ticks after its first microbatch arrived."""
-    group, place = jnp.divmod(since, stages * repeats)
-    turn, member = jnp.divmod(place, stages)
+    group, position = jnp.divmod(since, stages * repeats)
+    turn, member = jnp.divmod(position, stages)
     return turn, group * stages + member
 
 
@@ -152,14 +152,14 @@ def interleave_permutation(stages: int, repeats: int) -> np.ndarray:
     return ((chunk + shift) % repeats).reshape(repeats, stages)
 
 
-def permute_chunks(held: jax.Array, lanes: np.ndarray, here: jax.Array) -> jax.Array:
+def permute_chunks(local_chunks: jax.Array, lanes: np.ndarray, here: jax.Array) -> jax.Array:
     """Exchange the chunks [v, ...] stored on this stage for those that run on it, by lane."""
     repeats, stages = lanes.shape
 
     def one(lane: int) -> jax.Array:
         chunk = np.flatnonzero(lanes == lane)  # stage 0's first
         pairs = list(zip(chunk // repeats, chunk % stages))
-        return jax.lax.ppermute(at(held, jnp.asarray(chunk % repeats)[here]), AXIS, pairs)
+        return jax.lax.ppermute(at(local_chunks, jnp.asarray(chunk % repeats)[here]), AXIS, pairs)
 
     return jnp.stack([one(lane) for lane in range(repeats)])
 
@@ -249,8 +249,8 @@ def run_stage(
         one = at(micro, number)
         start = (here == 0) & (turn == 0)
         given = jax.tree.map(lambda a, b: jnp.where(start, a, b), first(one), received)
-        place = jnp.asarray(lanes)[turn, here]
-        chunk = accumulate_grads_fp32(at(stacks, place), at(totals, place))
+        chunk_index = jnp.asarray(lanes)[turn, here]
+        chunk = accumulate_grads_fp32(at(stacks, chunk_index), at(totals, chunk_index))
         if len(distinct) == 1 and (not loads or context > 1):
             if loads:
                 chunk = jax.tree.map(lambda x: zero_grad_where(x, waits), chunk)

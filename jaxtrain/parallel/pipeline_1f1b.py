@@ -113,8 +113,8 @@ def residual_arrays(
     leaves, structure = jax.tree.flatten(backward)
     given = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(inputs))}
     own = {id(leaf): leaf for leaf in leaves if id(leaf) not in given}
-    place = {key: i for i, key in enumerate(own)}
-    source = lambda key: (True, given[key]) if key in given else (False, place[key])
+    index_of = {key: i for i, key in enumerate(own)}
+    source = lambda key: (True, given[key]) if key in given else (False, index_of[key])
     return list(own.values()), structure, [source(id(leaf)) for leaf in leaves]
 
 
@@ -240,8 +240,8 @@ def run_stage_1f1b(
         # come after. Without this order, XLA would copy the saved residuals.
         g_before, kept[-1] = jax.lax.optimization_barrier((g_before, kept[-1]))
         totals = add_to(totals, d_weights)
-        place = jnp.where(waits(number), count, number)  # idle ticks write to a spare last entry
-        put = lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, place, 0)
+        entry = jnp.where(waits(number), count, number)  # idle ticks write to a spare last entry
+        put = lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, entry, 0)
         d_micro = jax.tree.map(put, d_micro, d_one)
         send = lambda tree, pairs: jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), tree)
         sent = send(made, onwards), send(g_before, back)
@@ -294,8 +294,8 @@ def pipeline_loss(
     over = over if rows % mesh.shape["data"] == 0 else ()
     shared = AXIS if len(jax.tree.leaves(micro)[0]) % mesh.shape[AXIS] == 0 else None
     # Arrays shared by all rows, such as positions, have one row.
-    place = lambda x: P(None, "data" if over and x.shape[1] == rows else None)
-    places = lambda tree: jax.tree.map(place, tree)
+    spec_of = lambda x: P(None, "data" if over and x.shape[1] == rows else None)
+    places = lambda tree: jax.tree.map(spec_of, tree)
 
     def with_gradients(moving: PyTree, still: PyTree) -> PyTree:
         (stacks, micro, head), (of_stacks, of_micro, labels) = moving, still
@@ -304,7 +304,12 @@ def pipeline_loss(
         split = jax.shard_map(
             functools.partial(run_stage_1f1b, stage, kinds, first, finish, over),
             in_specs=(P(AXIS), P(AXIS), places(micro), places(labels), P()),
-            out_specs=(P(), P(AXIS), [P(shared, *place(x)[1:]) for x in texts.differentiable], P()),
+            out_specs=(
+                P(),
+                P(AXIS),
+                [P(shared, *spec_of(x)[1:]) for x in texts.differentiable],
+                P(),
+            ),
             axis_names=free,
             check_vma=False,
         )

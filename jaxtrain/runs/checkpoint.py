@@ -252,7 +252,7 @@ class Checkpointer:
         if self.files:
             self.files.settle()
 
-        def place(
+        def restore_leaf(
             key: str,
             x: jax.Array | np.ndarray | None,
             to: jax.Array | jax.ShapeDtypeStruct | None,
@@ -264,7 +264,7 @@ class Checkpointer:
                 return jax.make_array_from_callback(to.shape, to.sharding, copied[key].__getitem__)
             return x
 
-        return items["params"], named_map(place, items["rest"], rest), items["position"]
+        return items["params"], named_map(restore_leaf, items["rest"], rest), items["position"]
 
     def _copied(self, step: int, folder: Path) -> dict[str, np.ndarray]:
         """Optimizer states that a checkpoint has in files, after a check of their checksums."""

@@ -212,7 +212,7 @@ def made(path: Path, draft: Path) -> bool:
 
 
 @contextmanager
-def held(run_dir: Path, coordinator: Coordinator, timeout: float) -> Iterator[None]:
+def lock_run(run_dir: Path, coordinator: Coordinator, timeout: float) -> Iterator[None]:
     """Hold the run directory's lock in process 0, for the whole job. Folders created for it are
     removed if they are empty in the end. Raises UserError if another job holds the lock."""
     if coordinator.index:

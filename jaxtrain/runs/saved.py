@@ -182,14 +182,14 @@ def is_quantized(saved: Saved) -> bool:
 def place_params(saved: Saved, mesh: Mesh) -> Params:
     """Shard the parameters over a mesh; quantized matrices stay packed."""
 
-    def place(
+    def sharding_of(
         spec: ParamSpec, x: jax.Array | np.ndarray | QuantizedWeight
     ) -> NamedSharding | QuantizedWeight:
         if isinstance(x, QuantizedWeight):
             return packed_shardings(x, spec, mesh)
         return NamedSharding(mesh, partition_spec(spec.axes, spec.shape, mesh))
 
-    where = jax.tree.map(place, saved.specs, saved.params)
+    where = jax.tree.map(sharding_of, saved.specs, saved.params)
     return shard_from_host(saved.params, where)
 
 

@@ -194,9 +194,9 @@ def find_study(name: str) -> Path:
     """A path, or the bare name of a shipped study."""
     here = Path(__file__).parents[1]
     folders = [here / "configs" / "scaling", here.parent / "configs" / "scaling"]
-    for place in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
-        if place.is_file():
-            return place
+    for candidate in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
+        if candidate.is_file():
+            return candidate
     shipped = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     raise UserError(f"{name}: no such study; give a YAML file, or one of {', '.join(shipped)}")
 

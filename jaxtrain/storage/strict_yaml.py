@@ -95,9 +95,9 @@ def parse_yaml(text: str, where: str) -> Any:
         raise UserError(f"{where}: not readable as YAML: it is nested too deep") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        position = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         reason = ", ".join(filter(None, (error.context, error.problem)))
-        raise UserError(f"{where}: not readable as YAML: {reason}{place}") from error
+        raise UserError(f"{where}: not readable as YAML: {reason}{position}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where}: not readable as YAML: {' '.join(str(error).split())}") from error
 

@@ -23,7 +23,7 @@ class ChartAxis(NamedTuple):
     """An axis of a chart: it maps a value to 0 to 1, and has tick labels."""
 
     label: str
-    place: Callable[[Scalar], Number]
+    to_unit: Callable[[Scalar], Number]
     marks: list[tuple[Number, str]]
 
 
@@ -33,7 +33,7 @@ def number_axis(label: str, values: Sequence[Number], log: bool = False) -> Char
     low, high = scale(min(values)), scale(max(values))
     pad = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
     low, high = low - pad, high + pad
-    place = lambda value: (scale(value) - low) / (high - low)
+    to_unit = lambda value: (scale(value) - low) / (high - low)
     if log:
         candidates = [
             (m, e) for e in range(math.floor(low), math.ceil(high) + 1) for m in (1, 2, 5)
@@ -43,7 +43,7 @@ def number_axis(label: str, values: Sequence[Number], log: bool = False) -> Char
         found = tens if len(tens) >= 3 else inside
     else:
         found = ticks(low, high)
-    return ChartAxis(label, place, [(place(x), value_label(x)) for x in found])
+    return ChartAxis(label, to_unit, [(to_unit(x), value_label(x)) for x in found])
 
 
 def parameter_axis(parameter: Parameter, label: str) -> ChartAxis:
@@ -82,7 +82,7 @@ def points_chart(
         return ""
     parts = [*_frame(x, y)]
     if line:
-        places = [(_x(x.place(a)), _y(y.place(b))) for a, b in line]
+        places = [(_x(x.to_unit(a)), _y(y.to_unit(b))) for a, b in line]
         path = f"M{places[0][0]} {places[0][1]}" + "".join(f"H{a}V{b}" for a, b in places[1:])
         parts.append(f'<path class="line" d="{path}"/>')
     parts += [_circle(x, y, point) for point in sorted(points, key=lambda p: p.css != "")]
@@ -101,7 +101,7 @@ def map_chart(
     triangles; no shading outside the points). Darker is better; empty below 4 points."""
     if len(points) < 4:
         return ""
-    at = np.array([(x.place(p.x), y.place(p.y)) for p in points])
+    at = np.array([(x.to_unit(p.x), y.to_unit(p.y)) for p in points])
     rank = np.argsort(np.argsort(np.asarray(scores) * (1 if maximize else -1))) / (len(points) - 1)
     cells = []
     if min(np.ptp(at[:, 0]), np.ptp(at[:, 1])) > 0:
@@ -138,7 +138,7 @@ def parallel_chart(title: str, axes: Sequence[ChartAxis], lines: Sequence[Line])
     up = lambda share: round(low - share * (low - high), 1)
     parts = []
     for line in sorted(lines, key=lambda one: one.css == "best"):
-        places = [f"{at(i)} {up(a.place(v))}" for i, (a, v) in enumerate(zip(axes, line.values))]
+        places = [f"{at(i)} {up(a.to_unit(v))}" for i, (a, v) in enumerate(zip(axes, line.values))]
         parts.append(
             f'<path class="thread {line.css}" d="M{"L".join(places)}">'
             f"<title>{escape(line.note)}</title></path>"
@@ -167,7 +167,7 @@ def _y(share: Number) -> Number:
 
 def _circle(x: ChartAxis, y: ChartAxis, point: TrialPoint) -> str:
     clip = lambda share: min(max(share, 0.0), 1.0)
-    cx, cy = _x(clip(x.place(point.x))), _y(clip(y.place(point.y)))
+    cx, cy = _x(clip(x.to_unit(point.x))), _y(clip(y.to_unit(point.y)))
     radius = 5 if point.css else 3.5
     title = f"<title>{escape(point.note)}</title>"
     return f'<circle class="{point.css}" cx="{cx}" cy="{cy}" r="{radius}">{title}</circle>'

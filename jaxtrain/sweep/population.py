@@ -21,26 +21,26 @@ def run_trials(c: SweepConfig, trials: Sequence[Trial]) -> list[Outcome]:
     """
     found: list[Outcome] = []
     runs: dict[int, dict[int, Config]] = {}  # of the trials that can run, by index and seed
-    for place, trial in enumerate(trials):
+    for index, trial in enumerate(trials):
         found.append({})
         try:
-            runs[place] = {
+            runs[index] = {
                 seed: run_config(c, trial.params, run_name(trial.number, seed), seed)
                 for seed in range(1, c.seeds + 1)
             }
         except UserError as error:  # this combination of values
-            found[place] = Failed(str(error))
+            found[index] = Failed(str(error))
     configs = [one for of_trial in runs.values() for one in of_trial.values()]
     failures = train_as_population([one for one in configs if not is_finished(one.run_dir)])
-    for place, of_trial in runs.items():
+    for index, of_trial in runs.items():
         reasons = [failures[one.run.name] for one in of_trial.values() if one.run.name in failures]
         if reasons:
-            found[place] = Failed(reasons[0])
+            found[index] = Failed(reasons[0])
         else:
             figures: dict[int, Figures] = {
                 seed: checked_figures(c, one.run_dir) for seed, one in of_trial.items()
             }
-            found[place] = figures
+            found[index] = figures
     return found
 
 

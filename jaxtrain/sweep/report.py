@@ -166,7 +166,7 @@ def _parallel(found: SweepResults, best: Sequence[TrialRow]) -> str:
         Line([*(row.values[key] for key in c.parameters), *row.scores], _css(found, row, best),
              _note(found, row))
         for row in best
-        if all(-0.05 <= axis.place(x) <= 1.05 for axis, x in zip(ends, row.scores))
+        if all(-0.05 <= axis.to_unit(x) <= 1.05 for axis, x in zip(ends, row.scores))
     ]  # fmt: skip
     return parallel_chart("Parallel coordinates; the best trials in orange", axes, lines)
 

@@ -198,7 +198,7 @@ def as_saved(like: LocalState, replicas: int) -> LocalState:
     replicated over `data`.
     """
 
-    def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def with_replica_dim(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         mesh, shape = x.sharding.mesh, (replicas, *x.shape[1:])
         spec = [entry or () for entry in (None, *x.sharding.spec[1:])]
         spec = [e if isinstance(e, tuple) else (e,) for e in spec] + [()] * (len(shape) - len(spec))
@@ -208,7 +208,7 @@ def as_saved(like: LocalState, replicas: int) -> LocalState:
                 break
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, P(*spec)))
 
-    return like._replace(replicas=jax.tree.map(place, like.replicas))
+    return like._replace(replicas=jax.tree.map(with_replica_dim, like.replicas))
 
 
 def resize_replicas(saved: LocalState, like: LocalState) -> LocalState:

@@ -16,7 +16,7 @@ import jax
 from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.config import Config
 from jaxtrain.runs.checkpoint import Checkpointer, no_room
-from jaxtrain.runs.lock import held
+from jaxtrain.runs.lock import lock_run
 from jaxtrain.runs.remote_lock import held_remotely
 from jaxtrain.runs.report import write_report
 from jaxtrain.storage.disk import full_disk_explained, write_json
@@ -82,7 +82,7 @@ def train(
     log, patience = RunLog(coordinator), max(100.0, config.processes.heartbeat_timeout)
     with (
         full_disk_explained(functools.partial(no_room, config.run_dir)),
-        held(config.run_dir, coordinator, patience),
+        lock_run(config.run_dir, coordinator, patience),
         held_remotely(store_of(config), coordinator, patience, log),
     ):
         plans = make_plans(config, coordinator, log)
@@ -140,8 +140,8 @@ def train_phase(
         )
         evaluator = Evaluator(plan, data, recipe, spec, frozen, run_dir)
         begun = time.perf_counter()
-        beside = functools.partial(evaluator.lower_in_background, state)
-        program = make_program(state, feed.peek(), beside=beside)
+        while_compiling = functools.partial(evaluator.lower_in_background, state)
+        program = make_program(state, feed.peek(), while_compiling=while_compiling)
         facts = program.facts | {"compile_s": time.perf_counter() - begun}
         log(f"compile  {facts['compile_s']:.0f} s")
         evaluator.compile_in_background()

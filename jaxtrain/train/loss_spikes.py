@@ -41,7 +41,7 @@ class LossSpikes(StepTransform):
         return no_spikes(self.config.window)
 
     def judge(self, state: Spikes, outcome: StepOutcome) -> Verdict:
-        spike, window = judged(state, outcome.loss, outcome.grad_norm, self.config)
+        spike, window = detect_spike(state, outcome.loss, outcome.grad_norm, self.config)
         calm = outcome.finite & (spike[0] == 0)
         return Verdict(window, calm if self.config.action == "skip" else None, spike)
 
@@ -52,7 +52,7 @@ def no_spikes(window: int) -> Spikes:
     return Spikes(zeros, zeros, jnp.zeros((), jnp.int32))
 
 
-def judged(spikes: Spikes, loss: Array, norm: Array, c: LossSpike) -> tuple[Array, Spikes]:
+def detect_spike(spikes: Spikes, loss: Array, norm: Array, c: LossSpike) -> tuple[Array, Spikes]:
     """Return (`Checks.spike`, the window with this step added if it is finite).
 
     A spike enters the window as well, so that a lasting higher level stops being a spike.

@@ -19,7 +19,7 @@ from jaxtrain.config import Config
 from jaxtrain.optim.types import Hyperparams
 from jaxtrain.runs.checkpoint import Checkpointer, no_room
 from jaxtrain.runs.history import read_rows
-from jaxtrain.runs.lock import held
+from jaxtrain.runs.lock import lock_run
 from jaxtrain.runs.report import write_report
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import full_disk_explained, write_json
@@ -68,7 +68,7 @@ def train_population(
             check_writable(c.run_dir)
             stack.enter_context(full_disk_explained(functools.partial(no_room, c.run_dir)))
             patience = max(100.0, c.processes.heartbeat_timeout)
-            stack.enter_context(held(c.run_dir, coordinator, patience))
+            stack.enter_context(lock_run(c.run_dir, coordinator, patience))
         log = RunLog(coordinator)
         quiet = RunLog(coordinator, quiet=True)
         plans = [make_plans(c, coordinator, quiet if i else log)[-1] for i, c in enumerate(configs)]

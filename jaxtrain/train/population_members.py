@@ -162,10 +162,10 @@ class PopulationProgram(Program):
         batched = is_batched(self.plan.config)
         return make_population_step(spec, self.plan.mesh, batched, self.own_batches)
 
-    def place(self, batch: data.Batch | data.PairBatch) -> StepBatch:
+    def shard_batch(self, batch: data.Batch | data.PairBatch) -> StepBatch:
         if not self.own_batches:
-            return super().place(batch)
-        each = [super(PopulationProgram, self).place(one) for one in members_of(batch)]
+            return super().shard_batch(batch)
+        each = [super(PopulationProgram, self).shard_batch(one) for one in members_of(batch)]
         return jax.tree.map(lambda *xs: jnp.stack(xs), *each)
 
 
@@ -324,12 +324,12 @@ class PopulationGuard:
         return self.guards[0].draw(batches)
 
     def push(self, step: int, values: dict[str, Any]) -> None:
-        judged = {"checks": values.pop("checks"), "loss": values["loss"]}
+        pending = {"checks": values.pop("checks"), "loss": values["loss"]}
         if "loss_scale" in values:
-            judged["loss_scale"] = values["loss_scale"]
-        for leaf in jax.tree.leaves(judged):
+            pending["loss_scale"] = values["loss_scale"]
+        for leaf in jax.tree.leaves(pending):
             leaf.copy_to_host_async()
-        self._pending.append((step, judged))
+        self._pending.append((step, pending))
 
     def look(self, metrics: PopulationMetrics, wait: bool = False) -> Return | None:
         """Check the steps that are done by now (wait: all of them). Never rolls back."""

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain import data
-from jaxtrain.config.resolve import Resolved
+from jaxtrain.config.resolve import Resolved, eval_batch_size
 from jaxtrain.data.records import DESIRABLE
 from jaxtrain.model import cast
 from jaxtrain.objectives import PREFERENCES, answer_logps
@@ -158,9 +158,9 @@ def batches(
 ) -> Iterator[tuple[data.PairBatch, list[list[int]]]]:
     """Iterate over the pairs of a source, in batches of the validation's size."""
     shards, (index, shares) = num_batch_shards(mesh), process_batch_shard(mesh)
-    rows = -(-(c.eval.batch_size or c.train.device_batch_size) // shards)
-    mine = rows * shards // shares
+    rows = eval_batch_size(c, c.train.device_batch_size, shards)
+    mine = rows // shares
     return data.iterate_pairs(
-        view, name, batch_size=rows * shards, sequence_length=c.train.sequence_length,
+        view, name, batch_size=rows, sequence_length=c.train.sequence_length,
         share=range(mine * index, mine * (index + 1)), references=references,
     )  # fmt: skip

@@ -35,11 +35,12 @@ def compile_step(
     hyperparams: PyTree,
     c: Resolved,
     frozen: Params | None = None,
-    beside: Callable[[], None] = lambda: None,
+    while_compiling: Callable[[], None] = lambda: None,
 ) -> jax.stages.Compiled:
     """Compile the step ahead of the loop. UserError if the device lacks a feature or the memory.
 
-    beside: starts Python work that overlaps with XLA's compilation, which does not hold the GIL.
+    while_compiling: starts Python work that overlaps with XLA's compilation, which does not hold
+    the GIL.
     """
     check_options(c.train.compiler_options)
     fp8 = c.model.fp8 or c.model.kernels.loss in FP8_LOSSES
@@ -47,7 +48,7 @@ def compile_step(
     options = known_options(names) | c.train.compiler_options
     try:
         lowered = step.lower(state, batch, hyperparams, frozen)
-        beside()
+        while_compiling()
         with compiling_kernels(lowered):
             compiled = lowered.compile(compiler_options=options or None)
     except NotImplementedError as error:  # a backend asked for by name
@@ -154,13 +155,19 @@ class Program:
         hyperparams: Hyperparams,
         frozen: Params | None,
         prepare: Callable[[StepBatch], StepBatch] = lambda batch: batch,
-        beside: Callable[[], None] = lambda: None,  # while XLA compiles
+        while_compiling: Callable[[], None] = lambda: None,
     ):
         self.prepare = prepare  # `Recipe.prepare`, of a batch on the device
         self.plan, self.hyperparams, self.frozen = plan, hyperparams, frozen
         self.shape, self.update_loop = batch.tokens_BT.shape, spec.update_loop
         self.compiled = compile_step(
-            self.make_step(spec), state, self.place(batch), hyperparams, plan.config, frozen, beside
+            self.make_step(spec),
+            state,
+            self.shard_batch(batch),
+            hyperparams,
+            plan.config,
+            frozen,
+            while_compiling,
         )
 
     def make_step(self, spec: StepSpec) -> jax.stages.Wrapped:
@@ -176,7 +183,7 @@ class Program:
         """Whether the program is compiled for this batch's shape."""
         return batch.tokens_BT.shape == self.shape
 
-    def place(self, batch: data.Batch | data.PairBatch) -> StepBatch:
+    def shard_batch(self, batch: data.Batch | data.PairBatch) -> StepBatch:
         """Place this process's rows [B, T] as microbatches [A, rows, T] on the mesh."""
         t, mesh = self.plan.config.train, self.plan.mesh
         rows, length = batch.tokens_BT.shape  # of this process
@@ -189,6 +196,6 @@ class Program:
         self, state: State, batch: data.Batch | data.PairBatch
     ) -> tuple[State, dict[str, Any]]:
         """Return the next state, and the step's metrics on the device. `state` is donated."""
-        done = self.compiled(state, self.place(batch), self.hyperparams, self.frozen)
+        done = self.compiled(state, self.shard_batch(batch), self.hyperparams, self.frozen)
         loop = self.update_loop
         return loop.update(state, done, self.hyperparams) if loop else done

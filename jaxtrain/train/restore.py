@@ -38,9 +38,9 @@ def load_pretrained(
     """
     if c.train.init_from is None or (resumed and partition.init is None):
         return None, None
-    place = shardings(partition.base, mesh)
+    base_shardings = shardings(partition.base, mesh)
     store = partition.store_on(mesh)
-    base = load_base(c.train.init_from, partition.base, place, store, c.run.seed)
+    base = load_base(c.train.init_from, partition.base, base_shardings, store, c.run.seed)
     if partition.init is None:
         begin = jax.device_put(
             partition.begin(base, c.run.seed), shardings(partition.trainable, mesh)

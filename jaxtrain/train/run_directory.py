@@ -62,19 +62,19 @@ def check_run(c: Resolved) -> bool:
 
 def store_of(c: Config | Resolved) -> Store | None:
     """Return the store of the copies of a run's checkpoints, if there are any."""
-    mirror, place = c.checkpoint.mirror, c.run.url
-    if mirror and mirror.url and place:
+    mirror, run_url = c.checkpoint.mirror, c.run.url
+    if mirror and mirror.url and run_url:
         raise UserError(
             f"checkpoint.mirror.url: leave it out, run.directory={c.run.directory} holds the "
             "checkpoints already"
         )
-    if mirror and not mirror.url and not place:
+    if mirror and not mirror.url and not run_url:
         raise UserError(
             "checkpoint.mirror.url: name a URL or a path; it may be null only where run.directory "
             "is a URL"
         )
-    if place:
-        return Store(f"{place}/{CHECKPOINTS}")
+    if run_url:
+        return Store(f"{run_url}/{CHECKPOINTS}")
     return Store(f"{mirror.url.rstrip('/')}/{c.run.name}") if mirror and mirror.url else None
 
 

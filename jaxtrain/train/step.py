@@ -141,22 +141,22 @@ def state_shardings(spec: StepSpec, mesh: Mesh) -> State:
         path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(spec.specs)[0]
     }
 
-    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def sharding_of(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
         # Replicas (`jaxtrain.train.local_sgd`) have a leading dim, each on its own devices.
         front = ("data",) * any(getattr(key, "name", "") == "replicas" for key in path)
         for start in range(len(keys)):
             own, shape = specs.get("/".join(keys[start:])), leaf.shape[len(front) :]
             if own and len(own.shape) == len(shape):
-                place = P(*front, *partition_spec(own.axes, shape, mesh))
+                axes = P(*front, *partition_spec(own.axes, shape, mesh))
                 state = getattr(path[0], "name", "") == "optimizer"
                 if state and spec.optimizer.offload and is_offloaded(leaf):
-                    return host_sharding(mesh, place)
-                return NamedSharding(mesh, place)
+                    return host_sharding(mesh, axes)
+                return NamedSharding(mesh, axes)
         return NamedSharding(mesh, P(*front))
 
     shapes = jax.eval_shape(functools.partial(init_state, spec, 0))
-    return jax.tree_util.tree_map_with_path(place, shapes)
+    return jax.tree_util.tree_map_with_path(sharding_of, shapes)
 
 
 def cast_params(spec: StepSpec, params: Params) -> Params:
@@ -279,11 +279,11 @@ def accumulate_then_reduce(
     mesh = jax.sharding.get_abstract_mesh()
     places = jax.tree.map(lambda s: partition_spec(s.axes, s.shape, mesh), spec.specs)
 
-    def reduced(g: Array, p: Array, place: P) -> Array:
+    def reduced(g: Array, p: Array, spec: P) -> Array:
         g = g.astype(p.dtype)
         for axis in reversed(axes):
-            if axis in place:
-                g = jax.lax.psum_scatter(g, axis, scatter_dimension=place.index(axis), tiled=True)
+            if axis in spec:
+                g = jax.lax.psum_scatter(g, axis, scatter_dimension=spec.index(axis), tiled=True)
             else:
                 g = jax.lax.psum(g, axis)
         return g
@@ -365,8 +365,8 @@ def before_update(
     accept = all_of([v.accept for v in verdicts.values()])
     report = next((v.report for v in verdicts.values() if v.report is not None), None)
     metrics = {**metrics, "grad_norm": norm, **load}
-    judged = {name: verdicts[name].state for name in extras}
-    return BeforeUpdate(grads, accept, finite, squares, metrics, judged, report)
+    kept_states = {name: verdicts[name].state for name in extras}
+    return BeforeUpdate(grads, accept, finite, squares, metrics, kept_states, report)
 
 
 def after_update(

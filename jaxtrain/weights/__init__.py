@@ -27,7 +27,7 @@ class Form(NamedTuple):
     """A form of matrices: how and when arrays are encoded.
 
     encode: maps a stack of matrices [L, K, N] to a `Weight`, or to an array with the usual matmul.
-    place: when to encode. `storage`: once, frozen (finetune.base_quantization, `jaxtrain
+    encoded_at: when to encode. `storage`: once, frozen (finetune.base_quantization, `jaxtrain
     quantize`). `step`: once per step (model.fp8). `layer`: each time that a layer uses the matrix
     [.., K, N] (model.weight_form). `training`: as `layer`, in training steps only. `layer` and
     `training` get the options that model.weight_form sets, by name; `training` also gets a PRNG
@@ -38,7 +38,7 @@ class Form(NamedTuple):
     """
 
     encode: Callable[..., Array | Weight]
-    place: Literal["storage", "step", "layer", "training"]
+    encoded_at: Literal["storage", "step", "layer", "training"]
     options: frozenset[str] = frozenset()
     saved: Literal["master", "compute"] | None = None
 
@@ -77,8 +77,10 @@ WEIGHTS: dict[str, Form] = {
         functools.partial(int8_training.int8_training, switchback=True), "training", STOCHASTIC
     ),
 }
-LAYER_FORMS = tuple(name for name, form in WEIGHTS.items() if form.place in ("layer", "training"))
-TRAINING_FORMS = tuple(name for name, form in WEIGHTS.items() if form.place == "training")
+LAYER_FORMS = tuple(
+    name for name, form in WEIGHTS.items() if form.encoded_at in ("layer", "training")
+)
+TRAINING_FORMS = tuple(name for name, form in WEIGHTS.items() if form.encoded_at == "training")
 
 
 def encode_matrices(

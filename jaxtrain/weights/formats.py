@@ -53,10 +53,10 @@ def random_fraction(key: Array, shape: tuple[int, ...]) -> Float[Array, "*S"]:
 def round_to(x: Float[Array, "*S"], form: Format, key: Array | None = None) -> Float[Array, "*S"]:
     """Round to a format, as float32. key: for stochastic rounding; None: to nearest."""
     x32 = x.astype(jnp.float32)
-    place = jnp.clip(exponent(x32), form.min_exponent, form.max_exponent) - form.mantissa
-    steps = jnp.abs(x32) * power_of_two(-place)
+    ulp_exponent = jnp.clip(exponent(x32), form.min_exponent, form.max_exponent) - form.mantissa
+    steps = jnp.abs(x32) * power_of_two(-ulp_exponent)
     whole = jnp.round(steps) if key is None else jnp.floor(steps + random_fraction(key, x.shape))
-    return jnp.copysign(jnp.minimum(whole * power_of_two(place), form.largest), x32)
+    return jnp.copysign(jnp.minimum(whole * power_of_two(ulp_exponent), form.largest), x32)
 
 
 def mx_exponent(amax: Float[Array, "*S"], form: Format) -> Int[Array, "*S"]:

@@ -25,8 +25,8 @@ def two_four_mask(w: Float[Array, "*L K N"]) -> Bool[Array, "*L K N"]:
         )
     one = jnp.abs(w).reshape(*front, K // 4, 4, 1, N)
     other = one.swapaxes(-3, -2)
-    place = jax.lax.broadcasted_iota(jnp.int32, (*front, K // 4, 4, 4, N), len(front) + 1)
-    before = place > place.swapaxes(-3, -2)  # whether `other` comes first
+    position = jax.lax.broadcasted_iota(jnp.int32, (*front, K // 4, 4, 4, N), len(front) + 1)
+    before = position > position.swapaxes(-3, -2)  # whether `other` comes first
     ahead = (other > one) | ((other == one) & before)
     return (jnp.sum(ahead, axis=-2) < 2).reshape(w.shape)
 

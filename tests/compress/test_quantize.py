@@ -72,8 +72,8 @@ def test_a_quantized_folder_is_held_packed_and_computes_as_its_arrays(
     said = json.loads((tmp_path / "small" / "quantization.json").read_text())
     model = load(tmp_path / "small")
     chosen = {n for n, s in flatten(model.saved.specs).items() if is_block_matrix(s)} | {"head"}
-    held = flatten(model.compute_params)
-    packed = {n: x for n, x in held.items() if isinstance(x, QuantizedWeight)}
+    arrays = flatten(model.compute_params)
+    packed = {n: x for n, x in arrays.items() if isinstance(x, QuantizedWeight)}
     assert packed.keys() == chosen == said["matrices"].keys()
     count = sum(flatten(model.saved.specs)[n].size for n in packed)
     assert 8 * sum(map(stored_bytes, packed.values())) / count < BITS[method]

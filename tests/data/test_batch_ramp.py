@@ -104,7 +104,7 @@ def test_microbatches_have_the_rows_of_a_device_or_fewer(units, shape):
     program.prepare = lambda batch: batch
     program.plan = SimpleNamespace(config=SimpleNamespace(train=train), mesh=mesh_of())
     rows = np.zeros((units * 2, 4))  # of half the length, twice as many
-    placed = program.place(Batch(rows, rows, rows, None, None))
+    placed = program.shard_batch(Batch(rows, rows, rows, None, None))
     assert placed.tokens_BT.shape == (shape[0], shape[1] * 2, 4)
 
 

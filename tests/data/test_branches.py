@@ -38,8 +38,8 @@ def test_each_label_stands_behind_its_own_text(draw):
     seen = []
     for rows, owners_BM in pack_branches(asked, shape):
         for b, m in zip(*np.nonzero(owners_BM >= 0)):
-            owner, place = owners_BM[b, m], rows.places_BM[b, m]
-            path = text_before(rows, b, place, shape.trunk)
+            owner, position = owners_BM[b, m], rows.places_BM[b, m]
+            path = text_before(rows, b, position, shape.trunk)
             tokens = flat[owner].tokens
             np.testing.assert_array_equal(rows.tokens_BT[b, path], tokens[: len(path)])
             np.testing.assert_array_equal(rows.positions_BT[b, path], np.arange(len(path)))
@@ -49,14 +49,14 @@ def test_each_label_stands_behind_its_own_text(draw):
     assert sorted(seen) == wanted
 
 
-def text_before(rows, b, place, trunk):
+def text_before(rows, b, position, trunk):
     """The places that the mask of `jaxtrain.model.branches` shows to one place, itself last."""
     segments = rows.segments_BT[b]
-    own = np.nonzero(segments == segments[place])[0]
-    own = own[own <= place]
-    if place < trunk:
+    own = np.nonzero(segments == segments[position])[0]
+    own = own[own <= position]
+    if position < trunk:
         return own
-    before, parent = rows.before_BR[b, own - trunk], rows.parents_BR[b, place - trunk]
+    before, parent = rows.before_BR[b, own - trunk], rows.parents_BR[b, position - trunk]
     above = np.nonzero(segments == parent)[0]
     np.testing.assert_array_equal(before, [above[-1], *own[:-1]])
     return np.concatenate([above, own])

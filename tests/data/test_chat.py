@@ -165,8 +165,8 @@ def test_a_prompt_ends_where_the_answer_begins():
         chat = chat_of(name)
         ((document,),) = chat.documents([Conversation(CONVERSATIONS[0])])
         prompt = chat.prompt(CONVERSATIONS[0][:1])
-        begins = 1 + int(np.argmax(document.marks))
-        assert prompt.tolist() == [chat.start, *document.ids][:begins]
+        starts = 1 + int(np.argmax(document.marks))
+        assert prompt.tolist() == [chat.start, *document.ids][:starts]
         assert document.ids[document.marks][-1] == chat.end
 
 
@@ -321,10 +321,10 @@ def test_batches_have_labels_for_answers_alone(tmp_path):
     assert documents >= 3 and sorted(set(answers_in(batch))) == sorted(expected)
     # Every document begins with its BOS, at position 0, and apart from the one before.
     begin = next(i for i, name in NAMES.items() if name == "<|begin|>")
-    begins = (batch.tokens_BT == begin) & (batch.segments_BT > 0)
-    assert begins.sum() == documents and (batch.positions_BT[begins] == 0).all()
-    held = list(validation_batches(prepared.train, batch_size=2, sequence_length=200))
-    assert sorted(x for b in held for x in answers_in(b)) == sorted(expected)
+    starts = (batch.tokens_BT == begin) & (batch.segments_BT > 0)
+    assert starts.sum() == documents and (batch.positions_BT[starts] == 0).all()
+    validation = list(validation_batches(prepared.train, batch_size=2, sequence_length=200))
+    assert sorted(x for b in validation for x in answers_in(b)) == sorted(expected)
 
 
 def test_long_conversations_are_cut_or_left_out_and_counted(tmp_path):
@@ -344,7 +344,7 @@ def test_long_conversations_are_cut_or_left_out_and_counted(tmp_path):
                 assert batch.weights_BT.sum(1).all()
             cut, *out = expected
             figures = loader.statistics()
-            assert figures["data_truncated"] == cut / 3 and figures["data_left_out"] == sum(out) / 3
+            assert figures["data_truncated"] == cut / 3 and figures["data_dropped"] == sum(out) / 3
     with (
         pytest.raises(UserError, match="none of the 3 conversations of train is left"),
         train_batches(stores, config=config, batch_size=4, sequence_length=8),

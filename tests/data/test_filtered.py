@@ -204,12 +204,12 @@ def test_scores_of_parquet_and_sources_of_a_mixture(tmp_path, corpus):
                          "column": "body", "filters": [best]}},
         "b": {"source": {"name": "jsonl", "path": str(corpus)}},
     }  # fmt: skip
-    held = {"name": "jsonl", "path": str(corpus), "filters": FILTERS}
+    corpus_source = {"name": "jsonl", "path": str(corpus), "filters": FILTERS}
     c = config(
         tmp_path,
         corpus,
         train={"name": "mixture", "sources": parts},
-        validation={"name": "source", "source": held},
+        validation={"name": "source", "source": corpus_source},
     )
     left, reports = filter_sources(c, lambda *_: None)
     assert list(read_documents(left.train.sources["a"].source)) == TEXTS[15:20]

@@ -83,7 +83,7 @@ PLANS = {
 }
 
 
-def held(fragments):
+def tokens_in(fragments):
     """Tokens of fragments without BOS, and what they lost before."""
     return sum(f.stop - f.start + f.lost for f in fragments)
 
@@ -110,7 +110,7 @@ def test_best_fit_loses_only_what_it_counts(
         drawn += drawn_one(source)
     placed = sum(piece.stop - piece.start for row in rows for piece in row)
     assert plan.used == sum(map(size, rows))
-    assert held(drawn) == placed + plan.dropped + held(plan.waiting.values())
+    assert tokens_in(drawn) == placed + plan.dropped + tokens_in(plan.waiting.values())
     assert plan.used + plan.padding == sum(length + cut for cut in cuts)
     if split and (carry or not fill):
         assert plan.dropped == 0

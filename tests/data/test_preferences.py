@@ -114,8 +114,8 @@ def test_only_the_last_answers_are_learned(name):
     chat = make_chat(TEMPLATES[name], SPECIALS.get(name, PLAIN), TOKENIZER)
     before = said("q", "early", "r")
     record = {"prompt": before, "chosen": "the good", "rejected": "no"}
-    ((pair, place),) = preferences(json.dumps(record), "f", 1)
-    assert place == "f line 1"
+    ((pair, where),) = preferences(json.dumps(record), "f", 1)
+    assert where == "f line 1"
     ((first, second),) = encode_preferences(chat, [pair])
     for document, answer in ((first, "the good"), (second, "no")):
         learned = TOKENIZER.decode(document.ids[document.marks])

@@ -337,10 +337,10 @@ def test_nanochats_vocabulary_is_trained_on_the_beginnings_of_documents(tmp_path
     some = list(first_texts(DataConfig(**options), 6000, 10**6))
     assert sum(map(len, some[:-1])) < 6000 <= sum(map(len, some)) and set(some) <= set(parts)
     many = options["tokenizer"] | {"name": "nanochat"}
-    held = options | {"validation": {"name": "documents", "fraction": 0.5}}
-    prepared = prepare(config(tmp_path, **held | {"tokenizer": many}))
+    held_out = options | {"validation": {"name": "documents", "fraction": 0.5}}
+    prepared = prepare(config(tmp_path, **held_out | {"tokenizer": many}))
     assert prepared.tokenizer.vocab_size == 300
-    kept = set(first_texts(DataConfig(**held), 10**6, 10**6))
+    kept = set(first_texts(DataConfig(**held_out), 10**6, 10**6))
     assert kept == set(text_of(prepared.train, prepared.tokenizer))
 
 

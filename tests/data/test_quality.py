@@ -154,13 +154,13 @@ def test_c4_takes_lines_away():
     bad = ["No end of a sentence here", "Too short.", "Enable JavaScript to read this page.",
            "Our privacy policy has been changed today."]  # fmt: skip
     text = "\n".join([good, *bad, '"So it is with all letters," he said to her.[12]'])
-    judged = FILTERS["c4"].apply(config_of("c4"), TextBatch([text], [{}]))
-    assert judged.reasons.tolist() == [0]
-    assert judged.texts == [good + '\n"So it is with all letters," he said to her.']
+    verdict = FILTERS["c4"].apply(config_of("c4"), TextBatch([text], [{}]))
+    assert verdict.reasons.tolist() == [0]
+    assert verdict.texts == [good + '\n"So it is with all letters," he said to her.']
     loose = config_of("c4", terminal_punctuation=False, min_line_words=0, curly_brackets=False)
-    judged = FILTERS["c4"].apply(loose, TextBatch([text + "\n{}"], [{}]))
-    assert judged.reasons.tolist() == [0] and bad[0] in judged.texts[0]
-    assert bad[2] not in judged.texts[0]
+    verdict = FILTERS["c4"].apply(loose, TextBatch([text + "\n{}"], [{}]))
+    assert verdict.reasons.tolist() == [0] and bad[0] in verdict.texts[0]
+    assert bad[2] not in verdict.texts[0]
 
 
 # ---- arrays ------------------------------------------------------------------------------------
@@ -228,12 +228,12 @@ def test_a_space_of_another_kind_is_a_space(name):
 
 def test_documents_stay_as_they_were_written():
     text = with_odd_spaces("The river runs to the harbor today.\nNo end of this sentence\n" * 3)
-    judged = FILTERS["c4"].apply(config_of("c4"), TextBatch([text], [{}]))
-    assert judged.reasons.tolist() == [0]
-    assert judged.texts == ["\n".join(text.split("\n")[::2][:3])]
+    verdict = FILTERS["c4"].apply(config_of("c4"), TextBatch([text], [{}]))
+    assert verdict.reasons.tolist() == [0]
+    assert verdict.texts == ["\n".join(text.split("\n")[::2][:3])]
     bad = "Please read our privacy\u00a0policy before you go."
-    judged = FILTERS["c4"].apply(config_of("c4"), TextBatch([f"{text}\n{bad}"], [{}]))
-    assert bad not in judged.texts[0]
+    verdict = FILTERS["c4"].apply(config_of("c4"), TextBatch([f"{text}\n{bad}"], [{}]))
+    assert bad not in verdict.texts[0]
 
 
 def test_documents_are_compared_whatever_their_spaces_and_letters():

@@ -252,7 +252,7 @@ def test_what_a_template_refuses_is_named_or_left_out_and_counted(tmp_path):
     assert stores["train"].documents == 2
     assert (count["conversations"], count["refused"], count["unanswered"]) == (3, 1, 0)
     assert counts_phrase(count).endswith(", 1 because the chat template refuses them")
-    assert dropped_shares({"train": count})["data_left_out"] == pytest.approx(1 / 3)
+    assert dropped_shares({"train": count})["data_dropped"] == pytest.approx(1 / 3)
     with pytest.raises(UserError, match="none of its 1 conversations is left: .* refuses 1"):
         prepare(talk_config(tmp_path, records[1:2], **options, refused="drop"))
 
@@ -321,12 +321,12 @@ def test_a_split_that_takes_no_document_says_what_would(tmp_path):
 
 def test_where_pairs_and_judged_answers_meet_is_named(tmp_path, monkeypatch):
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
-    judged = [{"prompt": "q", "completion": answer, "label": True} for answer in "ab"]
-    named = r" line 3 is a judged answer .*, but .*records.jsonl line 1 is a pair .*: the files of"
+    labeled = [{"prompt": "q", "completion": answer, "label": True} for answer in "ab"]
+    named = r" line 3 is a labeled answer .*, but .*records.jsonl line 1 is a pair .*: the files of"
     with pytest.raises(UserError, match="records.jsonl" + named):
-        prepare(talk_config(tmp_path, [pair, pair, *judged], name="preference"))
+        prepare(talk_config(tmp_path, [pair, pair, *labeled], name="preference"))
     config = talk_config(tmp_path, [pair, pair], name="preference")
-    (tmp_path / "records2.jsonl").write_text("\n\n" + "\n".join(map(json.dumps, judged)))
+    (tmp_path / "records2.jsonl").write_text("\n\n" + "\n".join(map(json.dumps, labeled)))
     both = config.train.model_copy(update={"path": str(tmp_path / "records*.jsonl")})
     for batch in (1 << 20, 1):  # in one group of blocks, and in two
         monkeypatch.setattr("jaxtrain.data.store.encode.BATCH", batch)

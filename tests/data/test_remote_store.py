@@ -89,11 +89,11 @@ def batches_of(c: DataConfig, count: int = 30):
     with train_batches(prepared.train, config=c, **SIZES) as loader:
         found = [np.stack(next(loader)[:3]) for _ in range(count)]
         state = loader.get_state()
-    held = []
+    held_out = []
     if prepared.validation is not None:
         batches = validation_batches(prepared.validation, **SIZES)
-        held = [np.stack(batch[:3]) for batch in batches]
-    return np.stack(found), np.array(held), state
+        held_out = [np.stack(batch[:3]) for batch in batches]
+    return np.stack(found), np.array(held_out), state
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "padded"])
@@ -228,9 +228,9 @@ def test_blocks_are_fetched_once_an_epoch_and_before_they_are_needed(
     c = config(tmp_path / "there", text, **options)
     prepared = prepare(c)
     source = prepared.train.records.source
-    held = prepared.train.tokens * prepared.train.dtype.itemsize
-    cache = {"path": str(tmp_path / "there"), "max_bytes": held * 2 // 3}
-    monkeypatch.setattr(source.cache, "max_bytes", held * 2 // 3)
+    total = prepared.train.tokens * prepared.train.dtype.itemsize
+    cache = {"path": str(tmp_path / "there"), "max_bytes": total * 2 // 3}
+    monkeypatch.setattr(source.cache, "max_bytes", total * 2 // 3)
     assert len(source) > 8
     c = config(tmp_path / "there", text, **options | {"local_cache": cache})
     with train_batches(prepared.train, config=c, **SIZES) as loader:
@@ -243,7 +243,7 @@ def test_blocks_are_fetched_once_an_epoch_and_before_they_are_needed(
     np.testing.assert_array_equal(here[0][: len(found)], found)
     assert early[0] <= len(source) + 4
     assert early[1] <= 6  # at the start
-    assert sum(size for _, size, _ in source.cache.held()) <= held * 2 // 3
+    assert sum(size for _, size, _ in source.cache.entries()) <= total * 2 // 3
 
 
 def test_a_cache_without_room_for_what_is_mixed_is_refused(store, text, tmp_path):
@@ -275,12 +275,12 @@ def test_the_cache_is_bounded_and_what_was_used_longest_ago_goes_first(tmp_path)
     for number in range(9):
         assert read(cache, number)
         cache.touch("s/0")
-        assert sum(size for _, size, _ in cache.held()) <= 10_000
+        assert sum(size for _, size, _ in cache.entries()) <= 10_000
     other = BlockCache(tmp_path, 10_000)
     for number in range(9, 30):
         assert read(other, number)
         cache.touch("s/0")
-        assert sum(size for _, size, _ in cache.held()) <= 10_000
+        assert sum(size for _, size, _ in cache.entries()) <= 10_000
     assert cache.touch("s/0") and cache.touch("s/29") and not cache.touch("s/5")
 
 

@@ -96,8 +96,8 @@ def test_parquet_filters_and_a_mixture(tmp_path):
     parquet = {"name": "parquet", "path": str(tmp_path / "t.parquet"), "sample_by": "w"}
     plain = jsonl(tmp_path, [1] * 16) | {"sample_by": None}
     sources = {"a": {"source": parquet | {"filters": best}}, "b": {"source": plain}}
-    held = {"name": "documents", "fraction": 0.3}
-    for validation in ({"name": "none"}, held):
+    held_out = {"name": "documents", "fraction": 0.3}
+    for validation in ({"name": "none"}, held_out):
         c = config(tmp_path, {"name": "mixture", "sources": sources}, validation=validation)
         prepared = prepare(c)
         stores = stores_of(prepared.train)

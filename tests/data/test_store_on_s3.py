@@ -84,9 +84,9 @@ def test_rights_that_end_in_the_middle_are_one_line_and_nothing_is_lost(
 def test_a_run_reads_a_bucket_as_it_reads_a_disk(s3, text, tmp_path):
     """The commands, as one gives them: `prepare` once, then `train`."""
     places = {"here": str(tmp_path / "cache"), "there": f"{s3.bucket()}/prepared"}
-    for name, place in places.items():
+    for name, url in places.items():
         fields = run_overrides(tmp_path / name, **QUICK, eval__every=3,
-            data__tokenizer__name="bytes", data__cache_dir=place,
+            data__tokenizer__name="bytes", data__cache_dir=url,
             data__local_cache__path=tmp_path / "blocks",
             data__validation__name="documents", data__validation__fraction=0.1,
             **{f"data__train__{key}": value for key, value in text.items()})  # fmt: skip

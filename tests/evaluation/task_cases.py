@@ -21,7 +21,7 @@ TASKS = {
 }
 
 
-def judged(alone, scored):
+def score_alone(alone, scored):
     """(nll, greedy, tokens) of one sequence, from its text alone."""
     log_TV = alone(scored.tokens[:-1])[scored.start - 1 : len(scored.tokens) - 1]
     labels = scored.tokens[scored.start :]

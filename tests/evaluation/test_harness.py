@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from task_cases import T, judged
+from task_cases import T, score_alone
 
 from jaxtrain.data import Scored
 
@@ -53,7 +53,7 @@ def test_the_harness_model_answers_as_the_plain_model(lm, alone):
         tokens = np.array([256, *(context + continuation).encode()], np.int32)
         answer = len(continuation) + len(context) - len(context.rstrip())
         lost = max(0, len(tokens) - T - 1)
-        nll, likeliest, _ = judged(alone, Scored(tokens[lost:], len(tokens) - lost - answer))
+        nll, likeliest, _ = score_alone(alone, Scored(tokens[lost:], len(tokens) - lost - answer))
         assert value == pytest.approx(-nll, rel=2e-5) and greedy == likeliest
 
     tokens = np.array([256, *LONG.encode()], np.int32)
@@ -61,7 +61,7 @@ def test_the_harness_model_answers_as_the_plain_model(lm, alone):
     total = 0.0
     for begin, end in windows:
         first = max(0, end - T - 1)
-        total -= judged(alone, Scored(tokens[first:end], begin - first))[0]
+        total -= score_alone(alone, Scored(tokens[first:end], begin - first))[0]
     rolled = lm.loglikelihood_rolling([Instance((LONG,)), Instance(("ab",))])
     assert rolled[0] == pytest.approx(total, rel=2e-5) and len(rolled) == 2
 

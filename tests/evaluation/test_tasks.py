@@ -7,7 +7,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from task_cases import FIELDS, MC, TASKS, T, judged
+from task_cases import FIELDS, MC, TASKS, T, score_alone
 from tiny import mesh_of, random_run
 
 from jaxtrain.data import Scored
@@ -63,7 +63,7 @@ def test_packed_scores_are_those_of_each_sequence_alone(model, alone):
     assert found.sizes == [len(question) for question in asked]
     first = np.cumsum([0, *found.sizes[:-1]])
     np.testing.assert_allclose(found.nll[first], again.nll, rtol=2e-5)
-    expected = [judged(alone, scored) for question in asked for scored in question]
+    expected = [score_alone(alone, scored) for question in asked for scored in question]
     nll, greedy, tokens = map(np.array, zip(*expected))
     np.testing.assert_allclose(found.nll, nll, rtol=2e-5)
     np.testing.assert_array_equal(found.greedy, greedy)
@@ -182,7 +182,7 @@ def plain_answer(task, examples, index, alone, crop):
         starts = [len(t) - same for t in texts]
     lost = [max(0, len(t) - T) if crop else 0 for t in texts]
     cropped = [Scored(t[n:], s - n) for t, n, s in zip(texts, lost, starts)]
-    found = [judged(alone, scored) for scored in cropped]
+    found = [score_alone(alone, scored) for scored in cropped]
     if kind == "language_modeling":
         return bool(found[0][1])
     return int(np.argmin([nll / tokens for nll, _, tokens in found])) == examples[index]["gold"]

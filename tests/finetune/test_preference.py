@@ -95,9 +95,9 @@ def packed(pairs, references, notes, rows=4):
         slot = int((found[row] >= 0).sum())
         found[row, slot], known[row, slot] = notes[i], references[i]
         for j, (ids, learned) in enumerate(pair):
-            place = slice(at[row], at[row] + len(ids))
-            tokens[row, place], weights[row, place] = ids, learned
-            segments[row, place], positions[row, place] = 2 * slot + j + 1, np.arange(len(ids))
+            columns = slice(at[row], at[row] + len(ids))
+            tokens[row, columns], weights[row, columns] = ids, learned
+            segments[row, columns], positions[row, columns] = 2 * slot + j + 1, np.arange(len(ids))
             at[row] += len(ids)
     assert not at[-1] and max(int((f >= 0).sum()) for f in found) > 1
     cut = tokens[:, :-1], tokens[:, 1:], weights[:, 1:], segments[:, :-1], positions[:, :-1]
@@ -281,10 +281,10 @@ def dpo(whole, tmp_path_factory):
     """A run of DPO with LoRA on four pairs, which it validates on as well."""
     directory = tmp_path_factory.mktemp("dpo")
     pairs = write_pairs(directory / "pairs.jsonl")
-    held: dict = {"name": "source", "source": {"name": "preference", "path": str(pairs)}}
+    validation: dict = {"name": "source", "source": {"name": "preference", "path": str(pairs)}}
     arguments = command(
         directory, whole, pairs, "dpo", finetune__name="lora", finetune__rank=4,
-        data__validation=held, eval__every=3, optim__learning_rate=0.03,
+        data__validation=validation, eval__every=3, optim__learning_rate=0.03,
     )  # fmt: skip
     assert main(arguments) == 0
     return directory / "dpo", arguments
@@ -295,9 +295,9 @@ def test_it_begins_at_log_2_and_learns_the_order(dpo, capsys):
     assert rows[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert rows[0]["reward_margin"] == pytest.approx(0, abs=1e-5)
     assert rows[-1]["accuracy"] == 1 and rows[-1]["reward_margin"] > 0.01
-    held = rows_of(dpo[0], "validation")
-    assert [row["step"] for row in held] == [3, 6] and held[-1]["accuracy"] == 1
-    assert held[-1]["pairs"] == 4
+    validation = rows_of(dpo[0], "validation")
+    assert [row["step"] for row in validation] == [3, 6] and validation[-1]["accuracy"] == 1
+    assert validation[-1]["pairs"] == 4
     assert evaluate.main([str(dpo[0])]) == 2
     assert "dpo was trained on preferences" in capsys.readouterr().err
 
@@ -327,13 +327,13 @@ def test_the_reference_is_the_model_without_the_adapter(dpo, whole):
 @pytest.mark.slow
 def test_resumed_is_uninterrupted(dpo):
     run, arguments = dpo
-    rows, held = rows_of(run), rows_of(run, "validation")
+    rows, validation = rows_of(run), rows_of(run, "validation")
     known = (run / "reference.npz").read_bytes()
     before = load_file(run / "model" / "model.safetensors")
     shutil.rmtree(run / "checkpoints" / "6")
     shutil.rmtree(run / "model")
     assert main(arguments) == 0
-    assert (rows_of(run), rows_of(run, "validation")) == (rows, held)
+    assert (rows_of(run), rows_of(run, "validation")) == (rows, validation)
     same(load_file(run / "model" / "model.safetensors"), before)
     assert (run / "reference.npz").read_bytes() == known
 

@@ -8,14 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
+import tokenizers
+from chat_cases import make_tokenizer
 from engine_cases import GREEDY, SINGLE, letters, model, prompts, run
 from server_cases import alone, live
 from tiny import FEW_PARTS, assignments, byte_model, random_params, random_run
 
 from jaxtrain.cli import main
+from jaxtrain.data import make_reader
+from jaxtrain.data.tokenizer.tokenizer import huggingface_tokenizer
 from jaxtrain.finetune import LoRAConfig, flatten, lora_scale, make_partition, unflatten
 from jaxtrain.inference.engine import Engine, EngineOptions, Request, load_engine
 from jaxtrain.inference.engine.adapters import read_factors
+from jaxtrain.inference.server.load import served_adapter
+from jaxtrain.inference.server.service import Served
+from jaxtrain.interop.companions import Prompting
 from jaxtrain.runs.saved import load_saved, save_adapter, save_model
 from jaxtrain.settings import UserError
 from jaxtrain.weights import WEIGHTS
@@ -197,6 +204,29 @@ def test_whole_texts_go_through_the_adapter(base, tmp_path):
     plain, adapted, merged = found
     np.testing.assert_allclose(adapted, merged, atol=1e-4)
     assert not np.allclose(adapted, plain, atol=1e-2)
+
+
+def test_a_peft_folder_has_its_own_rule_for_bos(base, tmp_path):
+    """Read from its tokenizer.json, which may otherwise not differ from the base's."""
+    tokenizer = huggingface_tokenizer(make_tokenizer().encode())
+    prompting = Prompting(False, (tokenizer.bos_id,))
+    model = Served("base", tokenizer, prompting, 64, make_reader(tokenizer), {})
+    saved = load_saved(base)._replace(tokenizer=tokenizer)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    served = lambda: served_adapter(saved, model, "a", tmp_path)
+    assert served() == model._replace(name="a", adapter=True)
+    inner = tokenizers.Tokenizer.from_str(make_tokenizer())
+    bos = inner.id_to_token(tokenizer.bos_id)
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_id)]
+    )
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert served().prompting == prompting._replace(bos=True)
+    tree = json.loads(inner.to_str())
+    tree["model"]["merges"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=f"--adapter a={tmp_path}: its tokenizer differs"):
+        served()
 
 
 @pytest.mark.parametrize(

@@ -193,13 +193,13 @@ def test_pages_behind_all_windows_are_free_again(drafts):
     (text,), sampling = prompts(17), GREEDY._replace(max_tokens=28)
     engine = make_engine("windows", SINGLE._replace(drafts=drafts))
     engine.add(Request("a", text, sampling))
-    held, tokens = [], ()
+    pages, tokens = [], ()
     while engine.busy:
         tokens += sum((update.tokens for update in engine.step()), ())
-        held.append(engine.stats().pages_used)
+        pages.append(engine.stats().pages_used)
         assert engine.pool.used + len(engine.pool.free) + len(engine.pool.unused) == 48
     assert list(tokens) == expected("windows", [text], 28)[0]
-    assert held[0] == 5 and max(held[5:-1]) <= 4 and held[-1] == 0
+    assert pages[0] == 5 and max(pages[5:-1]) <= 4 and pages[-1] == 0
     # Its pages stay known as long as there are others.
     assert run(engine, [Request("b", text, sampling)])["b"][0] == tokens
     assert engine.stats().prefix_hits == 16
@@ -218,11 +218,11 @@ def test_freed_pages_of_others_change_nothing():
 def test_pages_that_a_full_layer_sees_are_held():
     engine = make_engine("nanochat")
     engine.add(Request("a", prompts(17)[0], GREEDY))
-    held = []
+    pages = []
     while engine.busy:
         engine.step()
-        held.append(engine.stats().pages_used)
-    assert held[0] == 5 and max(held) == 7
+        pages.append(engine.stats().pages_used)
+    assert pages[0] == 5 and max(pages) == 7
 
 
 @pytest.mark.slow
@@ -275,11 +275,11 @@ def test_logprobs_are_those_of_the_whole_text():
     whole = nnx.merge(graphdef, params)
     states_1TD = jax.jit(lambda rows: whole(rows).states)(jnp.array([tokens]))
     log_p_TV = np.asarray(jax.nn.log_softmax(whole.logits(states_1TD[0])))
-    for place, one in enumerate(found, len(text) - 1):
-        assert one.logprob == pytest.approx(float(log_p_TV[place, one.token]), abs=1e-4)
-        best = np.argsort(-log_p_TV[place])[:2]
+    for position, one in enumerate(found, len(text) - 1):
+        assert one.logprob == pytest.approx(float(log_p_TV[position, one.token]), abs=1e-4)
+        best = np.argsort(-log_p_TV[position])[:2]
         assert [token for token, _ in one.top] == best.tolist()
-        np.testing.assert_allclose([p for _, p in one.top], log_p_TV[place, best], atol=1e-4)
+        np.testing.assert_allclose([p for _, p in one.top], log_p_TV[position, best], atol=1e-4)
 
 
 def test_stop_tokens_and_strings_end_a_text():

@@ -66,15 +66,25 @@ def test_the_tokens_are_those_of_layers_one_by_one(by_reference):
     assert by_reference
 
 
-def test_a_kernel_that_gives_up_ends_the_engine(monkeypatch):
-    def nothing(*args, **kwargs):
-        x_D, middle_D, pages = reference.decode_layers(*args, **kwargs)
-        return x_D * jnp.nan, middle_D, pages
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        (True, "the megakernel timed out.*megakernel=False"),
+        (False, "hidden states are not finite.*--step"),
+    ],
+)
+def test_a_step_without_finite_states_ends_the_engine(monkeypatch, late, message):
+    """A kernel that timed out and a model that is broken have a message each."""
 
-    serve_by(monkeypatch, nothing)
-    with pytest.raises(RuntimeError, match="the megakernel timed out"):
+    def broken(*args, **kwargs):
+        x_D, *rest, _ = reference.decode_layers(*args, **kwargs)
+        return x_D * jnp.nan, *rest, jnp.bool_(late)
+
+    serve_by(monkeypatch, broken)
+    with pytest.raises(RuntimeError, match=message):
         # A model of its own: programs of another test have that test's kernel in them.
-        tokens_of(engine_with(LAYERS, {"depth": 1, "qk_scale": 1.1}), prompts(3), GREEDY)
+        fields = {"depth": 1, "qk_scale": 1.1 + late}
+        tokens_of(engine_with(LAYERS, fields), prompts(3), GREEDY)
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def test_a_kernel_that_reads_pages_in_place_needs_few_programs():
     assert Counter(key.name for key in keys) == layers | {"sample_first": 3, "put_texts": 1}
     first = minimal_programs(keys)
     assert len(first) == 4 and {key.name for key in first} == {key.name for key in keys}
-    assert all(any(a.serves(b) for a in first) for b in keys)
+    assert all(any(a.covers(b) for a in first) for b in keys)
 
 
 def test_gathered_pages_have_sizes():
@@ -62,8 +62,8 @@ def test_prompts_that_begin_have_programs_of_their_own():
         (n, size) for n in (1, 4) for size in (256, 1024, 2048)
     }
     other = ProgramKey("prefill_slots", 4, 64)
-    assert all(other.serves(key) for key in ones if key.rows < 16)
-    assert not any(key.serves(other) for key in ones)
+    assert all(other.covers(key) for key in ones if key.rows < 16)
+    assert not any(key.covers(other) for key in ones)
 
 
 def test_when_prompts_that_begin_are_computed_as_whole_rows():
@@ -103,10 +103,10 @@ def test_a_known_page_or_a_long_prompt_needs_programs_that_gather():
 def test_one_program_serves_in_the_place_of_a_cheaper_one():
     key = lambda *how: ProgramKey("decode_slots", 0, *how)
     wanted = key(8, 8, Sampler.TEMPERATURE)
-    assert key(8, 1, Sampler.ALL).serves(wanted) and not wanted.serves(key(8, 1, Sampler.ALL))
-    assert not key(4, 8, Sampler.ALL).serves(wanted)
-    assert not key(8, 16, Sampler.ALL).serves(wanted)
-    assert not ProgramKey("prefill_slots", 4, 8).serves(wanted)
+    assert key(8, 1, Sampler.ALL).covers(wanted) and not wanted.covers(key(8, 1, Sampler.ALL))
+    assert not key(4, 8, Sampler.ALL).covers(wanted)
+    assert not key(8, 16, Sampler.ALL).covers(wanted)
+    assert not ProgramKey("prefill_slots", 4, 8).covers(wanted)
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_requests_run_by_what_is_compiled_and_a_second_start_compiles_nothing(tm
         jax.clear_caches()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Programs, "lower", lower_gated)
-            assert engine.warm_up(beside=True) == 10
+            assert engine.warm_up(background=True) == 10
             ready = [one.done() for one in engine.compiler.coming.values()]
             assert ready.count(True) == len(first) == 4
             assert run(engine, requests) == expected
@@ -167,8 +167,8 @@ def test_a_mesh_of_its_own_runs_the_programs_that_were_compiled():
     """What slots ask for is made anew when it changes, on the mesh as before."""
     c, graphdef, specs, params = model("plain")
     mesh, events = mesh_of(tensor=2), Counter()
-    place = lambda s: jax.sharding.NamedSharding(mesh, partition_spec(s.axes, s.shape, mesh))
-    params = jax.device_put(params, jax.tree.map(place, specs))
+    shard_of = lambda s: jax.sharding.NamedSharding(mesh, partition_spec(s.axes, s.shape, mesh))
+    params = jax.device_put(params, jax.tree.map(shard_of, specs))
     engine = Engine(c, graphdef, params, letters(), options=OPTIONS, mesh=mesh)
     requests = [Request("a", prompts(3)[0], GREEDY._replace(logit_bias=((1, 2.0),)))]
     engine.warm_up(requests)

@@ -183,6 +183,19 @@ def test_the_tokenizer_is_told(server):
     assert told["eos_token"] == "<|bos|>" and told["chat_template"] == TEMPLATE
 
 
+def test_a_text_begins_with_bos_if_the_named_model_does(server, client, monkeypatch):
+    base = server.service.served
+    plain = base._replace(name="plain", prompting=base.prompting._replace(bos=False))
+    monkeypatch.setitem(server.service.models, "plain", plain)
+    for name, bos in (("tiny", [256]), ("plain", [])):
+        asked = {"model": name, "prompt": "To be"}
+        assert post(server, "/tokenize", asked)[1]["tokens"] == [*bos, *b"To be"]
+        found = client.completions.create(max_tokens=1, **asked)
+        assert found.usage.prompt_tokens == len(bos) + 5
+        found = client.embeddings.create(model=name, input="To be")
+        assert found.usage.prompt_tokens == len(bos) + 5
+
+
 # ---- tools ---------------------------------------------------------------------------------------
 
 TOOLS_TEMPLATE = (

@@ -1,5 +1,6 @@
 """Many clients, clients that leave, limits, and an engine that fails."""
 
+import asyncio
 import json
 import socket
 import time
@@ -84,6 +85,53 @@ def test_a_request_has_its_time(saved, stream):
             code, answer = post(one, COMPLETION, LONG)
             assert code == 408 and answer["error"]["code"] == "timeout"
         until(lambda: not one.service.thread.stats.running)
+
+
+def slow_client(one, body, seconds):
+    """(events of a stream, http messages) for a client that reads nothing for some seconds after
+    the response has begun, and then all."""
+    sent, begun = [], time.monotonic()
+
+    async def receive():
+        if not sent and not receive.body:
+            receive.body = True
+            return {"type": "http.request", "body": json.dumps(body).encode()}
+        await asyncio.Event().wait()
+
+    receive.body = False
+
+    async def send(message):  # as a server's: it waits first, and what is cancelled is not sent
+        if sent:
+            await asyncio.sleep(max(0.0, begun + seconds - time.monotonic()))
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": COMPLETION, "query_string": b""}
+    scope["headers"] = [(b"content-type", b"application/json")]
+    call = one.server.config.loaded_app(scope, receive, send)
+    asyncio.run_coroutine_threadsafe(call, one.service.thread.loop).result(60)
+    bodies = [message["body"] for message in sent if message["type"] == "http.response.body"]
+    events = b"".join(bodies).decode().split("\n\n")
+    return [event.removeprefix("data: ") for event in events if event], sent
+
+
+def test_a_slow_client_gets_an_error_event_in_the_end(saved, monkeypatch):
+    with live(saved, kind=SlowEngine) as one:
+        service, body = one.service, LONG | {"stream": True}
+        assert post(one, COMPLETION, LONG | {"max_tokens": 2})[0] == 200  # compiles
+        service.limits = LIMITS._replace(timeout=0.4)
+        events, messages = slow_client(one, body, 0.6)
+        error = json.loads(events[-1])["error"]
+        assert (error["type"], error["code"]) == ("timeout_error", "timeout")
+        assert error["message"] == "the client did not read the answer within 0.4 seconds"
+        assert messages[-1]["more_body"] is False and "[DONE]" not in events
+        until(lambda: not service.thread.stats.running and not service.thread.answers)
+        count = 'jaxtrain_http_requests_total{path="/v1/completions",status="%d"} %d.0'
+        assert not service.in_flight and count % (200, 2) in service.metrics.text().decode()
+        # A client that does not read that event either.
+        monkeypatch.setattr("jaxtrain.inference.server.http.LAST_EVENT_SECONDS", 0.1)
+        assert slow_client(one, body, 30.0)[0] == []
+        until(lambda: not service.thread.stats.running and not service.thread.answers)
+        assert not service.in_flight and count % (499, 1) in service.metrics.text().decode()
 
 
 def asked(body):

@@ -61,20 +61,20 @@ def hash_of(ids):
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 
-def read(python, folders, place):
+def read(python, folders, temporary):
     """The ids of TEXTS that transformers makes with each folder."""
-    (place / "texts.json").write_text(json.dumps(TEXTS))
-    command = [python, str(HERE / "run_tokenizers.py"), str(place / "texts.json")]
+    (temporary / "texts.json").write_text(json.dumps(TEXTS))
+    command = [python, str(HERE / "run_tokenizers.py"), str(temporary / "texts.json")]
     subprocess.run([*command, *map(str, folders)], check=True)
     return [json.loads((folder / "read.json").read_text()) for folder in folders]
 
 
 def main():
     golden, models = {}, {name: train(**options) for name, options in CASES.items()}
-    with tempfile.TemporaryDirectory() as place:
-        folders = {name: Path(place) / name.replace(" ", "_") for name in models}
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {name: Path(temporary) / name.replace(" ", "_") for name in models}
         hashes = {name: written(model, folders[name]) for name, model in models.items()}
-        found = read(os.environ["JAXTRAIN_TORCH_PYTHON"], folders.values(), Path(place))
+        found = read(os.environ["JAXTRAIN_TORCH_PYTHON"], folders.values(), Path(temporary))
     for (name, model), one in zip(models.items(), found, strict=True):
         packed = base64.b64encode(zlib.compress(model, 9)).decode()
         golden[name] = {"model": packed, "files": hashes[name], "ids": hash_of(one["ids"])}

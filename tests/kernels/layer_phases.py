@@ -50,7 +50,7 @@ def check_phases(
     """Of two launches with the same inputs, those of the public function. An error of a phase is
     its own: it is compared with what it had to make of what the launch's phases before it made."""
     weights, x0_D, cos_h, sin_h, values_LC, pages, *row = inputs
-    place = TokenPlace(cos_h, sin_h, *row)
+    where = TokenPlace(cos_h, sin_h, *row)
     found = {phase: [first.values(i, phase)[0] for i in range(s.depth)] for phase in PHASES}
     expected = {phase: [] for phase in PHASES}
     run = jax.jit(functools.partial(one_layer, s))
@@ -58,7 +58,7 @@ def check_phases(
     for i, window in enumerate(s.windows):
         layer = PackedLayers(*(x[i] for x in weights))
         own = {phase: found[phase][i].astype(x0_D.dtype) for phase in PHASES}
-        token = x0_D, values_LC[i], place, (pages[0][i], pages[1][i])
+        token = x0_D, values_LC[i], where, (pages[0][i], pages[1][i])
         x_D, outputs = run(layer, *token, x_D + down_D, own, jnp.int32(window))
         for phase, output in zip(PHASES, outputs):
             expected[phase].append(output)
@@ -69,12 +69,12 @@ def check_phases(
     ]
 
 
-def one_layer(s: LayersShape, layer: PackedLayers, x0_D, values_C, place, pages, x_D, own, window):
+def one_layer(s: LayersShape, layer: PackedLayers, x0_D, values_C, where, pages, x_D, own, window):
     """The stream behind attention, and the outputs that a layer's phases should have, in float32.
     own: those that they have."""
     x_D = add_scaled(layer.scales_L2, x_D, x0_D)
     qkv = packed_matmul(layer.qkv_LRd, rms_normed(s, x_D))
-    heads, _ = attend_token(s, own["qkv"], values_C, place, pages, window)
+    heads, _ = attend_token(s, own["qkv"], values_C, where, pages, window)
     out = packed_matmul(layer.out_LDn, own["heads"])
     x_D = x_D + own["out"]
     up = squared_relu(packed_matmul(layer.up_LFd, rms_normed(s, x_D)).astype(x0_D.dtype))

@@ -89,7 +89,9 @@ def test_interpreted_it_equals_the_reference(heads, start, count):
     N, K = heads
     s = shape_of(N=N, K=K, H=64 if N == 4 else 128)
     *arrays, _ = inputs(s, start, 48)
-    found = triton.decode_layers(s, *arrays, jnp.int32(count), programs=9, held=2, interpret=True)
+    found = triton.decode_layers(
+        s, *arrays, jnp.int32(count), programs=9, register_tiles=2, interpret=True
+    )
     expected = reference.decode_layers(s, *arrays, jnp.int32(count))
     assert_close(found[2], expected[2])
     if count:  # an idle row has any state
@@ -138,7 +140,7 @@ def launched(s, arrays, **how):
 def test_phases_of_an_interpreted_launch_are_right_and_a_wrong_word_is_found():
     s = shape_of(windows=(9, 40))
     arrays = inputs(s, 37, 48)
-    first, again = launched(s, arrays, programs=9, held=2, interpret=True)
+    first, again = launched(s, arrays, programs=9, register_tiles=2, interpret=True)
     found = check_phases(s, arrays, first, again)
     assert all(one.is_right for one in found), "\n".join(map(str, found))
     at = first.plan.places["end"] + first.plan.places["out"]  # of the second layer
@@ -198,8 +200,8 @@ def test_on_a_gpu_it_equals_the_reference(sizes):
             found = run(*arrays)
             assert_close(found, like(*arrays))
             x0, pages = jnp.roll(arrays[1], 1), found[2]
-            place = arrays[7] + 1
-            arrays = (arrays[0], x0, *arrays[2:5], pages, arrays[6], place, arrays[8])
+            next_start = arrays[7] + 1
+            arrays = (arrays[0], x0, *arrays[2:5], pages, arrays[6], next_start, arrays[8])
 
 
 @pytest.mark.gpu

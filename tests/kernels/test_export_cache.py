@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +135,49 @@ def test_a_damaged_file_is_replaced(lowerings, tmp_path, damage):
     forget()
     lowered(forward)
     assert len(lowerings) == 2 and files(tmp_path) == [file]
+
+
+def test_files_that_nobody_reads_are_deleted(lowerings, tmp_path, monkeypatch):
+    """The oldest first; one that was read is as young as a new one."""
+    folder = tmp_path / "kernels"
+    lowered(forward)
+    (read,) = files(tmp_path)
+
+    def put(name, days):
+        (folder / name).write_bytes(bytes(1000))
+        os.utime(folder / name, (time.time() - 86400 * days,) * 2)
+
+    def another():
+        export_cache._write(folder / "new", b"content")
+        return {file.name for file in files(tmp_path)} - {"new"}
+
+    put("unread-29", 29)
+    put("unread-31", 31)
+    os.utime(read, (time.time() - 86400 * 40,) * 2)
+    forget()
+    lowered(forward)
+    assert len(lowerings) == 1 and another() == {"unread-29", read.name}
+    put("unread-2", 2)
+    monkeypatch.setattr(export_cache, "MOST_BYTES", read.stat().st_size + 1500)
+    assert another() == {"unread-2", read.name}
+
+
+def test_processes_may_delete_the_same_files(tmp_path, monkeypatch):
+    for i in range(50):
+        (tmp_path / str(i)).write_bytes(bytes(10))
+    monkeypatch.setattr(export_cache, "MOST_BYTES", 100)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: export_cache._evict(tmp_path), range(8)))
+    assert len(list(tmp_path.iterdir())) == 10
+
+    def another_was_first(path, unlink=os.unlink):
+        unlink(path)
+        raise FileNotFoundError(path)
+
+    (tmp_path / "large").write_bytes(bytes(1000))
+    monkeypatch.setattr(os, "unlink", another_was_first)
+    export_cache._evict(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_ends_nothing(lowerings, tmp_path):

@@ -32,8 +32,8 @@ HOPPER = ("cuda", (9, 0))
 
 def angles(b: int, T: int, H: int) -> tuple[jax.Array, jax.Array]:
     """Cosines and signed sines as the model gives them; each row at its own positions."""
-    place = np.arange(T)[None, :, None] + 7 * np.arange(b)[:, None, None]
-    angle = place * 100.0 ** -(np.arange(H // 2) / (H // 2))
+    position = np.arange(T)[None, :, None] + 7 * np.arange(b)[:, None, None]
+    angle = position * 100.0 ** -(np.arange(H // 2) / (H // 2))
     cos, sin = np.cos(angle), np.sin(angle)
     return (
         jnp.asarray(np.concatenate([cos, cos], -1), jnp.float32),

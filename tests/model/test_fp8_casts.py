@@ -27,13 +27,13 @@ def traced(mesh=None, micro=4, **changes):
     past = {t.name: t.init({}, task.specs) for t in task.transforms if t.has_state}
     run = lambda p, b: gradients(task, p, b, jnp.float32(1), extras=past)
     given = random_params(task.specs), batch(4, micro=micro)
-    place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype)
+    struct = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype)
     if mesh is not None:
         where = NamedSharding(mesh, PartitionSpec())
-        place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=where)
+        struct = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=where)
     given = (
-        jax.tree.map(lambda x: place(x, jnp.bfloat16), given[0]),
-        jax.tree.map(lambda x: place(x, x.dtype), given[1]),
+        jax.tree.map(lambda x: struct(x, jnp.bfloat16), given[0]),
+        jax.tree.map(lambda x: struct(x, x.dtype), given[1]),
     )
     with (
         on_target("cuda", (9, 0)),

@@ -178,8 +178,8 @@ def test_fine_tuning_reaches_a_matrix_or_refuses_it_by_name(fields, form):
     specs, names = matrix_specs(fields)
     how = {"name": "lora"} if form == "lora" else {"name": "ia3", "base_quantization": form}
     found, refused = stored(specs, form, **how)
-    beside = {n for n in names if n.startswith(("dense/", "experts/"))}
-    assert refused == beside and bool(beside) == ("moe" in fields)
+    unsupported = {n for n in names if n.startswith(("dense/", "experts/"))}
+    assert refused == unsupported and bool(unsupported) == ("moe" in fields)
     if not refused:
         assert found == {n for n in names if form in MATRICES[n]}
 

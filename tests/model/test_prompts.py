@@ -35,7 +35,8 @@ def test_rows_that_begin_have_the_states_and_pages_of_the_general_way(name):
     zeros_B, counts_B = jnp.zeros(len(COUNTS), jnp.int32), jnp.array(COUNTS, jnp.int32)
     cache = PagedCache(kv, table_BW, zeros_B, counts_B, zeros_B)
     run = jax.jit(
-        lambda begins: model(tokens_BT, mode=Paged(cache, begins=begins)), static_argnums=0
+        lambda first_chunk: model(tokens_BT, mode=Paged(cache, first_chunk=first_chunk)),
+        static_argnums=0,
     )
     one, other = run(True), run(False)
     seen_BT = np.arange(T)[None] < np.array(COUNTS)[:, None]

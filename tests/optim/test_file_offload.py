@@ -188,8 +188,8 @@ def test_no_array_holds_a_state_between_steps(tmp_path):
         for i in range(2):
             state, _ = updated(loop, state, i)
         loop.files.settle()
-        held = live_bytes() - before
-        assert loop.files.nbytes > 4000 and held < 0.1 * loop.files.nbytes
+        resident = live_bytes() - before
+        assert loop.files.nbytes > 4000 and resident < 0.1 * loop.files.nbytes
 
 
 # ---- runs ----------------------------------------------------------------------------------------

@@ -65,11 +65,11 @@ def to_host(state, params):
     """Each state of two dims that belongs to a parameter, where `state_shardings` puts it."""
     names = {offload.name_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)}
 
-    def place(path, x):
+    def put(path, x):
         mine = x.ndim > 1 and offload.owner_of(path, names)
         return jax.device_put(x, jax.memory.Space.Host) if mine else x
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return jax.tree_util.tree_map_with_path(put, state)
 
 
 def walk(c, steps=2):

@@ -190,7 +190,7 @@ def test_a_table_is_looked_up_in_on_a_mesh_of_three_axes(other, capfd):
     along an axis that a shard_map has taken."""
     mesh = mesh_of(data=2, fsdp=2, **{other: 2})
     where = lambda x, axes: NamedSharding(mesh, partition_spec(axes, x.shape, mesh))
-    place = lambda x, *axes: jax.device_put(x, where(x, axes))
+    put = lambda x, *axes: jax.device_put(x, where(x, axes))
     table = jax.random.normal(jax.random.key(0), (64, 16))
     tokens, weights = jnp.arange(8 * 32).reshape(8, 32) % 7, jnp.arange(16.0)
     new = np.random.default_rng().random()  # a program that no cache has: it would say nothing
@@ -204,7 +204,7 @@ def test_a_table_is_looked_up_in_on_a_mesh_of_three_axes(other, capfd):
         jax.grad(loss), mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"),
         axis_names={"data"}, check_vma=False,
     )  # fmt: skip
-    arrays = place(table, "vocab", "embed"), place(tokens, "batch", "tokens")
+    arrays = put(table, "vocab", "embed"), put(tokens, "batch", "tokens")
     with jax.set_mesh(mesh):
         np.testing.assert_allclose(jax.jit(jax.grad(loss))(*arrays), alone, rtol=1e-5, atol=1e-5)
         ours = np.asarray(jax.jit(split)(*arrays)).reshape(2, 64, 16)

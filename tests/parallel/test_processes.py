@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxtrain.cluster.processes import Place, find_place, first_host
+from jaxtrain.cluster.processes import ProcessRank, find_rank, first_host
 from jaxtrain.parallel import MeshConfig, make_mesh
 from jaxtrain.parallel.mesh import process_batch_shard
 from jaxtrain.settings import UserError
@@ -20,23 +20,27 @@ MPI = {
 
 
 @pytest.mark.parametrize(
-    ("flags", "environment", "place"),
+    ("flags", "environment", "expected"),
     [
         ((), {}, None),
         ((), {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),  # in a batch script, before srun
         ((), SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
-        ((), SLURM, Place(3, 4, "gpu07:61444")),
-        (("a:1",), SLURM, Place(3, 4, "a:1")),
-        ((), SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, Place(3, 4, "gpu07:61444", (1,))),
-        (("a:1",), MPI, Place(5, 8, "a:1", (1,))),
-        (("a:1",), MPI | {"CUDA_VISIBLE_DEVICES": "2"}, Place(5, 8, "a:1")),
-        (("a:1",), MPI | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, Place(5, 8, "a:1", (1,))),
-        (("a:1", 2, 0), {}, Place(0, 2, "a:1")),
-        (("a:1", 2, 0), MPI, Place(0, 2, "a:1", (1,))),
+        ((), SLURM, ProcessRank(3, 4, "gpu07:61444")),
+        (("a:1",), SLURM, ProcessRank(3, 4, "a:1")),
+        (
+            (),
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+            ProcessRank(3, 4, "gpu07:61444", (1,)),
+        ),
+        (("a:1",), MPI, ProcessRank(5, 8, "a:1", (1,))),
+        (("a:1",), MPI | {"CUDA_VISIBLE_DEVICES": "2"}, ProcessRank(5, 8, "a:1")),
+        (("a:1",), MPI | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, ProcessRank(5, 8, "a:1", (1,))),
+        (("a:1", 2, 0), {}, ProcessRank(0, 2, "a:1")),
+        (("a:1", 2, 0), MPI, ProcessRank(0, 2, "a:1", (1,))),
     ],
 )
-def test_the_place_of_a_process(flags, environment, place):
-    assert find_place(*flags, environment=environment) == place
+def test_the_place_of_a_process(flags, environment, expected):
+    assert find_rank(*flags, environment=environment) == expected
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,7 @@ def test_the_place_of_a_process(flags, environment, place):
 )
 def test_what_is_left_open_is_named(flags, environment, message):
     with pytest.raises(UserError, match=message):
-        find_place(*flags, environment=environment)
+        find_rank(*flags, environment=environment)
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,10 @@ def test_tiles_of_a_row_stay_where_they_are():
         mesh_of(context=2, tensor=2, data=2),
         jax.random.normal(jax.random.key(1), (16, 24)) / 8,
     )
-    place = lambda x: parallel.constrain(x, "batch", "sequence", None)
-    loss = lambda x: jnp.sum(place(tiled(lambda h: jnp.tanh(h @ w_DF) @ w_DF.T, place(x), 4)) ** 2)
+    sharded = lambda x: parallel.constrain(x, "batch", "sequence", None)
+    loss = lambda x: jnp.sum(
+        sharded(tiled(lambda h: jnp.tanh(h @ w_DF) @ w_DF.T, sharded(x), 4)) ** 2
+    )
     x = jax.device_put(
         jax.random.normal(jax.random.key(0), (2, T, 16)),
         jax.NamedSharding(mesh, jax.P("data", ("context", "tensor"))),

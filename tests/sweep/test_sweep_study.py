@@ -108,12 +108,12 @@ def test_a_run_that_another_process_holds_is_left_to_it(tmp_path, monkeypatch):
     c, queues = open_sweep(path)
     other = myself(100.0)._replace(token="other")
 
-    def held(c, values, number, prune=None):
+    def blocked(c, values, number, prune=None):
         if number == 0:
             raise InUseError("in use by process 7", other)
         return {1: {"bpb": 1.0}}
 
-    monkeypatch.setattr(work, "run_trial", held)
+    monkeypatch.setattr(work, "run_trial", blocked)
     monkeypatch.setattr(work, "LOOK", 0)
     assert work.work(c, queues, once=True)
     assert [row.state for row in rows_now(queues)] == ["running", "finished"]

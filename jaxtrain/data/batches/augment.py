@@ -225,9 +225,9 @@ def splits(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     known = {piece: index for index, piece in enumerate(tokenizer.pieces) if piece}
     counts, ways = [0], [(0, 0)]  # split 0 belongs to no token
     for piece in tokenizer.pieces:
-        for place in range(1, len(piece)):
-            pair = known.get(piece[:place]), known.get(piece[place:])
-            inside = piece[place] & 0xC0 == 0x80  # a UTF-8 character
+        for cut in range(1, len(piece)):
+            pair = known.get(piece[:cut]), known.get(piece[cut:])
+            inside = piece[cut] & 0xC0 == 0x80  # a UTF-8 character
             if pair[0] is not None and pair[1] is not None and not inside:
                 ways.append((pair[0], pair[1]))
         counts.append(len(ways) - 1)

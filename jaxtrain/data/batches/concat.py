@@ -120,10 +120,10 @@ class Concat:
     def ahead(self, slots: int) -> Ahead:
         """Documents that are needed now and in the next `slots` slots of the order."""
         epoch, first, count = self._epoch(self.drawn)
-        order, place = self._order(count), min(self.drawn - first, count - 1)
+        order, index = self._order(count), min(self.drawn - first, count - 1)
         if not isinstance(order, BlockOrder):
             return Ahead((0, 0), [(0, len(self.stream.lengths))])
-        slot = order.slot(max(place, 0), *self.key, epoch)
+        slot = order.slot(max(index, 0), *self.key, epoch)
         found = []
         for of_epoch, block in blocks_ahead(order, slot, slots, epoch, self.key):
             begin, end = order.edges[block : block + 2].tolist()

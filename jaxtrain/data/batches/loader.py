@@ -86,7 +86,7 @@ class Loader(Iterator[Batch | PairBatch]):
         the last one, `data_epoch_cropped` and `data_epoch_left_out` its documents that lost their
         end or were left out. In a mixture the names from `data_epochs` on end in _NAME of the
         source, and `data_share_NAME` is its fraction of the rows. `data_truncated` and
-        `data_left_out` are the fractions of conversations that lose their end or are left out."""
+        `data_dropped` are the fractions of conversations that lose their end or are left out."""
         return self._plan.statistics(self._position) | dropped_shares(self.conversations)
 
     def ended(self) -> list[str]:

@@ -112,9 +112,9 @@ class BlockOrder:
             slot += 1
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    def slot(self, place: int, *key: int) -> int:
+    def slot(self, index: int, *key: int) -> int:
         """Slot of a position of an epoch."""
-        return int(np.searchsorted(self._layout(*key).ends, place, side="right"))
+        return int(np.searchsorted(self._layout(*key).ends, index, side="right"))
 
     def needed(self, slot: int, *key: int) -> list[int]:
         """Blocks whose items are in a slot, the newest last."""
@@ -127,10 +127,10 @@ class BlockOrder:
             each, more = divmod(np.diff(self.edges)[ranked], window)
             # A block has `each` + 1 items in `more` slots, and `each` items in the others.
             sums = np.cumsum(np.concatenate([[0], each[n - window + 1 :], each]))
-            begins = np.arange(n)
+            starts = np.arange(n)
             extra = np.zeros(n + window + 1, np.int64)
-            np.add.at(extra, begins, more > 0)
-            np.add.at(extra, begins + more, -(more > 0).astype(np.int64))
+            np.add.at(extra, starts, more > 0)
+            np.add.at(extra, starts + more, -(more > 0).astype(np.int64))
             extra = np.cumsum(extra)
             extra[: window + 1] += extra[n:]
             sizes = sums[window:] - sums[:-window] + extra[:n]

@@ -154,7 +154,7 @@ def assemble(
     segments_BT = positions_BT = None
     if segments:
         segments_BT, positions_BT = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    place = np.arange(length, dtype=np.int32)
+    arange_T = np.arange(length, dtype=np.int32)
 
     def lay_all(indices: Sequence[int]) -> None:
         stores = {id(rows[index][0]): rows[index][0] for index in indices}
@@ -178,7 +178,7 @@ def assemble(
             pieces.append((first + bos, at))
             if segments_BT is not None and positions_BT is not None:
                 segments_BT[index, first:at] = number
-                positions_BT[index, first:at] = place[: min(at, length) - first]
+                positions_BT[index, first:at] = arange_T[: min(at, length) - first]
         if not store.marked:
             learned[1:at] = 1
         tokens_BT[index], weights_BT[index] = ids[:-1], learned[1:]

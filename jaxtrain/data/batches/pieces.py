@@ -33,9 +33,9 @@ class Counts(NamedTuple):
 
 class Ahead(NamedTuple):
     """Documents that a planner needs next, as ranges (first, last), in the order of need. They stay
-    the same as long as `place` does."""
+    the same as long as `epoch_slot` does."""
 
-    place: tuple[int, int]  # epoch and slot
+    epoch_slot: tuple[int, int]  # epoch and slot
     documents: list[tuple[int, int]]
 
 

@@ -105,7 +105,7 @@ class BestFit:
         self.cut = 1
         self.waiting: OrderedDict[int, Fragment] = OrderedDict()  # by number, the oldest first
         self.queues: dict[int, deque[int]] = {}  # fragment numbers by size (tokens with BOS)
-        self.came = self.held = 0  # fragments ever added; tokens in the buffer
+        self.came = self.buffered_tokens = 0  # fragments ever added; tokens in the buffer
         self.sizes = self.reverse = 0  # bit n, and bit T+1 - n, are set if size n has a queue
         self.drawn = self.used = self.dropped = self.padding = self.cropped = self.left_out = 0
         self.whole = 0  # finished epochs
@@ -188,7 +188,7 @@ class BestFit:
             return 0
         _, start, stop, _ = self.waiting[next(iter(self.waiting))]
         oldest = 1 + stop - start
-        if oldest <= room and room * len(self.waiting) > 2 * self.held:
+        if oldest <= room and room * len(self.waiting) > 2 * self.buffered_tokens:
             return oldest
         top = self.length // self.cut + 1  # an empty row: a fragment that fills it must be oldest
         if largest == room and (oldest == room or room < top):
@@ -202,7 +202,7 @@ class BestFit:
         """Remove and return the oldest fragment of a size from the buffer."""
         queue = self.queues[size]
         fragment = self.waiting.pop(queue.popleft())
-        self.held -= size
+        self.buffered_tokens -= size
         if not queue:
             del self.queues[size]
             self.sizes ^= 1 << size
@@ -270,8 +270,8 @@ class BestFit:
         """Documents that are needed now and in the next `slots` slots of the order."""
         if not isinstance(self.order, BlockOrder):
             return Ahead((0, 0), [(0, len(self.lengths))])
-        epoch, place = divmod(self.drawn, self.count)
-        slot = self.order.slot(place, *self.key, epoch)
+        epoch, index = divmod(self.drawn, self.count)
+        slot = self.order.slot(index, *self.key, epoch)
         blocks = blocks_ahead(self.order, slot, slots, epoch, self.key)
         groups = self.groups.tolist()
         return Ahead((epoch, slot), [(groups[b], groups[b + 1]) for _, b in blocks])
@@ -322,13 +322,13 @@ class BestFit:
                     self.reverse |= 1 << limit + 1 - size
                 queue.append(self.came)
                 self.waiting[self.came] = Fragment(document, start, end, lost)
-                self.came, self.held = self.came + 1, self.held + size
+                self.came, self.buffered_tokens = self.came + 1, self.buffered_tokens + size
                 start = end
                 if end == stop:
                     break
 
     def _empty(self) -> None:
-        self.queues, self.sizes, self.reverse, self.held = {}, 0, 0, 0
+        self.queues, self.sizes, self.reverse, self.buffered_tokens = {}, 0, 0, 0
         self.waiting.clear()
 
 

@@ -34,7 +34,7 @@ class PrefixSums:
             groups = np.minimum(some // GROUP, len(self.ends) - 1)
             values = self._values(groups)
             earlier = np.arange(GROUP) < (some - groups * GROUP)[:, None]
-            found[start : start + FOUND] = self._begins(groups) + (values * earlier).sum(1)
+            found[start : start + FOUND] = self._before_groups(groups) + (values * earlier).sum(1)
         return found
 
     def find(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -43,16 +43,16 @@ class PrefixSums:
         for start in range(0, len(places), FOUND):
             some = np.asarray(places[start : start + FOUND])
             groups = np.searchsorted(self.ends, some, side="right")
-            begins = self._begins(groups)
+            before_group = self._before_groups(groups)
             values = self._values(groups)
             ends = np.cumsum(values, 1)
-            number = (ends <= (some - begins)[:, None]).sum(1)
+            number = (ends <= (some - before_group)[:, None]).sum(1)
             rows = np.arange(len(some))
             documents[start : start + FOUND] = groups * GROUP + number
-            before[start : start + FOUND] = begins + (ends - values)[rows, number]
+            before[start : start + FOUND] = before_group + (ends - values)[rows, number]
         return documents, before
 
-    def _begins(self, groups: np.ndarray) -> np.ndarray:
+    def _before_groups(self, groups: np.ndarray) -> np.ndarray:
         return np.where(groups > 0, self.ends[groups - 1], 0)
 
     def _values(self, groups: np.ndarray) -> np.ndarray:

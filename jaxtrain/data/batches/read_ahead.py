@@ -48,8 +48,8 @@ class ReadAhead:
         while not self._closing.wait(POLL):
             for number, (store, records, planner) in enumerate(self.far):
                 ahead = planner.ahead(SLOTS)
-                if places.get(number) != ahead.place:
-                    places[number] = ahead.place
+                if places.get(number) != ahead.epoch_slot:
+                    places[number] = ahead.epoch_slot
                     # The batch that needs a block reports that it cannot be fetched.
                     with suppress(UserError):
                         self._fetch(store, records, ahead.documents)
@@ -79,11 +79,11 @@ def _prefetched(
 def check_local_cache(config: DataConfig, stores: Mapping[str, TokenStore]) -> None:
     """Raise UserError if the local cache is too small for the blocks that are mixed."""
     far = [store for store in stores.values() if isinstance(store.records, RemoteRecords)]
-    held = sum(store.tokens * store.dtype.itemsize for store in far)
-    needed = held
+    total = sum(store.tokens * store.dtype.itemsize for store in far)
+    needed = total
     if config.shuffle.name == "blocks":
         blocks = 2 * config.shuffle.window + SLOTS
-        needed = min(held, sum(blocks * BLOCK_TOKENS * store.dtype.itemsize for store in far))
+        needed = min(total, sum(blocks * BLOCK_TOKENS * store.dtype.itemsize for store in far))
     if needed <= config.local_cache.max_bytes:
         return
     what = (

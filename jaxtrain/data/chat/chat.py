@@ -226,10 +226,10 @@ def _encode_between(
         return Pieces(ids, ends - sizes, ends)
 
     def joined(text: Sequence[str]) -> Pieces:
-        begins = np.cumsum([0, *(len(part.encode()) for part in text)])
+        offsets = np.cumsum([0, *(len(part.encode()) for part in text)])
         found = [pieces(part) for part in text]
         nothing = Pieces(*(np.zeros(0, np.int64) for _ in range(3)))
-        moved = [Pieces(p.ids, p.starts + b, p.ends + b) for p, b in zip(found, begins)]
+        moved = [Pieces(p.ids, p.starts + b, p.ends + b) for p, b in zip(found, offsets)]
         return Pieces(*map(np.concatenate, zip(nothing, *moved)))
 
     return [joined(text) for text in parts]

@@ -84,7 +84,7 @@ def dropped_shares(counted: dict[str, Counts]) -> dict[str, float]:
     if not counted:
         return {}
     total, cut, *out = (sum(numbers) for numbers in zip(*(c.values() for c in counted.values())))
-    return {"data_truncated": cut / total, "data_left_out": sum(out) / total}
+    return {"data_truncated": cut / total, "data_dropped": sum(out) / total}
 
 
 def counts_phrase(count: Counts) -> str:

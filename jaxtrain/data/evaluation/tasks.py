@@ -168,8 +168,8 @@ class Bundle:
 
     def data_file(self, task: Task, folder: Path) -> Path:
         """Find a data file next to the YAML or in the bundle, else a rebuilt file in its place."""
-        for place in (folder, folder / "eval_data", self.folder / "eval_data"):
-            path = place / task.dataset_uri
+        for candidate in (folder, folder / "eval_data", self.folder / "eval_data"):
+            path = candidate / task.dataset_uri
             rebuilt = sorted(path.parent.glob(f"{path.stem}*{REBUILT}{path.suffix}"))
             if path.is_file() or rebuilt:
                 return path if path.is_file() else rebuilt[0]
@@ -185,7 +185,7 @@ def open_bundle(path: Path | None = None, names: Sequence[str] = ()) -> Bundle:
     given = path or os.environ.get("JAXTRAIN_CORE")
     ends = ("", ".tar.xz", ".tar.gz", ".tar", ".zip")
     places = [Path(given).expanduser()] if given else [cache / f"core_eval{end}" for end in ends]
-    found = next((place for place in places if place.exists()), None)
+    found = next((candidate for candidate in places if candidate.exists()), None)
     if found is None and not given and names and all(map(is_yaml, names)):
         return Bundle(Path(names[0]).parent)
     if found is None:
@@ -194,9 +194,9 @@ def open_bundle(path: Path | None = None, names: Sequence[str] = ()) -> Bundle:
             "--bundle FOLDER or set JAXTRAIN_CORE (a .zip or .tar.xz also works)"
         )
     folder = unpack(found, cache / "tasks") if found.is_file() else found
-    for place in (folder, *sorted(p for p in folder.iterdir() if p.is_dir())):
-        if (place / "core.yaml").is_file():
-            return Bundle(place)
+    for candidate in (folder, *sorted(p for p in folder.iterdir() if p.is_dir())):
+        if (candidate / "core.yaml").is_file():
+            return Bundle(candidate)
     raise UserError(f"{found} is not an evaluation bundle: it has no core.yaml")
 
 

@@ -119,26 +119,26 @@ def cut_stream(
 
     `stored()` returns the number of bytes read so far of the file as stored.
     """
-    place, held, ended = at, b"", False
+    position, buffer, ended = at, b"", False
     while True:
         end, wanted = 0, BLOCK
         while not end:
-            if len(held) < wanted and not ended:
-                held += stream.read(wanted - len(held))
-                ended = len(held) < wanted
-            if ended and len(held) <= wanted:
-                end = len(held)
+            if len(buffer) < wanted and not ended:
+                buffer += stream.read(wanted - len(buffer))
+                ended = len(buffer) < wanted
+            if ended and len(buffer) <= wanted:
+                end = len(buffer)
                 break
-            end = cut(held[:wanted])
+            end = cut(buffer[:wanted])
             wanted *= 2
         if not end:
             return
-        data, held = held[:end], held[end:]
+        data, buffer = buffer[:end], buffer[end:]
         after = Position(
-            at.file, place.at + end, place.line + data.count(b"\n"), at.stored + stored()
+            at.file, position.at + end, position.line + data.count(b"\n"), at.stored + stored()
         )
-        yield TextBlock(file, place.line, place.at, end, data, after)
-        place = after
+        yield TextBlock(file, position.line, position.at, end, data, after)
+        position = after
 
 
 def _chat_blocks(source: Any, file: File, at: Position) -> Iterator[TextBlock]:
@@ -235,21 +235,21 @@ def _jsonl_records(
     for number, line in enumerate(_decoded(block).split("\n"), block.line):
         if not line.strip():
             continue
-        place = f"{block.file.url} line {number}"
-        record = parse_json(line, place)
+        where = f"{block.file.url} line {number}"
+        record = parse_json(line, where)
         if not isinstance(record, dict):
-            raise UserError(f"{place} is not a JSON object: {line.strip()[:60]}")
+            raise UserError(f"{where} is not a JSON object: {line.strip()[:60]}")
         if source.field not in record:
             has = ", ".join(record)
-            raise UserError(f"{place} has no field '{source.field}'; it has: {has}")
+            raise UserError(f"{where} has no field '{source.field}'; it has: {has}")
         text = record[source.field]
         if not isinstance(text, str):
             kind = type(text).__name__
-            raise UserError(f"{place}: field '{source.field}' is {kind}, not a string")
+            raise UserError(f"{where}: field '{source.field}' is {kind}, not a string")
         try:
             text.encode()
         except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
-            raise UserError(f"{place} has a character that is not Unicode") from error
+            raise UserError(f"{where} has a character that is not Unicode") from error
         yield text, record
 
 
@@ -322,8 +322,8 @@ def _parquet_file(source: Any, file: File) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    place = file.url if is_local(file.url) else open_file(file)
-    table = _whole(file, lambda: pq.ParquetFile(place))
+    opened = file.url if is_local(file.url) else open_file(file)
+    table = _whole(file, lambda: pq.ParquetFile(opened))
     schema = _whole(file, lambda: table.schema_arrow)
     if source.column not in schema.names:
         has = ", ".join(schema.names)

@@ -39,15 +39,15 @@ def revision_of(url: str) -> tuple[str, str] | None:
     filesystem, path = filesystem_of(url)
 
     def ask() -> tuple[str, str] | None:
-        place = filesystem.resolve_path(path)
-        if not hasattr(place, "repo_id"):  # a bucket, which has no revisions
+        resolved = filesystem.resolve_path(path)
+        if not hasattr(resolved, "repo_id"):  # a bucket, which has no revisions
             return None
-        kind = place.repo_type
+        kind = resolved.repo_type
         found = huggingface_hub.HfApi(endpoint=filesystem.endpoint).repo_info(
-            place.repo_id, repo_type=kind, revision=place.revision
+            resolved.repo_id, repo_type=kind, revision=resolved.revision
         )
         prefix = "" if kind == "model" else f"{kind}s/"
-        return f"hf://{prefix}{place.repo_id}", str(found.sha)
+        return f"hf://{prefix}{resolved.repo_id}", str(found.sha)
 
     import huggingface_hub
 

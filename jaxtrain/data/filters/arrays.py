@@ -48,12 +48,12 @@ class TextArrays:
         for offset in range(3):
             inside[marks + offset] = False
         wide = (data >= 0xE3) & (data <= 0xE9) & inside
-        begins, ends = inside.copy(), ~inside
-        begins[1:] &= ~inside[:-1] | wide[1:]
-        begins[3:] |= wide[:-3] & inside[3:]
+        starts, ends = inside.copy(), ~inside
+        starts[1:] &= ~inside[:-1] | wide[1:]
+        starts[3:] |= wide[:-3] & inside[3:]
         ends[1:] &= inside[:-1]
-        places = np.flatnonzero(begins | ends)
-        which = np.flatnonzero(begins[places])
+        places = np.flatnonzero(starts | ends)
+        which = np.flatnonzero(starts[places])
         return self._spans(places[which], places[which + 1])
 
     @cached_property
@@ -82,8 +82,8 @@ class TextArrays:
 
     @cached_property
     def _characters(self) -> np.ndarray:
-        begins = (self.data & 0xC0) != 0x80
-        return np.concatenate([[0], np.cumsum(begins, dtype=np.int64)])
+        first_bytes = (self.data & 0xC0) != 0x80
+        return np.concatenate([[0], np.cumsum(first_bytes, dtype=np.int64)])
 
     @cached_property
     def _sums(self) -> np.ndarray:

@@ -142,21 +142,21 @@ def filter_contaminated(config: PreparedDecontaminate, batch: TextBatch) -> Filt
     found = np.bincount(words.texts[hits], minlength=len(batch.texts)) >= config.min_hits
     for start in range(1, START + 1):
         if f"start{start}" in known:
-            begins = known[f"start{start}"].places(rolling_hashes(words, start))
-            found[words.texts[begins[_is_whole(words, begins, config.ngram, known["whole"])]]] = (
+            starts = known[f"start{start}"].places(rolling_hashes(words, start))
+            found[words.texts[starts[_is_whole(words, starts, config.ngram, known["whole"])]]] = (
                 True
             )
     return FilterVerdict(found.astype(np.uint8))
 
 
-def _is_whole(words: Spans, begins: np.ndarray, ngram: int, whole: "Known") -> np.ndarray:
+def _is_whole(words: Spans, starts: np.ndarray, ngram: int, whole: "Known") -> np.ndarray:
     """bool [B]: whether a known text of fewer than `ngram` words begins at each of these words."""
-    left = np.searchsorted(words.texts, words.texts[begins], side="right") - begins
+    left = np.searchsorted(words.texts, words.texts[starts], side="right") - starts
     numbers = np.arange(1, ngram)
-    total, all_BN = np.zeros(len(begins), np.uint64), np.zeros((len(begins), ngram - 1), np.uint64)
+    total, all_BN = np.zeros(len(starts), np.uint64), np.zeros((len(starts), ngram - 1), np.uint64)
     for number in numbers:
-        place = np.minimum(begins + number - 1, len(words.hashes) - 1)
-        total = all_BN[:, number - 1] = total * BASE + words.hashes[place]
+        index = np.minimum(starts + number - 1, len(words.hashes) - 1)
+        total = all_BN[:, number - 1] = total * BASE + words.hashes[index]
     is_known = np.zeros(all_BN.size, bool)
     is_known[whole.places(all_BN.ravel())] = True
     return (is_known.reshape(all_BN.shape) & (numbers <= left[:, None])).any(1)
@@ -172,8 +172,8 @@ class Known(NamedTuple):
     def places(self, hashes: np.ndarray) -> np.ndarray:
         """Indices of the known hashes in `hashes`."""
         maybe = np.flatnonzero(self.table[hashes >> self.shift])
-        place = np.minimum(np.searchsorted(self.hashes, hashes[maybe]), len(self.hashes) - 1)
-        return maybe[self.hashes[place] == hashes[maybe]] if len(self.hashes) else maybe
+        index = np.minimum(np.searchsorted(self.hashes, hashes[maybe]), len(self.hashes) - 1)
+        return maybe[self.hashes[index] == hashes[maybe]] if len(self.hashes) else maybe
 
 
 @lru_cache(maxsize=4)

@@ -285,8 +285,8 @@ def _load(path: Path) -> Iterator[Found]:
     with np.load(path) as arrays:
         ends = np.cumsum(arrays["counts"])[:-1]
         parts = {name: np.split(arrays[name], ends) for name in arrays if name[-2:] in ("_D", "DF")}
-        for place, after in enumerate(arrays["after"].tolist()):
-            one = {name: part[place] for name, part in parts.items()}
+        for index, after in enumerate(arrays["after"].tolist()):
+            one = {name: part[index] for name, part in parts.items()}
             size = int(one["sizes_DF"][:, 0].sum())
             yield Found(**one, marks={}, size=size, after=Position(*after))
 

@@ -147,10 +147,10 @@ def top_ngram(arrays: TextArrays, n: int) -> np.ndarray:
     words = arrays.words
     hashes, first = ngrams(words, n)
     places, same = group_equal(hashes, words.texts[first])
-    begins = np.flatnonzero(~same)
-    times = np.diff(np.append(begins, len(same)))
+    run_starts = np.flatnonzero(~same)
+    times = np.diff(np.append(run_starts, len(same)))
     often = times > 1
-    first, times = first[places[begins[often]]], times[often]
+    first, times = first[places[run_starts[often]]], times[often]
     size = arrays.characters(words.starts[first], words.stops[first + n - 1])
     best = np.zeros(arrays.count, np.int64)
     np.maximum.at(best, words.texts[first], times << 32 | size)  # the longest of those

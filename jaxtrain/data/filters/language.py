@@ -105,11 +105,11 @@ def filter_language(config: LanguageFilter, batch: TextBatch) -> FilterVerdict:
 def stop_word_shares(arrays: TextArrays) -> np.ndarray:
     """float64 [languages, texts]: the share of a text's words that are stop words of each."""
     words, (known, of_LW) = arrays.folded_words, _known_words()
-    place = np.minimum(np.searchsorted(known, words.hashes), len(known) - 1)
-    hits = np.flatnonzero(known[place] == words.hashes)
-    place, texts = place[hits], words.texts[hits]
+    index = np.minimum(np.searchsorted(known, words.hashes), len(known) - 1)
+    hits = np.flatnonzero(known[index] == words.hashes)
+    index, texts = index[hits], words.texts[hits]
     count = np.bincount(words.texts, minlength=arrays.count)
-    rows = [np.bincount(texts, weights=of[place], minlength=arrays.count) for of in of_LW]
+    rows = [np.bincount(texts, weights=of[index], minlength=arrays.count) for of in of_LW]
     return np.stack([share(row, count) for row in rows])
 
 

@@ -69,9 +69,9 @@ class MarkFiles(NamedTuple):
 def mark_columns(marks: Mapping[int, np.ndarray]) -> dict[str, np.ndarray]:
     """Arrays of a file. marks: [documents] or [documents, columns], by the number of the filter."""
     return {
-        f"marks{number}.{place}": column
+        f"marks{number}.{index}": column
         for number, some in marks.items()
-        for place, column in enumerate(some.T if some.ndim == 2 else [some])
+        for index, column in enumerate(some.T if some.ndim == 2 else [some])
     }
 
 

@@ -108,8 +108,8 @@ def write_kept(job: FilterJob, task: tuple[Sequence[TextBlock], np.ndarray, np.n
     group, removed, reasons = task
     batch = read_batch(job, group, whole=True)
     samples: dict[tuple[int, int], list[Sample]] = {}
-    for place in np.flatnonzero(removed):
-        text, why = batch.texts[place], (int(removed[place]), int(reasons[place]))
+    for index in np.flatnonzero(removed):
+        text, why = batch.texts[index], (int(removed[index]), int(reasons[index]))
         digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
         samples.setdefault(why, []).append(Sample(int.from_bytes(digest), *why, text[:SHOWN]))
     size = sum(batch.sizes())

@@ -26,7 +26,7 @@ TEXTS = 2  # documents per stored preference
 
 KINDS = {
     False: "a pair (prompt, chosen and rejected)",
-    True: "a judged answer (prompt, completion and label)",
+    True: "a labeled answer (prompt, completion and label)",
 }
 
 
@@ -34,7 +34,7 @@ class RecordKind(NamedTuple):
     """Kind of a record, an example of KTO or a pair, and its location."""
 
     is_kto: bool
-    place: str
+    where: str
 
 
 def preferences(text: str, file: str, line: int) -> Iterator[tuple[Preference, str]]:
@@ -44,27 +44,27 @@ def preferences(text: str, file: str, line: int) -> Iterator[tuple[Preference, s
     """
     examples: list[tuple[KTOExample, str]] = []
     first: RecordKind | None = None
-    for record, place in records(text, file, line):
+    for record, where in records(text, file, line):
         is_kto = isinstance(record, dict) and "label" in record and not {*KEYS} & record.keys()
-        first = same_kind(first, RecordKind(is_kto, place))
+        first = same_kind(first, RecordKind(is_kto, where))
         if is_kto:
-            examples.append((_kto_example(record, place), place))
+            examples.append((_kto_example(record, where), where))
         else:
-            yield check_characters(_pair(record, place), place), place
+            yield check_characters(_pair(record, where), where), where
     if len(examples) == 1:
         raise UserError(
             f"{examples[0][1]}: a labelled answer is compared with the next one of the file, and "
             "there is none"
         )
-    for (one, place), (other, _) in zip(examples, examples[1:] + examples[:1]):
-        yield check_characters(one._replace(unrelated=other.completion), place), place
+    for (one, where), (other, _) in zip(examples, examples[1:] + examples[:1]):
+        yield check_characters(one._replace(unrelated=other.completion), where), where
 
 
 def same_kind(first: RecordKind | None, this: RecordKind) -> RecordKind:
     """Return the kind of the first record. Raises UserError if this record is of another kind."""
     if first is not None and first.is_kto != this.is_kto:
         raise UserError(
-            f"{this.place} is {KINDS[this.is_kto]}, but {first.place} is {KINDS[first.is_kto]}: "
+            f"{this.where} is {KINDS[this.is_kto]}, but {first.where} is {KINDS[first.is_kto]}: "
             "the files of a source hold one kind"
         )
     return first or this
@@ -102,24 +102,24 @@ def _has_signal(number: int, record: Preference, on_error: OnError) -> bool:
     return False
 
 
-def _pair(record: Any, place: str) -> PreferencePair:
+def _pair(record: Any, where: str) -> PreferencePair:
     if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
-        raise _no_preference(record, place)
-    refuse_media(record, place)
-    prompt, tools = _prompt(record, place), tools_of(record, place)
-    chosen, rejected = (messages_of(record[key], "assistant", f"{place}, {key}") for key in KEYS)
+        raise _no_preference(record, where)
+    refuse_media(record, where)
+    prompt, tools = _prompt(record, where), tools_of(record, where)
+    chosen, rejected = (messages_of(record[key], "assistant", f"{where}, {key}") for key in KEYS)
     if _continues(chosen) and _continues(rejected):
         if prompt is None:
-            raise _no_preference(record, place)
+            raise _no_preference(record, where)
         return PreferencePair(prompt, chosen, rejected, tools)
     if _continues(chosen) or _continues(rejected):
-        raise UserError(f"{place}: one of chosen and rejected has the prompt in it, the other not")
-    chosen, rejected = (with_system(answer, record, place) for answer in (chosen, rejected))
+        raise UserError(f"{where}: one of chosen and rejected has the prompt in it, the other not")
+    chosen, rejected = (with_system(answer, record, where) for answer in (chosen, rejected))
     asked, most = 0, min(len(chosen), len(rejected)) - 1
     while asked < most and chosen[asked] == rejected[asked]:
         asked += 1
     if not asked:
-        raise UserError(f"{place}: chosen and rejected do not begin with the same message")
+        raise UserError(f"{where}: chosen and rejected do not begin with the same message")
     return PreferencePair(chosen[:asked], chosen[asked:], rejected[asked:], tools)
 
 
@@ -127,30 +127,30 @@ KEYS = ("chosen", "rejected")
 PROMPTS = ("prompt", "question", "messages", "conversations", "instruction")
 
 
-def _kto_example(record: dict[str, Any], place: str) -> KTOExample:
+def _kto_example(record: dict[str, Any], where: str) -> KTOExample:
     """The example without its unrelated answer."""
-    refuse_media(record, place)
-    prompt, label = _prompt(record, place), record["label"]
+    refuse_media(record, where)
+    prompt, label = _prompt(record, where), record["label"]
     if prompt is None:
-        raise _no_preference(record, place)
+        raise _no_preference(record, where)
     if label not in (True, False):
-        raise UserError(f"{place}: the label is {label!r}; it must be true or false")
+        raise UserError(f"{where}: the label is {label!r}; it must be true or false")
     if "completion" in record:
-        answer = messages_of(record["completion"], "assistant", f"{place}, completion")
+        answer = messages_of(record["completion"], "assistant", f"{where}, completion")
     else:
         *prompt, last = prompt
         answer = [last]
         if last["role"] != "assistant" or not prompt:
-            raise _no_preference(record, place)
-    return KTOExample(prompt, answer, bool(label), [], tools_of(record, place))
+            raise _no_preference(record, where)
+    return KTOExample(prompt, answer, bool(label), [], tools_of(record, where))
 
 
-def _prompt(record: dict[str, Any], place: str) -> list[Message] | None:
+def _prompt(record: dict[str, Any], where: str) -> list[Message] | None:
     key = next((key for key in PROMPTS if key in record), None)
     if key is None:
         return None
-    given = instruction_of(record, place) if key == "instruction" else record[key]
-    return with_system(messages_of(given, "user", f"{place}, {key}"), record, place)
+    given = instruction_of(record, where) if key == "instruction" else record[key]
+    return with_system(messages_of(given, "user", f"{where}, {key}"), record, where)
 
 
 def _continues(messages: list[Message]) -> bool:
@@ -158,10 +158,10 @@ def _continues(messages: list[Message]) -> bool:
     return messages[0]["role"] in ("assistant", "tool")
 
 
-def _no_preference(record: Any, place: str) -> UserError:
+def _no_preference(record: Any, where: str) -> UserError:
     has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
     return UserError(
-        f"{place} is no preference: expected prompt (or conversations, messages, instruction), "
+        f"{where} is no preference: expected prompt (or conversations, messages, instruction), "
         "chosen and rejected; prompt, completion and label; or messages that end with an answer, "
         f"and label; it has {has}"
     )

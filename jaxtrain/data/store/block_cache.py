@@ -69,7 +69,7 @@ class BlockCache:
             return True
         return False
 
-    def held(self) -> list[tuple[float, int, Path]]:
+    def entries(self) -> list[tuple[float, int, Path]]:
         """(last use, bytes, path) of every block."""
         found = []
         with os.scandir(self.folder) as stores:
@@ -115,8 +115,8 @@ class BlockCache:
             part.unlink(missing_ok=True)
             if disk_full(error) is None:
                 raise
-            held = sum(size for _, size, _ in self.held())
-            self._make_room(len(data), held // 2, forced=True)
+            used = sum(size for _, size, _ in self.entries())
+            self._make_room(len(data), used // 2, forced=True)
             try:
                 part.write_bytes(data)
                 part.replace(path)
@@ -138,11 +138,11 @@ class BlockCache:
             note.write_text(str(total))
 
     def _remove_oldest(self, size: int, limit: int, forced: bool) -> int:
-        """Evict the oldest blocks. Returns the bytes that are then held, `size` included."""
-        held = self.held()
-        total = sum(bytes for _, bytes, _ in held) + size
+        """Evict the oldest blocks. Returns the bytes that are then cached, `size` included."""
+        blocks = self.entries()
+        total = sum(bytes for _, bytes, _ in blocks) + size
         wanted = FULL * limit if forced or total > limit else limit
-        for _, bytes, path in sorted(held):
+        for _, bytes, path in sorted(blocks):
             if total <= wanted:
                 break
             path.unlink(missing_ok=True)

@@ -44,7 +44,7 @@ class BlockSource:
 
     def __init__(
         self,
-        place: RemoteFolder,
+        remote: RemoteFolder,
         name: str,
         lengths: np.ndarray,
         first_record: np.ndarray,
@@ -52,7 +52,7 @@ class BlockSource:
         sums: str,
         cache: BlockCache,
     ):
-        self.place, self.name, self.lengths, self.dtype = place, name, lengths, dtype
+        self.remote, self.name, self.lengths, self.dtype = remote, name, lengths, dtype
         self.first_record, self.sums, self.cache = first_record, sums, cache
         self.blocks = blocks_of(lengths, first_record)
         self.waits = self.fetched = 0  # blocks that readers waited for; blocks from the URL
@@ -121,8 +121,8 @@ class BlockSource:
             return block
         except Changed as error:
             raise UserError(
-                f"{self.place.url}/{object_name(number)}: block {number} is not as it was written "
-                f"(CRC-32): the object was changed or is damaged; delete {self.place.url} to have "
+                f"{self.remote.url}/{object_name(number)}: block {number} is not as it was written "
+                f"(CRC-32): the object was changed or is damaged; delete {self.remote.url} to have "
                 "it prepared again"
             ) from error
         finally:
@@ -142,7 +142,7 @@ class BlockSource:
         first = number // OBJECT_BLOCKS * OBJECT_BLOCKS
         start = int(self.blocks.tokens[number] - self.blocks.tokens[first]) * self.dtype.itemsize
         self.fetched += 1
-        return self.place.read_range(object_name(number), start, start + self.bytes_of(number))
+        return self.remote.read_range(object_name(number), start, start + self.bytes_of(number))
 
     def _file(self, number: int) -> str:
         return f"{self.name}/{number:07d}"

@@ -56,8 +56,8 @@ def first_documents(lengths: np.ndarray) -> np.ndarray:
 def blocks_of(lengths: np.ndarray, first_record: np.ndarray) -> Blocks:
     """The blocks of documents of these lengths."""
     documents = first_documents(lengths)
-    held = np.add.reduceat(lengths, documents[:-1], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(held)])
+    group_tokens = np.add.reduceat(lengths, documents[:-1], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(group_tokens)])
     # (first record, first token) of the groups, and of each further BLOCK_TOKENS of a document
     # that is longer than that.
     records, tokens = [first_record[documents]], [starts]
@@ -78,10 +78,10 @@ def record_offsets(
     of = first_record.dtype.type  # a value of another dtype would convert the whole array
     low = int(np.searchsorted(first_record, of(first), side="right")) - 1
     high = int(np.searchsorted(first_record, of(last), side="left"))
-    held = np.full(last - first, RECORD_TOKENS, np.int64)
+    record_tokens = np.full(last - first, RECORD_TOKENS, np.int64)
     edges = first_record[low : high + 1].astype(np.int64)
     ends = edges[1:]  # of the documents: their last record may be short
     some = (ends > edges[:-1]) & (ends <= last)
     short = (lengths[low:high][some].astype(np.int64) - 1) % RECORD_TOKENS + 1
-    held[ends[some] - 1 - first] = short
-    return np.concatenate([[0], np.cumsum(held)])
+    record_tokens[ends[some] - 1 - first] = short
+    return np.concatenate([[0], np.cumsum(record_tokens)])

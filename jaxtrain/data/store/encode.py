@@ -72,7 +72,7 @@ class SampledPiece(NamedTuple):
     """A piece of a document, its position, and the hash that it was sampled by."""
 
     hash: int
-    place: tuple[int, int, int, int]  # file, block, document, piece
+    position: tuple[int, int, int, int]  # file, block, document, piece
     text: str
 
 
@@ -124,9 +124,10 @@ def encode_blocks(job: EncodeJob, group: list[TextBlock]) -> EncodedSplits:
     tokenizer, has_chat = _tokenizer(job.tokenizer), job.source.name in CHAT_TEMPLATE_SOURCES
     dtype = token_type(tokenizer.vocab_size, has_chat)
     read = _encode_chat(job, group, dtype) if has_chat else _encode_text(job, group, tokenizer)
-    held = [_is_held_out(job, one.key) for one in read]
+    held_out = [_is_held_out(job, one.key) for one in read]
     train, validation = (
-        _packed([one for one, h in zip(read, held) if h == split], dtype) for split in (False, True)
+        _packed([one for one, h in zip(read, held_out) if h == split], dtype)
+        for split in (False, True)
     )
     if job.source.sample_by is None:
         train, validation = train._replace(weights=None), validation._replace(weights=None)
@@ -156,12 +157,12 @@ def _encode_chat(job: EncodeJob, group: list[TextBlock], dtype: np.dtype) -> lis
     refused = set()
 
     def on_error(number: int, error: UserError) -> None:
-        place = pairs[number][1]
+        where = pairs[number][1]
         if not isinstance(error, TemplateRefused):
-            raise UserError(f"{place}: {error}") from error
+            raise UserError(f"{where}: {error}") from error
         if source.refused == "error":
             raise UserError(
-                f"{place}: {error}; data.train.refused=drop leaves such records out"
+                f"{where}: {error}; data.train.refused=drop leaves such records out"
             ) from error
         refused.add(number)
 
@@ -172,13 +173,13 @@ def _encode_chat(job: EncodeJob, group: list[TextBlock], dtype: np.dtype) -> lis
         conversations = [record for record in records if isinstance(record, Conversation)]
         found = chat.documents(conversations, on_error)
     encoded = []
-    for number, ((record, place), some) in enumerate(zip(pairs, found, strict=True)):
+    for number, ((record, where), some) in enumerate(zip(pairs, found, strict=True)):
         label = record.label if isinstance(record, KTOExample) else None
         ids = [pack_loss_mask(one.ids, one.marks, dtype) for one in some]
         sizes = [one.size for one in some]
         reason = None if some else "refused" if number in refused else "unanswered"
         is_preference = bool(some) and isinstance(record, Preference)
-        kind = RecordKind(label is not None, place) if is_preference else None
+        kind = RecordKind(label is not None, where) if is_preference else None
         key = record.canonical_json()
         encoded.append(EncodedRecord(key, ids, sizes, 1.0, label, reason, kind))
     return encoded
@@ -190,14 +191,14 @@ def sample_pieces(
     """Return training pieces whose hash is below a limit, the bytes read, and the next position."""
     limit, group = task
     found, size = [], 0
-    for place, key, text in _documents(job.source, group):
+    for position, key, text in _documents(job.source, group):
         size += len(key.encode())
         if _is_held_out(job, key):
             continue
         for index, start in enumerate(range(0, len(text), PIECE)):
             piece = text[start : start + PIECE]
             if (hashed := text_hash(piece)) < limit:
-                found.append(SampledPiece(hashed, (*place, index), piece))
+                found.append(SampledPiece(hashed, (*position, index), piece))
     return found, size, group[-1].after
 
 

@@ -105,28 +105,28 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
 
 def _at(config: DataConfig, progress: Progress) -> Prepared:
     """`prepare` for a cache at a URL. With a note of this request nothing is computed again."""
-    place = RemoteFolder(cache_url(config) or "", explained=True)
+    remote = RemoteFolder(cache_url(config) or "", explained=True)
     request = request_key(config, cache_directory(config))
-    note = read_note(place, request)
+    note = read_note(remote, request)
     if note is None:
         prepared = _prepare(config, progress)
         train = stores_of(prepared.train)
-        write_note(place, request, train, prepared.validation, prepared.filters)
+        write_note(remote, request, train, prepared.validation, prepared.filters)
         return prepared
     entries = {name: store.partition("/")[0] for name, store in note["train"].items()}
     first = next(iter(entries.values()))
     directory = cache_directory(config) / first
-    fetch_tokenizer(place.below(first), directory / "tokenizer")
+    fetch_tokenizer(remote.below(first), directory / "tokenizer")
     tokenizer = cached_tokenizer(directory)
 
     def opened(name: str) -> TokenStore:
-        return open_published(place.below(name), config, tokenizer.fingerprint)
+        return open_published(remote.below(name), config, tokenizer.fingerprint)
 
     train = {name: opened(store) for name, store in note["train"].items()}
-    held = [opened(store) for store in note["validation"]]
+    held_out = [opened(store) for store in note["validation"]]
     return Prepared(
         train if config.train.name == "mixture" else train["train"],
-        join_stores(held) if held else None,
+        join_stores(held_out) if held_out else None,
         tokenizer,
         directory,
         note["filters"],
@@ -180,14 +180,14 @@ def prepare_source(config: DataConfig, *, progress: Progress = lambda *_: None) 
         options["skip_damaged"] = config.skip_damaged
         found = [open_store(directory / split, **options) for split in splits]
     else:
-        place = RemoteFolder(f"{url}/{directory.name}", explained=True)
-        if not is_published(place):
+        remote = RemoteFolder(f"{url}/{directory.name}", explained=True)
+        if not is_published(remote):
             with locked(directory, progress):
-                if not is_published(place):  # another process may have done it meanwhile
-                    _publish(config, directory, splits, place, progress)
-        fetch_tokenizer(place, directory / "tokenizer")
+                if not is_published(remote):  # another process may have done it meanwhile
+                    _publish(config, directory, splits, remote, progress)
+        fetch_tokenizer(remote, directory / "tokenizer")
         tokenizer = cached_tokenizer(directory)
-        found = [open_published(place.below(s), config, tokenizer.fingerprint) for s in splits]
+        found = [open_published(remote.below(s), config, tokenizer.fingerprint) for s in splits]
     _check_vocabulary(config, found[0])
     _check_weights(config, found[0])
     return Prepared(found[0], found[1] if len(found) == 2 else None, tokenizer, directory)
@@ -197,7 +197,7 @@ def _publish(
     config: DataConfig,
     directory: Path,
     splits: Sequence[str],
-    place: RemoteFolder,
+    remote: RemoteFolder,
     progress: Progress,
 ) -> None:
     """Prepares an entry on this machine and moves its stores to a URL; the tokenizer stays."""
@@ -205,7 +205,7 @@ def _publish(
     made = {split: open_store(directory / split) for split in splits}
     _check_vocabulary(config, made["train"])
     _check_weights(config, made["train"])
-    publish_entry(place, directory / "tokenizer", made, progress)
+    publish_entry(remote, directory / "tokenizer", made, progress)
     for split in splits:
         shutil.rmtree(directory / split)
 

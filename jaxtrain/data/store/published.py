@@ -22,69 +22,69 @@ from jaxtrain.storage.objects import RemoteFolder
 WHOLE = "entry.json"
 
 
-def is_published(place: RemoteFolder) -> bool:
+def is_published(remote: RemoteFolder) -> bool:
     """Whether an entry is complete."""
-    return place.size(WHOLE) is not None
+    return remote.size(WHOLE) is not None
 
 
 def publish_entry(
-    place: RemoteFolder, tokenizer: Path, splits: Mapping[str, TokenStore], progress: Progress
+    remote: RemoteFolder, tokenizer: Path, splits: Mapping[str, TokenStore], progress: Progress
 ) -> None:
     """Uploads a tokenizer and stores of this machine as the entry at a URL."""
     files = {path.name: path.read_bytes() for path in sorted(tokenizer.iterdir())}
     for name, data in files.items():
-        place.write(f"tokenizer/{name}", data)
+        remote.write(f"tokenizer/{name}", data)
     for split, store in splits.items():
-        publish_store(store, place.below(split), progress)
+        publish_store(store, remote.below(split), progress)
     note = {"tokenizer": list(files), "splits": list(splits)}
-    place.write(WHOLE, json.dumps(note).encode())
+    remote.write(WHOLE, json.dumps(note).encode())
 
 
-def fetch_tokenizer(place: RemoteFolder, directory: Path) -> None:
+def fetch_tokenizer(remote: RemoteFolder, directory: Path) -> None:
     """Downloads the tokenizer of an entry to this machine, if it is not there."""
     if directory.is_dir():
         return
     partial = directory.with_name(f"{directory.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
-    for name in json.loads(_there(place, WHOLE))["tokenizer"]:
-        write_whole(partial / name, _there(place, f"tokenizer/{name}"))
+    for name in json.loads(_there(remote, WHOLE))["tokenizer"]:
+        write_whole(partial / name, _there(remote, f"tokenizer/{name}"))
     partial.rename(directory)
 
 
-def open_published(place: RemoteFolder, config: DataConfig, tokenizer: str) -> TokenStore:
+def open_published(remote: RemoteFolder, config: DataConfig, tokenizer: str) -> TokenStore:
     """Open a store of an entry, to be read through the local cache of a configuration."""
     folder = cache_directory(config).parent
-    return open_remote(place, folder, config.local_cache.max_bytes, tokenizer)
+    return open_remote(remote, folder, config.local_cache.max_bytes, tokenizer)
 
 
-def read_note(place: RemoteFolder, request: str) -> dict[str, Any] | None:
+def read_note(remote: RemoteFolder, request: str) -> dict[str, Any] | None:
     """Read the note that `write_note` wrote for a request; None if there is none."""
-    text = place.read(f"{request}.json")
+    text = remote.read(f"{request}.json")
     return None if text is None else json.loads(text)
 
 
 def write_note(
-    place: RemoteFolder,
+    remote: RemoteFolder,
     request: str,
     train: Mapping[str, TokenStore],
     validation: TokenStore | None,
     filters: Mapping[str, Any],
 ) -> None:
     """Writes the note of a request: its stores, and what its filters removed."""
-    stores = {name: _names(place, store)[0] for name, store in train.items()}
-    held = [] if validation is None else _names(place, validation)
-    note = {"train": stores, "validation": held, "filters": filters}
-    place.write(f"{request}.json", json.dumps(note).encode())
+    stores = {name: _names(remote, store)[0] for name, store in train.items()}
+    validation_names = [] if validation is None else _names(remote, validation)
+    note = {"train": stores, "validation": validation_names, "filters": filters}
+    remote.write(f"{request}.json", json.dumps(note).encode())
 
 
-def _names(place: RemoteFolder, store: TokenStore) -> Sequence[str]:
-    return [url.removeprefix(f"{place.url}/") for url in store.records.urls]
+def _names(remote: RemoteFolder, store: TokenStore) -> Sequence[str]:
+    return [url.removeprefix(f"{remote.url}/") for url in store.records.urls]
 
 
-def _there(place: RemoteFolder, name: str) -> bytes:
-    data = place.read(name)
+def _there(remote: RemoteFolder, name: str) -> bytes:
+    data = remote.read(name)
     if data is None:
         raise UserError(
-            f"{place.url}/{name} is missing; delete {place.url} to have it prepared again"
+            f"{remote.url}/{name} is missing; delete {remote.url} to have it prepared again"
         )
     return data

@@ -38,7 +38,7 @@ AT_ONCE = 1 << 24  # bytes of a range request of a column
 TRIES = 3  # downloads of a column whose checksum is wrong
 
 
-def publish_store(store: TokenStore, place: RemoteFolder, progress: Progress) -> None:
+def publish_store(store: TokenStore, remote: RemoteFolder, progress: Progress) -> None:
     """Uploads a store to a URL. Objects that exist with the same size are not written again, so an
     interrupted upload resumes."""
     blocks = blocks_of(store.lengths, store.first_record)
@@ -51,8 +51,8 @@ def publish_store(store: TokenStore, place: RemoteFolder, progress: Progress) ->
             parts.append(b"".join(store.records.read(records)))
             sums.append(crc32_of(parts[-1]))
         name, data = object_name(first), b"".join(parts)
-        if place.size(name) != len(data):
-            place.write(name, data)
+        if remote.size(name) != len(data):
+            remote.write(name, data)
         progress("upload", int(blocks.tokens[last]) * size, total * size)
     columns = {name: getattr(store, name) for name in COLUMNS}
     files = {}
@@ -60,7 +60,7 @@ def publish_store(store: TokenStore, place: RemoteFolder, progress: Progress) ->
         if column is not None:
             data = _npy(column)
             files[f"{name}.npy"] = {"bytes": len(data), "crc32": crc32_of(data)}
-            place.write(f"{name}.npy", data)
+            remote.write(f"{name}.npy", data)
     names = ("tokens", "bytes", "bos_id", "vocab_size", "tokenizer", "fingerprint", "marked")
     manifest = {
         "format": FORMAT,
@@ -72,23 +72,23 @@ def publish_store(store: TokenStore, place: RemoteFolder, progress: Progress) ->
         "blocks": "".join(sums),
     }
     manifest["sha256"] = manifest_sum(manifest)
-    place.write("manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+    remote.write("manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
 
 
 def open_remote(
-    place: RemoteFolder, folder: Path, max_bytes: int, tokenizer: str | None = None
+    remote: RemoteFolder, folder: Path, max_bytes: int, tokenizer: str | None = None
 ) -> TokenStore:
     """Open a store at a URL; its blocks are cached in `folder`. Raises UserError if it is damaged,
     or was written with another tokenizer than the fingerprint `tokenizer`."""
-    manifest = _read_manifest(place)
+    manifest = _read_manifest(remote)
     if tokenizer is not None and manifest["tokenizer"] != tokenizer:
         raise UserError(
-            f"{place.url} was written with tokenizer {manifest['tokenizer'][:12]}, but this run "
-            f"uses {tokenizer[:12]}: one of them is damaged; {_again(place)}"
+            f"{remote.url} was written with tokenizer {manifest['tokenizer'][:12]}, but this run "
+            f"uses {tokenizer[:12]}: one of them is damaged; {_again(remote)}"
         )
-    name = hashlib.sha256(f"{place.url} {manifest['sha256']}".encode()).hexdigest()[:24]
+    name = hashlib.sha256(f"{remote.url} {manifest['sha256']}".encode()).hexdigest()[:24]
     columns = {
-        column.removesuffix(".npy"): _column(place, folder / "columns" / name, column, entry)
+        column.removesuffix(".npy"): _column(remote, folder / "columns" / name, column, entry)
         for column, entry in manifest["files"].items()
     }
     lengths = columns["lengths"]
@@ -96,7 +96,7 @@ def open_remote(
     sums = manifest["blocks"]
     dtype = np.dtype(manifest["dtype"])
     cache = BlockCache(folder / "blocks", max_bytes)
-    source = BlockSource(place, name, lengths, first_record, dtype, sums, cache)
+    source = BlockSource(remote, name, lengths, first_record, dtype, sums, cache)
     return TokenStore(
         directory=None,
         lengths=lengths,
@@ -118,7 +118,7 @@ class RemoteRecords(Records):
     """Records of a store at a URL, numbered as in its local form."""
 
     def __init__(self, source: BlockSource):
-        self.source, self.urls = source, [source.place.url]
+        self.source, self.urls = source, [source.remote.url]
         self.paths, self.counts = [], [int(source.blocks.records[-1])]
 
     def read(self, records: Sequence[int]) -> Sequence[bytes]:
@@ -141,25 +141,25 @@ class RemoteRecords(Records):
                 yield future
 
 
-def _read_manifest(place: RemoteFolder) -> dict[str, Any]:
-    text = place.read("manifest.json")
+def _read_manifest(remote: RemoteFolder) -> dict[str, Any]:
+    text = remote.read("manifest.json")
     if text is None:
-        raise UserError(f"{place.url} is not a token store: it has no manifest.json")
+        raise UserError(f"{remote.url} is not a token store: it has no manifest.json")
     try:
         manifest = json.loads(text)
         whole = manifest["sha256"] == manifest_sum(manifest)
     except (ValueError, LookupError, TypeError):
         manifest, whole = {}, False
     if not whole:
-        raise UserError(f"{place.url}/manifest.json is damaged; {_again(place)}")
+        raise UserError(f"{remote.url}/manifest.json is damaged; {_again(remote)}")
     if manifest["format"] != FORMAT:
         raise UserError(
-            f"{place.url} has format {manifest['format']}, not {FORMAT}; {_again(place)}"
+            f"{remote.url} has format {manifest['format']}, not {FORMAT}; {_again(remote)}"
         )
     return manifest
 
 
-def _column(place: RemoteFolder, folder: Path, name: str, entry: dict[str, Any]) -> np.ndarray:
+def _column(remote: RemoteFolder, folder: Path, name: str, entry: dict[str, Any]) -> np.ndarray:
     """Load a column of the documents. The processes of a host share the pages of its file."""
     path = folder / name
     for _ in range(TRIES):
@@ -168,15 +168,15 @@ def _column(place: RemoteFolder, folder: Path, name: str, entry: dict[str, Any])
         starts = range(0, entry["bytes"], AT_ONCE)
         ends = (min(start + AT_ONCE, entry["bytes"]) for start in starts)
         with ThreadPoolExecutor(FETCHERS) as pool:
-            parts = pool.map(partial(place.read_range, name), starts, ends)
+            parts = pool.map(partial(remote.read_range, name), starts, ends)
             data = b"".join(parts)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{name}.{os.getpid()}")
         part.write_bytes(data)
         part.replace(path)
     raise UserError(
-        f"{place.url}/{name} is not as it was written (CRC-32): it was changed or is damaged; "
-        f"{_again(place)}"
+        f"{remote.url}/{name} is not as it was written (CRC-32): it was changed or is damaged; "
+        f"{_again(remote)}"
     )
 
 
@@ -186,5 +186,5 @@ def _npy(column: np.ndarray) -> bytes:
     return found.getvalue()
 
 
-def _again(place: RemoteFolder) -> str:
-    return f"delete {place.url} to have it prepared again"
+def _again(remote: RemoteFolder) -> str:
+    return f"delete {remote.url} to have it prepared again"

@@ -110,20 +110,20 @@ def training_texts(
     """
     order, text = _in_drawn_order(split_texts(config)[0])
     job = EncodeJob(text.source, None, held_out_limit(text))
-    limit, kept, held, seen = 1 << 64, [], 0, 0
+    limit, kept, kept_bytes, seen = 1 << 64, [], 0, 0
     tasks = ((limit, group) for group in batch_blocks(text.blocks(START)))
     for found, looked, after in mapped(partial(sample_pieces, job), tasks):
         kept += found
-        held += sum(len(piece.text.encode()) for piece in found)
+        kept_bytes += sum(len(piece.text.encode()) for piece in found)
         seen += looked
-        if held > 2 * size:
+        if kept_bytes > 2 * size:
             kept = _lowest(kept, size)
-            limit, held = kept[-1].hash, size
+            limit, kept_bytes = kept[-1].hash, size
         progress("tokenizer", seen, estimate_bytes(seen, after.stored, text.stored))
         if seen >= LOOK_THROUGH * size:
             break
     kept = _lowest(kept, size)
-    return [p.text for p in sorted(kept, key=lambda p: (order[p.place[0]], *p.place[1:]))]
+    return [p.text for p in sorted(kept, key=lambda p: (order[p.position[0]], *p.position[1:]))]
 
 
 def first_texts(
@@ -175,7 +175,7 @@ def _in_drawn_order(text: SplitText) -> tuple[list[int], SplitText]:
 
 def _lowest(pieces: list[SampledPiece], size: int) -> list[SampledPiece]:
     """The pieces with the lowest hashes, until they have `size` bytes together."""
-    ordered = sorted(pieces, key=lambda piece: (piece.hash, piece.place))
+    ordered = sorted(pieces, key=lambda piece: (piece.hash, piece.position))
     for count, piece in enumerate(ordered, 1):
         size -= len(piece.text.encode())
         if size <= 0:

@@ -100,7 +100,7 @@ class EngineCompiler(Compiler[ProgramKey]):
 
     def pick(self, wanted: ProgramKey) -> ProgramKey:
         """Return the program to run: the wanted one if it is ready, or else the cheapest ready one
-        that serves. If none serves, wait for the wanted one.
+        that covers it. If none does, wait for the wanted one.
 
         A wanted program that was never started, or that failed, is then compiled when it is called.
         """
@@ -109,7 +109,7 @@ class EngineCompiler(Compiler[ProgramKey]):
             return wanted
         if one is not None and one.done():
             self.settle(wanted)
-        serving = [key for key, x in self.coming.items() if key.serves(wanted) and is_ready(x)]
+        serving = [key for key, x in self.coming.items() if key.covers(wanted) and is_ready(x)]
         if serving:
             return min(serving, key=lambda key: key.cost)
         self.settle(wanted)

@@ -28,12 +28,15 @@ from jaxtrain.inference.engine.drafts import (
 from jaxtrain.inference.engine.sampling import Draw, Sampler, SlotRows, sample_rows
 from jaxtrain.model import PagedCache, ResolvedModel, Transformer, make_plan, split
 from jaxtrain.model.kv_cache import LayerPages, StackedPages, as_stored
+from jaxtrain.model.modes import Paged
+from jaxtrain.model.packed import run_stacked
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
 
 REJECTED = -2  # marks a position whose draft token was rejected
-NONFINITE = -3  # marks a step whose megakernel gave up a wait: its states are not finite
+NONFINITE = -3  # marks a step of the megakernel whose states are not finite
+TIMED_OUT = -4  # marks a step whose megakernel timed out
 LEAST_PAGE = 8  # fewest tokens per page if virtual tokens fill several pages
 
 
@@ -167,7 +170,7 @@ def prefill_slots(
     adapted = choose_adapters(params[0], adapter_R), *params[1:]
     models = [nnx.merge(*pair) for pair in zip(graphdefs, adapted)]
     caches = [PagedCache(kv, *where) for kv in state.kv]
-    run = functools.partial(run_model, begins=first_chunk)
+    run = functools.partial(run_model, first_chunk=first_chunk)
     ran = [run(model, tokens_RT, cache) for model, cache in zip(models, caches)]
     states_RTD, kv = ran[0][0], tuple(kv for _, kv in ran)
     if state.last is not None:  # a last token has no known next token yet: processed again later
@@ -280,7 +283,13 @@ def decode_step(
     starts_S = jnp.maximum(known_S - 1, 0)
     tokens_ST, before_S1 = take(places_ST - 1), take(starts_S[:, None] - 1)
     cache = PagedCache(state.kv[0], table_SW, starts_S, counts_S, before_S1[:, 0])
-    states_STD, kv = run_model(models[0], tokens_ST, cache, packed)
+    timed_out = None
+    if packed is None:
+        states_STD, kv = run_model(models[0], tokens_ST, cache)
+    else:
+        out, timed_out = run_stacked(models[0], tokens_ST, Paged(cache, packed))
+        assert isinstance(out.cache, PagedCache)
+        states_STD, kv = out.states, out.cache.kv
     logits_STV = models[0].logits(states_STD)
     each = lambda x: jnp.repeat(x, T, axis=0) if T > 1 else x
     one = sample_rows(
@@ -288,9 +297,10 @@ def decode_step(
         places_ST.reshape(-1), sampler,
     )  # fmt: skip
     one = jax.tree.map(lambda x: x.reshape(S, T, *x.shape[1:]), one)
-    if packed is not None:
-        lost_S = ~jnp.isfinite(states_STD).all((1, 2))
-        one = one._replace(token_B=jnp.where(lost_S[:, None], NONFINITE, one.token_B))
+    if timed_out is not None:
+        finite_S1 = jnp.isfinite(states_STD).all((1, 2))[:, None]
+        tokens_ST = jnp.where(finite_S1, one.token_B, NONFINITE)
+        one = one._replace(token_B=jnp.where(timed_out, TIMED_OUT, tokens_ST))
     right_Sk = (guess_Sk == one.token_B[:, :drafts]) & (
         jnp.arange(drafts)[None] + 1 < counts_S[:, None]
     )

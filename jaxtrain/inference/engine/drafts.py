@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtrain_kernels.decode_layers import PackedLayers
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.inference.engine.sampling import Sampler, SlotRows, sample_rows
@@ -25,11 +24,10 @@ SHORTEST, LONGEST = 2, 3  # lengths of the suffix that prompt lookup searches fo
 
 
 def run_model(
-    model: Transformer, tokens_BT: Array, cache: PagedCache, packed: PackedLayers | None = None,
-    begins: bool = False,
-) -> tuple[Array, LayerPages]:  # fmt: skip
+    model: Transformer, tokens_BT: Array, cache: PagedCache, first_chunk: bool = False
+) -> tuple[Array, LayerPages]:
     """Run the model on new tokens. Returns their states [B, T, D] and the updated pages."""
-    out = model(tokens_BT, mode=Paged(cache, packed, begins))
+    out = model(tokens_BT, mode=Paged(cache, first_chunk=first_chunk))
     assert isinstance(out.cache, PagedCache)
     return out.states, out.cache.kv
 

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.compiler import EngineCompiler
-from jaxtrain.inference.engine.device import NONFINITE, REJECTED, Sampled
+from jaxtrain.inference.engine.device import NONFINITE, REJECTED, TIMED_OUT, Sampled
 from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
 from jaxtrain.inference.engine.one_kernel import packed_layers
 from jaxtrain.inference.engine.pace import Pace
@@ -342,14 +342,15 @@ class Engine:
                 x.copy_to_host_async()
             self.pending.append(Pending(sampled, tuple(rows), most, self.steps, first))
 
-    def warm_up(self, asked: Collection[Request] = (), beside: bool = False) -> int:
+    def warm_up(self, asked: Collection[Request] = (), background: bool = False) -> int:
         """Compile all programs that requests may need, several at a time. Returns their number.
 
         Without it a program is compiled when a request first needs it. asked: the only requests
-        that will come, all at once. beside: wait only for programs that together serve any request.
+        that will come, all at once. background: wait only for programs that together serve any
+        request; the others are compiled in the background.
         """
         keys = self.programs.needed(asked, self.context)
-        now = minimal_programs(keys) if beside else keys
+        now = minimal_programs(keys) if background else keys
         with self.on_mesh():
             state, rows = self.state, self.rows.on_device()
         lower = lambda key: self.programs.lower(key, state, rows)
@@ -375,10 +376,15 @@ class Engine:
         """Read the tokens of a step, and pass them to their sequences."""
         with self.pace.waiting():
             tokens_KBT = np.asarray(step.sampled.tokens_KBT)
+        if (tokens_KBT == TIMED_OUT).any():
+            raise RuntimeError(
+                "the megakernel timed out: its thread blocks did not all run at once; end other "
+                "programs on this GPU, or set megakernel=False (serve: --no-megakernel)"
+            )
         if (tokens_KBT == NONFINITE).any():
             raise RuntimeError(
-                "the megakernel timed out, or hidden states are not finite; "
-                "megakernel=False (serve: --no-megakernel) turns it off"
+                "the model's hidden states are not finite: its weights are damaged or its training "
+                "diverged; load an earlier checkpoint (--step N)"
             )
         right_B, wrong_B = (
             x.sum((0, 2)) for x in (tokens_KBT[:, :, 1:] >= 0, tokens_KBT == REJECTED)

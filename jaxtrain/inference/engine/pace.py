@@ -22,7 +22,7 @@ class Pace:
         self.several, self.steps, self.clock = several, several, clock
         self.waited = 0.0
         self.last: float | None = None
-        self.busy, self.judged, self.pause = 1.0, 0, 0
+        self.busy, self.measured, self.pause = 1.0, 0, 0
 
     def reset(self) -> None:
         """Leave the time until the next call unmeasured."""
@@ -43,10 +43,10 @@ class Pace:
             return
         busy = 1 - min(1.0, waited / (now - last))
         self.busy += SMOOTHING * (busy - self.busy)
-        self.judged, self.pause = self.judged + 1, self.pause - 1
-        if self.judged < TRIED:
+        self.measured, self.pause = self.measured + 1, self.pause - 1
+        if self.measured < TRIED:
             return
         if self.steps == self.several and self.busy < IDLE_ENOUGH and self.pause <= 0:
-            self.steps, self.judged = 1, 0
+            self.steps, self.measured = 1, 0
         elif self.steps == 1 and self.busy > TOO_BUSY:
-            self.steps, self.judged, self.pause = self.several, 0, PATIENCE
+            self.steps, self.measured, self.pause = self.several, 0, PATIENCE

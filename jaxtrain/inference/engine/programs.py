@@ -127,7 +127,7 @@ class ProgramKey(NamedTuple):
     sampler: Sampler = Sampler.TEMPERATURE
     first_chunk: bool = False
 
-    def serves(self, other: "ProgramKey") -> bool:
+    def covers(self, other: "ProgramKey") -> bool:
         """Whether this program can run instead of the other, at the same or a higher cost."""
         large = self.rows >= other.rows and self.pages >= other.pages
         sampled = self.sampler >= other.sampler and self.steps <= other.steps
@@ -142,7 +142,7 @@ class ProgramKey(NamedTuple):
 
 def minimal_programs(keys: Collection[ProgramKey]) -> list[ProgramKey]:
     """Programs that no other one can replace. Together they can replace all of them."""
-    return [a for a in keys if not any(b.serves(a) for b in keys if b != a)]
+    return [a for a in keys if not any(b.covers(a) for b in keys if b != a)]
 
 
 class Lengths(NamedTuple):
@@ -291,11 +291,11 @@ class Programs(NamedTuple):
             texts = i32(B), i32(B, state.texts_SC.shape[1]), i32(B)
             return device.put_texts.lower(state, *texts)
         if key.name == "sample_first":
-            place = state.known_S.sharding  # replicated over a mesh, as the states are
+            sharding = state.known_S.sharding  # replicated over a mesh, as the states are
             states_BD = jax.ShapeDtypeStruct(
                 (B, self.state_dim),
                 params[0]["embed"].dtype,
-                sharding=place if isinstance(place, NamedSharding) else None,
+                sharding=sharding if isinstance(sharding, NamedSharding) else None,
             )
             where = i32(B), states_BD, i32(B)
             return device.sample_first.lower(

@@ -103,8 +103,8 @@ class Scheduler:
         if self.options.prefix_cache:
             size = self.options.page_size
             if sequence.decoding:
-                sequence.hash_pages(size, sequence.held)
-            known = sequence.digests[sequence.dropped : sequence.held // size]
+                sequence.hash_pages(size, sequence.cached_tokens)
+            known = sequence.digests[sequence.dropped : sequence.cached_tokens // size]
             self.pool.cache(sequence.pages, known)
 
     def free_unseen(self, sequence: Sequence) -> None:

@@ -64,7 +64,7 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
-    def held(self) -> int:
+    def cached_tokens(self) -> int:
         """Number of leading tokens whose keys and values are computed, as far as the host knows."""
         return len(self.tokens) - 1 if self.decoding else self.computed
 
@@ -75,11 +75,11 @@ class Sequence:
 
     def unseen(self, window: int, size: int) -> int:
         """Number of its pages that are outside the attention window of every token to come."""
-        return max(0, (self.held - window) // size - self.dropped)
+        return max(0, (self.cached_tokens - window) // size - self.dropped)
 
-    def hash_pages(self, size: int, held: int) -> None:
-        """Set `digests` to those of the full pages among the first `held` tokens."""
-        self.digests = page_digests(self.tokens[:held], size, self.request.adapter)
+    def hash_pages(self, size: int, cached: int) -> None:
+        """Set `digests` to those of the full pages among the first `cached` tokens."""
+        self.digests = page_digests(self.tokens[:cached], size, self.request.adapter)
 
     def read(self, tokens: list[int], logprobs: list[TokenLogprob]) -> Update:
         """Append new tokens, up to one that ends the text."""

@@ -13,7 +13,7 @@ class TextStream:
         self.pieces, self.prefix = tokenizer.pieces, b"" if behind else tokenizer.prefix
         self.stops = [stop for stop in stops if stop]
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.held = ""  # text that may begin a stop string
+        self.pending = ""  # text that may begin a stop string
 
     def add(self, token: int) -> tuple[str, bool]:
         """Text that a token adds, and whether a stop string ends the text here."""
@@ -27,19 +27,19 @@ class TextStream:
         text, stopped = self._cut(self.decoder.decode(b"", final=True))
         if stopped:
             return text, True
-        text, self.held = text + self.held, ""
+        text, self.pending = text + self.pending, ""
         return text, False
 
     def _cut(self, new: str) -> tuple[str, bool]:
         if not self.stops:
             return new, False
-        text = self.held + new
+        text = self.pending + new
         found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
-            self.held = ""
+            self.pending = ""
             return text[: min(found)], True
-        self.held = text[len(text) - self._waiting(text) :]
-        return text[: len(text) - len(self.held)], False
+        self.pending = text[len(text) - self._waiting(text) :]
+        return text[: len(text) - len(self.pending)], False
 
     def _waiting(self, text: str) -> int:
         """Number of last characters that may be the beginning of a stop string."""

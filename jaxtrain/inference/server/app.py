@@ -163,8 +163,8 @@ class AccessMiddleware:
         async def counted(message: Message) -> None:
             nonlocal status, ended
             status = message.get("status", status)
-            ended |= message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
+            ended |= message["type"] == "http.response.body" and not message.get("more_body")
 
         self.service.in_flight += 1
         try:

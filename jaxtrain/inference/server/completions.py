@@ -41,7 +41,7 @@ class Completion:
         self.head = {"id": id, "object": "text_completion", "created": int(time.time())}
         self.served = service.model_of(body)
         self.head |= {"model": self.served.name}
-        self.prompts = service.prompts_of(body.prompt, "prompt")
+        self.prompts = service.prompts_of(body.prompt, "prompt", self.served)
         rooms = [service.room(x, body.max_tokens, DEFAULT_TOKENS, "prompt") for x in self.prompts]
         ends = self.served.prompting.stops
         self.sampling = [body.sampling(room, ends, body.logprobs) for room in rooms]

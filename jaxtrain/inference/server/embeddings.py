@@ -18,7 +18,7 @@ async def embeddings(service: Service, body: EmbeddingBody) -> dict[str, Any]:
     if body.dimensions is not None:
         refuse("dimensions is not supported: vectors have the model's width", "dimensions")
     served = service.model_of(body)
-    texts = await asyncio.to_thread(service.prompts_of, body.input, "input")
+    texts = await asyncio.to_thread(service.prompts_of, body.input, "input", served)
     context = served.context
     if (longest := max(map(len, texts))) > context:
         refuse(f"this model's context is {context} tokens; a text has {longest}", "input",

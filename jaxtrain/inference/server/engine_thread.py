@@ -30,8 +30,8 @@ class UpdateStream:
 
     def __init__(self, thread: "EngineThread", requests: Sequence[Request], seconds: float):
         self.thread, self.deadline = thread, asyncio.get_running_loop().time() + seconds
-        self.place = {request.id: i for i, request in enumerate(requests)}
-        self.open = set(self.place)
+        self.indices = {request.id: i for i, request in enumerate(requests)}
+        self.open = set(self.indices)
         self.updates: asyncio.Queue[Update | Exception] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
@@ -42,7 +42,7 @@ class UpdateStream:
                 raise found
             if found.finish_reason is not None:
                 self.open.discard(found.id)
-            yield self.place[found.id], found
+            yield self.indices[found.id], found
 
     def close(self) -> None:
         self.thread.forget(self)
@@ -101,7 +101,7 @@ class EngineThread:
 
     def forget(self, answers: UpdateStream) -> None:
         """Cancel the unfinished requests of a stream."""
-        for id in answers.place:
+        for id in answers.indices:
             self.answers.pop(id, None)
         gone, answers.open = answers.open, set()
 

@@ -16,6 +16,7 @@ from jaxtrain.inference.server.engine_thread import EngineFailed
 from jaxtrain.inference.server.errors import ApiError, invalid_body
 from jaxtrain.settings import UserError
 
+LAST_EVENT_SECONDS = 10.0  # for a client to read the error event of a stream that took too long
 Json = dict[str, Any]
 Chunks = AsyncGenerator[Json]
 
@@ -78,8 +79,9 @@ def as_api_error(error: Exception) -> ApiError:
 class EventStream(Response):
     """Server-sent events: each chunk as `data: {...}`, at the end `data: [DONE]`.
 
-    An error in the middle is sent as the last event. A client that has not read all events after
-    `seconds` counts as gone.
+    An error in the middle is sent as the last event, and so is the error 408 of a client that has
+    not read all events after `seconds`. If it does not read that one within LAST_EVENT_SECONDS
+    more, the connection is closed.
     """
 
     media_type = "text/event-stream"
@@ -94,23 +96,29 @@ class EventStream(Response):
             body = f"data: {data}\n\n".encode()
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
+        async def events() -> None:
+            async with aclosing(self.rest) as rest, asyncio.timeout(self.seconds):
+                await put(json.dumps(self.first))
+                async for chunk in rest:
+                    await put(json.dumps(chunk))
+                await put("[DONE]", more=False)
+
         async def work() -> None:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
             try:
-                async with aclosing(self.rest) as rest:
-                    await send(start)
-                    await put(json.dumps(self.first))
-                    async for chunk in rest:
-                        await put(json.dumps(chunk))
+                await events()
             except Exception as error:
+                if isinstance(error, TimeoutError):
+                    message = f"the client did not read the answer within {self.seconds:g} seconds"
+                    error = ApiError(408, message, code="timeout")
                 await put(json.dumps(as_api_error(error).body()), more=False)
                 if not isinstance(error, (ApiError, UserError, EngineFailed)):
                     raise
-            else:
-                await put("[DONE]", more=False)
 
         with suppress(ClientGone, TimeoutError):
-            async with asyncio.timeout(self.seconds):
+            # `rest` is closed also where `work` ends before its first event.
+            async with aclosing(self.rest), asyncio.timeout(self.seconds + LAST_EVENT_SECONDS):
                 await unless_gone(receive, work())
 
 

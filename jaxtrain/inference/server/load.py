@@ -7,6 +7,7 @@ from pathlib import Path
 from jaxtrain.cluster.processes import check_alone
 from jaxtrain.cluster.runtime import start
 from jaxtrain.data import load_tokenizer, make_chat, make_reader
+from jaxtrain.data.tokenizer.tokenizer import huggingface_tokenizer
 from jaxtrain.finetune import adapter_folder
 from jaxtrain.inference.arguments import asked_drafts
 from jaxtrain.inference.engine import Engine, EngineOptions
@@ -15,10 +16,16 @@ from jaxtrain.inference.server.engine_thread import EngineThread
 from jaxtrain.inference.server.service import Limits, Served, Service
 from jaxtrain.inference.server.tool_calls import read_format
 from jaxtrain.inference.server.whole_texts import Pooling
-from jaxtrain.interop.companions import prompting
+from jaxtrain.interop.companions import adds_bos, prompting
 from jaxtrain.model.config import check_decoder
 from jaxtrain.runs.saved import WEIGHTS, Saved, load_resolved, load_saved, template_for
 from jaxtrain.settings import UserError
+
+# Two tokenizers that encode this alike count as one; their files may differ in format alone.
+PROBE = "To be, or not to be: that is the question. x = [1, 23];\n\tÉté, 日本"
+OTHER_TOKENIZER = (
+    "its tokenizer differs from the model's; serve its merged model in a server of its own"
+)
 
 
 def served_model(saved: Saved, name: str, pooling: Pooling = "mean") -> Served:
@@ -40,13 +47,25 @@ def served_model(saved: Saved, name: str, pooling: Pooling = "mean") -> Served:
 
 
 def served_adapter(saved: Saved, base: Served, name: str, path: Path) -> Served:
-    """An adapter as a served model; if it is from a run, with the run's chat template."""
-    folder = adapter_folder(str(path), f"--adapter {name}:").parent
+    """An adapter as a served model; if it is from a run, with the run's chat template.
+
+    Whether its texts begin with BOS is the rule of its own run or tokenizer.json. Raises UserError
+    if its tokenizer gives other token ids than the model's.
+    """
+    adapter = adapter_folder(str(path), f"--adapter {name}:")
+    folder, differs = adapter.parent, f"--adapter {name}={path}: {OTHER_TOKENIZER}"
     if not (folder / WEIGHTS).is_file():  # not from a run
-        return base._replace(name=name, adapter=True)
+        served = base._replace(name=name, adapter=True)
+        if not (file := adapter / "tokenizer.json").is_file():
+            return served
+        own = huggingface_tokenizer(file.read_bytes(), str(file))
+        if own.encode(PROBE).tolist() != saved.tokenizer.encode(PROBE).tolist():
+            raise UserError(differs)
+        bos = adds_bos(own.model, saved.tokenizer.bos_id)
+        return served._replace(prompting=base.prompting._replace(bos=bos))
     config, tokenizer = load_resolved(folder / "config.yaml"), load_tokenizer(folder)
     if tokenizer.fingerprint != saved.tokenizer.fingerprint:
-        raise UserError(f"--adapter {name}={path}: its tokenizer differs from the model's")
+        raise UserError(differs)
     tuned = saved._replace(
         config=config, tokenizer_dir=folder, prompting=prompting(folder, tokenizer)
     )
@@ -98,7 +117,7 @@ def load_service(a: argparse.Namespace) -> Service:
     def load() -> Engine:
         engine = engine_of(saved, options)
         if not a.no_warm_up:
-            engine.warm_up(beside=True)
+            engine.warm_up(background=True)
         return engine
 
     thread = EngineThread(load)

@@ -82,9 +82,9 @@ class Service:
             raise ApiError(404, message, "model", "model_not_found")
         return found
 
-    def prompts_of(self, prompt: Prompt, name: str) -> list[np.ndarray]:
-        """Token ids of each prompt. Text begins with BOS if the model's texts do; ids stay as
-        given."""
+    def prompts_of(self, prompt: Prompt, name: str, served: Served) -> list[np.ndarray]:
+        """Token ids of each prompt. Text begins with BOS if the texts of `served` do; ids stay as
+        given. name: the request field that holds the prompt."""
         several = [prompt] if isinstance(prompt, str) else prompt
         if not several:
             refuse(f"{name} is an empty list", name, "invalid_value")
@@ -92,15 +92,16 @@ class Service:
         if tokens:
             return [self.check_ids(tokens, name)]
         return [
-            self.encode(one) if isinstance(one, str) else self.check_ids(one, name)
+            self.encode(one, served) if isinstance(one, str) else self.check_ids(one, name)
             for one in several
             if not isinstance(one, int)
         ]
 
-    def encode(self, text: str) -> np.ndarray:
-        tokenizer = self.served.tokenizer
+    def encode(self, text: str, served: Served) -> np.ndarray:
+        """Token ids of a text, with BOS in front if the texts of `served` begin with it."""
+        tokenizer = served.tokenizer
         ids = tokenizer.encode(text).astype(np.int32)
-        if self.served.prompting.bos or not len(ids):
+        if served.prompting.bos or not len(ids):
             ids = np.concatenate([np.array([tokenizer.bos_id], np.int32), ids])
         return ids
 

@@ -22,10 +22,10 @@ class DetokenizeBody(Body):
 
 
 def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
-    served = service.served
+    served = service.model_of(body)
     (pieces,) = served.reader.encode([body.prompt])
-    begins = body.add_special_tokens and served.prompting.bos
-    tokens = [served.tokenizer.bos_id] * begins + pieces.ids.tolist()
+    add_bos = body.add_special_tokens and served.prompting.bos
+    tokens = [served.tokenizer.bos_id] * add_bos + pieces.ids.tolist()
     return {"tokens": tokens, "count": len(tokens), "max_model_len": served.context}
 
 

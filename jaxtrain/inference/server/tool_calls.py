@@ -169,17 +169,17 @@ def arguments_as_objects(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
     Raises UserError for arguments that are no JSON object.
     """
 
-    def plain(call: object, place: str) -> object:
+    def plain(call: object, where: str) -> object:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(call, dict) or not isinstance(function, dict):
-            raise UserError(f"{place}: a tool call must have a function with name and arguments")
+            raise UserError(f"{where}: a tool call must have a function with name and arguments")
         given = function.get("arguments")
         if isinstance(given, str):
             found = decode_json(given.strip() or "{}", 0)
             given = found[0] if found else None
         if not isinstance(given, dict) or not isinstance(function.get("name"), str):
             raise UserError(
-                f"{place}: a tool call must have a name, and a JSON object of arguments"
+                f"{where}: a tool call must have a name, and a JSON object of arguments"
             )
         return call | {"function": function | {"arguments": given}}
 
@@ -189,8 +189,8 @@ def arguments_as_objects(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
         if calls:
             if not isinstance(calls, list):
                 raise UserError(f"messages[{i}].tool_calls must be a list")
-            place = f"messages[{i}].tool_calls"
-            message = message | {"tool_calls": [plain(call, place) for call in calls]}
+            where = f"messages[{i}].tool_calls"
+            message = message | {"tool_calls": [plain(call, where) for call in calls]}
         out.append(message)
     return out
 

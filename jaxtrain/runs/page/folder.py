@@ -181,9 +181,9 @@ def whole_number(row: MetricsRow, key: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def state_of(mark: MetricsRow | None, held: bool) -> tuple[str, str]:
+def state_of(mark: MetricsRow | None, locked: bool) -> tuple[str, str]:
     """(state in one word, status), from the run's last start or end event."""
-    if held:
+    if locked:
         return "running", ""
     if mark is None:
         return "model", ""

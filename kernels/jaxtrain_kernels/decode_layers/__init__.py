@@ -7,7 +7,7 @@ branch. The bfloat16 roundings are the same as when the layers run one by one.
 An engine with one slot uses it by default (`EngineOptions.megakernel`).
 """
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxtrain_kernels.decode_layers import reference, triton
 from jaxtrain_kernels.decode_layers.packing import LayersShape, PackedLayers, pack_weights
@@ -32,8 +32,9 @@ def decode_layers(
     count: Int[Array, ""],
     *,
     implementation: str | None = None,
-) -> tuple[Float[Array, "D"], Float[Array, "D"], tuple[Array, Array]]:
-    """Return the residual stream after the last and the middle layer, and the updated pages.
+) -> tuple[Float[Array, "D"], Float[Array, "D"], tuple[Array, Array], Bool[Array, ""]]:
+    """Return the residual stream after the last and the middle layer, the updated pages, and
+    whether the kernel timed out: its programs wait for each other, and stop after some seconds.
 
     x0_D: the token's embedding. cos_h, sin_h: of its rotary angles, float32, h = H / 2. values_LC:
     the token's value embeddings, zeros in layers without them. pages: keys and values of all

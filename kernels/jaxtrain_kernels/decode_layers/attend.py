@@ -24,13 +24,14 @@ JOINED = 32  # channels of a head that a program joins
 
 
 class TokenRefs(NamedTuple):
-    """Arrays that attention reads and writes. place: the new token's position in its sequence,
-    and whether there is a new token. keys, values_kept: pages of all layers, flattened."""
+    """Arrays that attention reads and writes. start_count: the new token's position in its
+    sequence, and whether there is a new token. keys, values_kept: pages of all layers,
+    flattened."""
 
     turns: Any  # [2, H/2]: cosines and sines
     values: Any  # [L, K * H]
     table: Any  # [W]
-    place: Any  # [2]
+    start_count: Any  # [2]
     keys: Any
     values_kept: Any
 
@@ -54,7 +55,7 @@ class NewToken(NamedTuple):
 
 def key_range_of(c: Context, refs: TokenRefs, window) -> KeyRange:
     splits = c.plan.splits
-    start = refs.place[0]
+    start = refs.start_count[0]
     first = jnp.maximum(start - window, 0)
     each = jax.lax.div(start - first + (splits - 1), splits)
     split = jax.lax.rem(c.program, splits)
@@ -128,10 +129,10 @@ def new_token(c: Context, left, layer, base, refs: TokenRefs, part: KeyRange):
 def append(c: Context, layer, refs: TokenRefs, part: KeyRange, new: NewToken) -> None:
     """Write the new token's key and value to their page."""
     plan, half = c.plan, c.plan.shape.head_dim // 2
-    start, h_h = refs.place[0], jnp.arange(half)
+    start, h_h = refs.start_count[0], jnp.arange(half)
     page = refs.table[jnp.minimum(jax.lax.div(start, plan.page), plan.table - 1)]
     at_h = places_of(c, layer, page, jax.lax.rem(start, plan.page), part.k) + h_h
-    is_kept = (part.split == 0) & (refs.place[1] > 0) & (h_h < half)
+    is_kept = (part.split == 0) & (refs.start_count[1] > 0) & (h_h < half)
     for ref, x in ((refs.keys, new.key), (refs.values_kept, new.value)):
         for i, x_h in enumerate(x):
             plgpu.store(ref.at[at_h + i * half], x_h.astype(ref.dtype), mask=is_kept)

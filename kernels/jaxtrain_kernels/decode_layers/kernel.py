@@ -41,9 +41,9 @@ class LayersPlan(NamedTuple):
     """Compile-time constants of the kernel.
 
     programs: of the grid. splits: parts of a head's keys. tokens: keys per step. page: tokens per
-    page. pages: pages per layer. table: length of the page table. held: tiles of a matmul that are
-    loaded into registers one matmul ahead; the others are only prefetched into the cache. spins:
-    reads of a vector before a program times out.
+    page. pages: pages per layer. table: length of the page table. register_tiles: tiles of a
+    matmul that are loaded into registers one matmul ahead; the others are only prefetched into the
+    cache. spins: reads of a vector before a program times out.
     """
 
     shape: LayersShape
@@ -53,7 +53,7 @@ class LayersPlan(NamedTuple):
     page: int
     pages: int
     table: int
-    held: int
+    register_tiles: int
     spins: int
 
     @property
@@ -207,11 +207,11 @@ def tiles_of(product: Product):
 
 
 def load_ahead(c: Context, product: Product, layer):
-    """Load the held tiles; if there are others, also `touch` the program's rows."""
+    """Load the tiles kept in registers; if there are others, also `touch` the program's rows."""
     tiles, ahead, chunks = tiles_of(product), [], 0
     for unit, _, part in tiles:
         chunks += part[1]
-        if chunks > c.plan.held:
+        if chunks > c.plan.register_tiles:
             break
         ahead.append(load_tiles(c, product, layer, unit, part))
     return tuple(ahead), touch(c, product, layer) if len(ahead) < len(tiles) else None
@@ -242,8 +242,8 @@ def multiply(c: Context, product: Product, layer, ahead, inputs, begin, finish):
         w = ahead[at] if at < len(ahead) else load_tiles(c, product, layer, unit, part)
         sums[unit] += (low(w) * x_low + high(w) * x_high).sum(0)
     for unit, products in enumerate(sums):
-        place = c.slots.at[begin + first_row(c, product, unit) + jnp.arange(ROWS)]
-        plgpu.store(place, word_of(finish(products.sum(1))))
+        out_at = c.slots.at[begin + first_row(c, product, unit) + jnp.arange(ROWS)]
+        plgpu.store(out_at, word_of(finish(products.sum(1))))
 
 
 def read_inputs(c: Context, begin, size: int):
@@ -253,8 +253,8 @@ def read_inputs(c: Context, begin, size: int):
     def inputs(i: int):
         first, chunks = parts[i]
         at = jnp.arange(chunks)[:, None] * COLUMNS + jnp.arange(COLUMNS)[None]
-        begins = [begin + half + first * COLUMNS for half in (0, size // 2)]
-        words = [plgpu.load(c.slots.at[at_ + at], volatile=True) for at_ in begins]
+        starts = [begin + half + first * COLUMNS for half in (0, size // 2)]
+        words = [plgpu.load(c.slots.at[at_ + at], volatile=True) for at_ in starts]
         # Read once, then broadcast to all warps.
         shape = chunks, ROWS, COLUMNS
         return tuple(high(jnp.broadcast_to(word[:, None], shape)) for word in words)

@@ -42,7 +42,7 @@ def run_layers_kernel(plan: LayersPlan, *refs: Any) -> None:
     c = Context(plan, slots_ref, program)
     token = TokenRefs(turns_ref, values_ref, table_ref, place_ref, *pages)
     qkv, out, up, down = products_of(plan, matrices)
-    place, half = plan.places, s.width // 2
+    offsets, half = plan.places, s.width // 2
     at_halves = [
         [(side + first * COLUMNS) + tile_places(size) for first, size in parts_of(half)]
         for side in (0, half)
@@ -68,13 +68,13 @@ def run_layers_kernel(plan: LayersPlan, *refs: Any) -> None:
 
     def total(left, layer, x):
         """Return the residual stream after a layer, with the layer's branch added."""
-        begin = layer * place["end"] + place["down"]
+        begin = layer * offsets["end"] + offsets["down"]
         left = wait_vector(c, left, begin, s.width)
         return add_vector(c, x, begin), left
 
     def layer_step(layer, carry):
         left, x, ahead, touched = carry
-        base = layer * place["end"]
+        base = layer * offsets["end"]
         more = load_ahead(c, out, layer)
         x, left = jax.lax.cond(layer > 0, lambda: total(left, layer - 1, x), lambda: (x, left))
         a, b = scales_ref[layer, 0], scales_ref[layer, 1]
@@ -82,7 +82,7 @@ def run_layers_kernel(plan: LayersPlan, *refs: Any) -> None:
             tuple(rounded(a * part + b * first) for part, first in zip(half, firsts))
             for half, firsts in zip(x, load_x0())
         )
-        multiply(c, qkv, layer, ahead[0], norm_inputs(c, x), base + place["qkv"], SAME)
+        multiply(c, qkv, layer, ahead[0], norm_inputs(c, x), base + offsets["qkv"], SAME)
         touched = use(touched, ahead[1])
         window = windows_ref[layer]
         # 0, read from memory: with a constant, LLVM would move the conditions out of the loop and
@@ -94,20 +94,20 @@ def run_layers_kernel(plan: LayersPlan, *refs: Any) -> None:
         run = lambda c, left: join(c, left, base)
         left = only(joins(c) + nothing, plan.programs - 1 - program, run, left)
         ahead, more = more, load_ahead(c, up, layer)
-        left = wait_vector(c, left, base + place["heads"], 2 * out.columns)
-        inputs = read_inputs(c, base + place["heads"], 2 * out.columns)
-        multiply(c, out, layer, ahead[0], inputs, base + place["out"], SAME)
+        left = wait_vector(c, left, base + offsets["heads"], 2 * out.columns)
+        inputs = read_inputs(c, base + offsets["heads"], 2 * out.columns)
+        multiply(c, out, layer, ahead[0], inputs, base + offsets["out"], SAME)
         touched = use(touched, ahead[1])
         ahead, more = more, load_ahead(c, down, layer)
-        left = wait_vector(c, left, base + place["out"], s.width)
-        x = add_vector(c, x, base + place["out"])
+        left = wait_vector(c, left, base + offsets["out"], s.width)
+        x = add_vector(c, x, base + offsets["out"])
         keep(x, layer)
-        multiply(c, up, layer, ahead[0], norm_inputs(c, x), base + place["up"], RELU2)
+        multiply(c, up, layer, ahead[0], norm_inputs(c, x), base + offsets["up"], RELU2)
         touched = use(touched, ahead[1])
         ahead, more = more, load_ahead(c, qkv, jnp.minimum(layer + 1, L - 1))
-        left = wait_vector(c, left, base + place["up"], s.hidden)
-        inputs = read_inputs(c, base + place["up"], s.hidden)
-        multiply(c, down, layer, ahead[0], inputs, base + place["down"], SAME)
+        left = wait_vector(c, left, base + offsets["up"], s.hidden)
+        inputs = read_inputs(c, base + offsets["up"], s.hidden)
+        multiply(c, down, layer, ahead[0], inputs, base + offsets["down"], SAME)
         return left, x, more, use(touched, ahead[1])
 
     start = jnp.int32(plan.spins), load_x0(), load_ahead(c, qkv, 0), jnp.zeros(THREADS, jnp.int32)

@@ -45,11 +45,11 @@ def rms_normed(s: LayersShape, x: Array) -> Array:
     return (y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + s.eps)).astype(x.dtype)
 
 
-def rotated(s: LayersShape, x_NH: Array, place: TokenPlace) -> Array:
+def rotated(s: LayersShape, x_NH: Array, token: TokenPlace) -> Array:
     """Rotate, then divide by the root mean square."""
     x = wide(x_NH)
     a, b = jnp.split(x, 2, axis=-1)
-    cos_1h, sin_1h = place.cos_h[None], place.sin_h[None]
+    cos_1h, sin_1h = token.cos_h[None], token.sin_h[None]
     y = jnp.concatenate([a * cos_1h - b * sin_1h, b * cos_1h + a * sin_1h], axis=-1)
     return (y * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + s.eps)).astype(x_NH.dtype)
 
@@ -61,7 +61,7 @@ def add_scaled(scales_2: Array, x_D: Array, x0_D: Array) -> Array:
 
 
 def attend_token(
-    s: LayersShape, y_R: Array, values_C: Array, place: TokenPlace, pages: Pages,
+    s: LayersShape, y_R: Array, values_C: Array, token: TokenPlace, pages: Pages,
     window: Array | int,
 ) -> tuple[Float[Array, "C"], Pages]:  # fmt: skip
     """Return the heads' outputs in float32, and the layer's pages with the new token. y_R: result
@@ -70,14 +70,14 @@ def attend_token(
     q_C, k_C, v_C, gate_k = jnp.split(y_R, [N * H, (N + K) * H, (N + 2 * K) * H])
     gate_K = 3 * jax.nn.sigmoid(gate_k[:K])
     v_KH = v_C.reshape(K, H) + gate_K[:, None] * values_C.reshape(K, H)
-    q_NH, k_KH = rotated(s, q_C.reshape(N, H), place), rotated(s, k_C.reshape(K, H), place)
+    q_NH, k_KH = rotated(s, q_C.reshape(N, H), token), rotated(s, k_C.reshape(K, H), token)
     size = pages[0].shape[1]
-    page, slot = place.table_W[place.start // size], place.start % size
-    page = jnp.where(place.count > 0, page, len(pages[0]))  # out of range: dropped
+    page, slot = token.table_W[token.start // size], token.start % size
+    page = jnp.where(token.count > 0, page, len(pages[0]))  # out of range: dropped
     kept = [x.at[page, slot].set(new, mode="drop") for x, new in zip(pages, (k_KH, v_KH))]
-    k_SKH, v_SKH = (wide(x[place.table_W].reshape(-1, K, H)) for x in kept)
+    k_SKH, v_SKH = (wide(x[token.table_W].reshape(-1, K, H)) for x in kept)
     place_S = jnp.arange(len(k_SKH))
-    seen_S = (place_S <= place.start) & (place_S >= place.start - window)
+    seen_S = (place_S <= token.start) & (place_S >= token.start - window)
     exact = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("kgh,skh->kgs", wide(q_NH.reshape(K, -1, H)), k_SKH, precision=exact)
     p_KGS = jax.nn.softmax(jnp.where(seen_S[None, None], scores * s.scale, -jnp.inf), axis=-1)
@@ -92,18 +92,19 @@ def squared_relu(h_F: Array) -> Array:
 def decode_layers(shape, weights, x0_D, cos_h, sin_h, values_LC, pages, table_W, start, count):
     """Backend of the public function."""
     dtype, s = x0_D.dtype, shape
-    place = TokenPlace(cos_h, sin_h, table_W, start, count)
+    token = TokenPlace(cos_h, sin_h, table_W, start, count)
     x_D, middle_D, branch_D, kept = x0_D, x0_D, jnp.zeros_like(x0_D), []
     for layer, window in enumerate(s.windows):
         qkv, out, up, down = (w[layer] for w in weights[:4])
         x_D = add_scaled(weights.scales_L2[layer], x_D + branch_D, x0_D)
         y_R = packed_matmul(qkv, rms_normed(s, x_D)).astype(dtype)
         own = pages[0][layer], pages[1][layer]
-        y_C, own = attend_token(s, y_R, values_LC[layer], place, own, window)
+        y_C, own = attend_token(s, y_R, values_LC[layer], token, own, window)
         kept.append(own)
         x_D = x_D + packed_matmul(out, y_C.astype(dtype)).astype(dtype)
         h_F = squared_relu(packed_matmul(up, rms_normed(s, x_D)).astype(dtype)).astype(dtype)
         branch_D = packed_matmul(down, h_F).astype(dtype)
         if layer == s.middle:
             middle_D = x_D + branch_D
-    return x_D + branch_D, middle_D, tuple(jnp.stack(x) for x in zip(*kept))
+    pages = tuple(jnp.stack(x) for x in zip(*kept))
+    return x_D + branch_D, middle_D, pages, jnp.bool_(False)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 PROCESSORS = 132  # multiprocessors (SMs) of a Hopper GPU
 MOST_SPLITS = 32
 TOKENS = 32  # keys per step
-HELD = {1024: 12, 4096: 8}  # by largest width: tiles of a matmul, 4 registers each, loaded ahead
+# By largest width: tiles of a matmul, 4 registers each, that are loaded ahead.
+REGISTER_TILES = {1024: 12, 4096: 8}
 SPINS = 2**20  # reads of a vector, about a second, before a program times out
 LAUNCHES = 6  # sequential launches per layer that interpret mode needs
 
@@ -38,8 +39,8 @@ def supports(target: Target, shape: LayersShape, x0_D, pages) -> str | None:
     for name, size in inputs.items():
         if size % 256:
             return f"needs a multiple of 256 channels, got {name} {size}"
-    if s.width > max(HELD):
-        return f"needs a width up to {max(HELD)}, got {s.width}"
+    if s.width > max(REGISTER_TILES):
+        return f"needs a width up to {max(REGISTER_TILES)}, got {s.width}"
     if s.head_dim not in (32, 64, 128, 256):
         return f"needs heads of 32, 64, 128 or 256 channels, got {s.head_dim}"
     if s.heads // s.kv_heads > 14:
@@ -82,48 +83,52 @@ class Launched(NamedTuple):
 
 def decode_layers(
     shape, weights: PackedLayers, x0_D, cos_h, sin_h, values_LC, pages, table_W, start, count,
-    *, programs: int | None = None, held: int | None = None, interpret: bool = False,
+    *, programs: int | None = None, register_tiles: int | None = None, interpret: bool = False,
 ):  # fmt: skip
     """Backend of the public function. Other arguments as in `launch`."""
     row = x0_D, cos_h, sin_h, values_LC, pages, table_W, start, count
-    how = {"programs": programs, "held": held, "interpret": interpret}
+    how = {"programs": programs, "register_tiles": register_tiles, "interpret": interpret}
     done = launch(shape, weights, *row, **how)
 
     def total(layer: int):
         x_D = done.states_2D[int(layer == shape.middle)]
         return (x_D + done.values(layer, "down")[0]).astype(x0_D.dtype)
 
+    timed_out = (done.status_G == 0).any()
     # After a timeout the result is NaN, because the values may be wrong.
-    x_D = jnp.where((done.status_G > 0).all(), total(shape.depth - 1), jnp.nan)
-    return x_D, total(shape.middle), done.pages
+    x_D = jnp.where(timed_out, jnp.nan, total(shape.depth - 1))
+    return x_D, total(shape.middle), done.pages, timed_out
 
 
 def layers_plan(
-    shape: LayersShape, pages, table: int, programs: int | None = None, held: int | None = None,
-    interpret: bool = False,
+    shape: LayersShape, pages, table: int, programs: int | None = None,
+    register_tiles: int | None = None, interpret: bool = False,
 ) -> "LayersPlan":  # fmt: skip
     """Make the kernel's plan. table: length of the page table. Other arguments as in `launch`."""
     from jaxtrain_kernels.decode_layers import kernel
 
     many = programs or processors()
-    held = held or next(tiles for width, tiles in HELD.items() if shape.width <= width)
+    register_tiles = register_tiles or next(
+        tiles for width, tiles in REGISTER_TILES.items() if shape.width <= width
+    )
     splits = max(1, min(many // shape.kv_heads, MOST_SPLITS))
     sizes = pages[0].shape[2], pages[0].shape[1]
     spins = 1 if interpret else SPINS
-    return kernel.LayersPlan(shape, many, splits, TOKENS, *sizes, table, held, spins)
+    return kernel.LayersPlan(shape, many, splits, TOKENS, *sizes, table, register_tiles, spins)
 
 
 def launch(
     shape: LayersShape, weights: PackedLayers, x0_D, cos_h, sin_h, values_LC, pages, table_W, start,
-    count, *, programs: int | None = None, held: int | None = None, interpret: bool = False,
+    count, *, programs: int | None = None, register_tiles: int | None = None,
+    interpret: bool = False,
 ) -> Launched:  # fmt: skip
     """Run the kernel. programs: size of the grid; all must run at once, so by default one per
-    multiprocessor. held: tiles that a program loads ahead. interpret: run on a CPU, where programs
-    run one after the other and cannot wait, so launches are repeated until all have read the
-    others' outputs."""
+    multiprocessor. register_tiles: tiles that a program loads ahead. interpret: run on a CPU,
+    where programs run one after the other and cannot wait, so launches are repeated until all have
+    read the others' outputs."""
     from jaxtrain_kernels.decode_layers import program
 
-    plan = layers_plan(shape, pages, len(table_W), programs, held, interpret)
+    plan = layers_plan(shape, pages, len(table_W), programs, register_tiles, interpret)
     place_2 = jnp.stack([start, count]).astype(jnp.int32)
     x0_32, turns_2h = x0_D.astype(jnp.float32), jnp.stack([cos_h, sin_h])
     arrays = weights, x0_32, turns_2h, values_LC, place_2, table_W

@@ -2,6 +2,10 @@
 
 JAX's compilation cache saves a second process from compiling a program, but not from lowering it.
 Pallas lowers a kernel in Python: about 0.4 s per kernel, in each program that contains it.
+
+A file that no process has read for MOST_AGE seconds is deleted. So are the files that were read
+least recently, while the folder has more than MOST_BYTES. A new version of the package or of JAX
+makes new files, so old ones are never read again. Processes may share the folder.
 """
 
 import contextlib
@@ -15,6 +19,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +43,8 @@ CHECKS = (DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)
 # JAX settings that a trace depends on. A thread may have its own values.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 EXPORTED: dict[tuple[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]] = {}
+MOST_AGE = 30 * 24 * 3600.0  # seconds since a file was read
+MOST_BYTES = 1 << 30  # of all files in the folder
 SETTING_LOCK = threading.Lock()  # guards a JAX setting that all threads share
 # An array's type without a sharding, a memory space or a mesh axis along which it varies.
 PLAIN_TYPE = re.compile(r"~?\w+\[[\d,]*\]")
@@ -205,6 +212,8 @@ def _read(path: Path) -> Exported | None:
         content = path.read_bytes()
         if hashlib.sha256(content[32:]).digest() != content[:32]:
             return None
+        with contextlib.suppress(OSError):  # another user's file, or another process deleted it
+            os.utime(path)  # its time says when it was last read; atime is often off
         return deserialize(bytearray(content[32:]))
     except Exception:  # an unreadable folder, another program's file, no flatbuffers
         return None
@@ -221,6 +230,29 @@ def _write(path: Path, content: bytes) -> None:
             os.replace(part, path)
         except OSError:
             part.unlink(missing_ok=True)
+        _evict(path.parent)
+
+
+def _evict(folder: Path) -> None:
+    """Delete the files of the cache that are too old, and the oldest while all are too large.
+
+    Other processes may read, write and delete meanwhile. A process that has opened a file reads it
+    to its end; one that comes later lowers the kernel again.
+    """
+    found: list[tuple[float, int, str]] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if entry.is_file(follow_symlinks=False):
+                    about = entry.stat(follow_symlinks=False)
+                    found.append((about.st_mtime, about.st_size, entry.path))
+    total, oldest = sum(size for _, size, _ in found), time.time() - MOST_AGE
+    for read_at, size, path in sorted(found):
+        if read_at >= oldest and total <= MOST_BYTES:
+            break
+        with contextlib.suppress(OSError):  # deleted by another process, or of another user
+            os.unlink(path)
+        total -= size
 
 
 def _function_key(function: Callable[..., Any]) -> tuple[str, ...]:

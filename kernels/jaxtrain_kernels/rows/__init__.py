@@ -70,8 +70,8 @@ def relu2(
     return _backend("relu2", implementation, x_BTF).relu2(x_BTF)
 
 
-def serves(op: str, *arrays: Any) -> bool:
-    """Whether the Hopper kernel, not only XLA's fusion, serves these shapes on this device."""
+def has_hopper_kernel(op: str, *arrays: Any) -> bool:
+    """Whether the Hopper kernel, not only XLA's fusion, supports these shapes on this device."""
     return hopper.supports(target(), op, *arrays) is None
 
 

@@ -117,9 +117,9 @@ def _limits(mask: Mask, ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     B, T = ids_BT.shape
     t = jnp.arange(T, dtype=jnp.int32)[None]
-    begins = jnp.pad(ids_BT[:, 1:] != ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    ends = jnp.pad(begins[:, 1:], ((0, 0), (0, 1)), constant_values=True)
-    first = _running_max(jnp.where(begins, t, 0))
+    is_first = jnp.pad(ids_BT[:, 1:] != ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    ends = jnp.pad(is_first[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+    first = _running_max(jnp.where(is_first, t, 0))
     last = T - 1 - _running_max(jnp.where(ends, T - 1 - t, 0)[:, ::-1])[:, ::-1]
     if mask.window is not None:
         first = jnp.maximum(first, t - mask.window)
@@ -128,7 +128,7 @@ def _limits(mask: Mask, ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     some = ids_BT > 0
     limits = jnp.where(some, first, 0), jnp.where(some, last + 1, 0), ids_BT
     earlier = jnp.pad(_running_max(jnp.maximum(ids_BT, 0))[:, :-1], ((0, 0), (1, 0)))
-    return jnp.stack(limits, 1), (~(some & begins) | (ids_BT > earlier)).all(1)
+    return jnp.stack(limits, 1), (~(some & is_first) | (ids_BT > earlier)).all(1)
 
 
 def _running_max(x_BT: Any, block: int = 128) -> Any:

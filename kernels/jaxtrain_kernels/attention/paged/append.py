@@ -82,13 +82,13 @@ def _append(interpret: bool, pages, new, table_BW, starts_B, counts_B):
         k, t, b = (pl.program_id(i) for i in range(3))
         position = starts_ref[b] + t
         index = jnp.minimum(jax.lax.div(position, size), table_BW.shape[1] - 1)
-        page, place = table_ref[b, index], jax.lax.rem(position, size)
+        page, slot = table_ref[b, index], jax.lax.rem(position, size)
         h_H = jnp.arange(pl.next_power_of_2(H))
         inside = h_H < H
         kept = inside & (t < counts_ref[b])
         for new_ref, out_ref in zip(new_refs, refs[-n:]):
             x_H = plgpu.load(new_ref.at[b, t, k, h_H], mask=inside, other=0.0)
-            plgpu.store(out_ref.at[page, place, k, h_H], x_H.astype(out_ref.dtype), mask=kept)
+            plgpu.store(out_ref.at[page, slot, k, h_H], x_H.astype(out_ref.dtype), mask=kept)
 
     return pl.pallas_call(
         kernel,

@@ -226,8 +226,8 @@ def paged_attention_split(plan: PagePlan, q_ref: Ref, *refs: Ref) -> None:
     out_RC = sum_RC / jnp.where(total_R == 0, 1, total_R)[:, None]
     if plan.tile.splits == 1:
         (out_ref,) = out_refs
-        place = out_ref.at[b, t_R[:, None], n_R[:, None], h_C[None]]
-        plgpu.store(place, out_RC.astype(out_ref.dtype), mask=real_RC)
+        out_at = out_ref.at[b, t_R[:, None], n_R[:, None], h_C[None]]
+        plgpu.store(out_at, out_RC.astype(out_ref.dtype), mask=real_RC)
         return
     out_ref, lse_ref = out_refs
     plgpu.store(out_ref.at[b, k, split, r_R[:, None], h_C[None]], out_RC, mask=real_RC)
@@ -275,9 +275,9 @@ def _step(
     inside_SC = inside_S[:, None] & (row.h_C < H)[None]
 
     def read(ref: Ref) -> jax.Array:
-        place = ref.at[page_S[:, None], slot_S[:, None], row.k, row.h_C[None]]
+        values_at = ref.at[page_S[:, None], slot_S[:, None], row.k, row.h_C[None]]
         zero = jnp.zeros((), ref.dtype)
-        x_SC = plgpu.load(place, mask=inside_SC, other=zero)
+        x_SC = plgpu.load(values_at, mask=inside_SC, other=zero)
         if x_SC.dtype == jnp.int8 and not plan.interpret:
             return _bytes_to_float16(x_SC)
         return x_SC.astype(q_RC.dtype)
@@ -365,5 +365,5 @@ def paged_attention_join(plan: PagePlan, parts_ref: Ref, lse_ref: Ref, out_ref: 
     start = jnp.float32(0), jnp.zeros([plan.columns], jnp.float32)
     total, sum_C = jax.lax.fori_loop(0, -(-splits // JOINED), step, start)
     out_C = sum_C / total
-    place = out_ref.at[b, jax.lax.div(r, plan.G), k * plan.G + jax.lax.rem(r, plan.G), h_C]
-    plgpu.store(place, out_C.astype(out_ref.dtype), mask=h_C < H)
+    out_at = out_ref.at[b, jax.lax.div(r, plan.G), k * plan.G + jax.lax.rem(r, plan.G), h_C]
+    plgpu.store(out_at, out_C.astype(out_ref.dtype), mask=h_C < H)

@@ -202,8 +202,8 @@ def _row(plan: LossPlan, refs: Refs, part: Any, result: Any, row: LossRow, at: A
     """Replace a warpgroup's part of a row by its gradient."""
     warpgroup = lax.axis_index("warpgroup")
     label = jnp.clip(row.label, 0, plan.V - 1)
-    place = jnp.clip(label - warpgroup * plan.part, 0, plan.part - 1)
-    line, column = lax.div(place, WIDTH), lax.rem(place, WIDTH)
+    column_of_label = jnp.clip(label - warpgroup * plan.part, 0, plan.part - 1)
+    line, column = lax.div(column_of_label, WIDTH), lax.rem(column_of_label, WIDTH)
     # Read before the warpgroups synchronize: after that the part is overwritten.
     label_raw = part[line, column].astype(jnp.float32)
     peak: Any = plan.softcap
@@ -221,7 +221,7 @@ def _row(plan: LossPlan, refs: Refs, part: Any, result: Any, row: LossRow, at: A
         less = jnp.where(row.label == label, row.weight, 0.0)
         less = less * _exponential(plan, label_raw, peak)[1]
         here = (label >= warpgroup * plan.part) & (label < (warpgroup + 1) * plan.part)
-        wanted = jnp.where(here, place, -1)
+        wanted = jnp.where(here, column_of_label, -1)
     for n, numerator in enumerate(kept):
         gradient = numerator * factor
         if not plan.in_place:
@@ -239,14 +239,14 @@ def _row(plan: LossPlan, refs: Refs, part: Any, result: Any, row: LossRow, at: A
         refs.lse[at] = lse
 
 
-def _only_at(place: Any, value: Any) -> Any:
-    """`value` at index `place` of a warpgroup's step, 0 elsewhere; all 0 if out of range.
+def _only_at(index: Any, value: Any) -> Any:
+    """`value` at `index` of a warpgroup's step, 0 elsewhere; all 0 if out of range.
 
     Made by comparing indices, because a single float8 value cannot be stored.
     """
     shape = (4, WIDTH)
     line, column = (plgpu.broadcasted_iota(jnp.int32, shape, d, layout=LAYOUT) for d in (0, 1))
-    return jnp.where(line * WIDTH + column == place, value, 0.0)
+    return jnp.where(line * WIDTH + column == index, value, 0.0)
 
 
 def _saturated(plan: LossPlan, gradient: Any) -> Any:

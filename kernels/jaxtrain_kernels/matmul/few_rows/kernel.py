@@ -60,8 +60,8 @@ def call(tile, relu2: bool, interpret: bool, x_MK, *matrices):
         program = pl.program_id(0)
         w_refs, out_refs = refs[: len(matrices)], refs[len(matrices) :]
         for begin, end, w_ref, out_ref in zip(ends, ends[1:], w_refs, out_refs):
-            place = program - begin, x_ref, w_ref, out_ref
-            run = functools.partial(_tile_of_matrix, tile, relu2, *place)
+            tile_refs = program - begin, x_ref, w_ref, out_ref
+            run = functools.partial(_tile_of_matrix, tile, relu2, *tile_refs)
             if len(matrices) == 1:
                 run()
             else:

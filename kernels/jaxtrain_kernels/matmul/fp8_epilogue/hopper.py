@@ -10,7 +10,7 @@ registers. This takes twice the registers, so the warpgroups then share a tile: 
 other multiplies, but nothing overlaps the epilogue.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from jax.typing import DTypeLike
 
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.hopper import Index, Ref
+from jaxtrain_kernels.matmul.fp8.functions import Function
+from jaxtrain_kernels.matmul.fp8_epilogue.reference import ProductOptions
 from jaxtrain_kernels.matmul.hopper import gemm
 from jaxtrain_kernels.matmul.hopper.gemm import PART, WARPGROUPS, GemmPlan, GemmTiling
 
@@ -31,7 +34,7 @@ FAST = GemmTiling(rows=128, columns=192, stages=4, parts=2)
 EXACT = GemmTiling(rows=64, columns=192, shared=True, stages=3, parts=3)
 
 
-def supports(target: Target, options: Any, a_MK, b_NK, *others) -> str | None:
+def supports(target: Target, options: ProductOptions, a_MK, b_NK, *others) -> str | None:
     if reason := hopper.unsupported_reason(target, *others):
         return reason
     if any(x.dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2) for x in (a_MK, b_NK)):
@@ -54,7 +57,7 @@ class EpiloguePlan(NamedTuple):
     """
 
     gemm: GemmPlan
-    function: Any
+    function: Function
     dtype: DTypeLike
     other: bool
     keep: bool
@@ -81,11 +84,11 @@ class EpilogueArrays(NamedTuple):
     """
 
     gemm: gemm.GemmArrays
-    factors: Any
-    q_MN: Any
-    q_NM: Any
-    most: Any
-    product: Any
+    factors: Ref
+    q_MN: Ref
+    q_NM: Ref
+    most: Ref
+    product: Ref | None
 
 
 class EpilogueMemory(NamedTuple):
@@ -94,8 +97,8 @@ class EpilogueMemory(NamedTuple):
     """
 
     gemm: gemm.GemmMemory
-    q: Any
-    qt: Any
+    q: Ref
+    qt: Ref
 
 
 class EpilogueWork(NamedTuple):
@@ -233,23 +236,23 @@ def _compute(work: EpilogueWork):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _fetch_other(work: EpilogueWork, t: Any):
+def _fetch_other(work: EpilogueWork, t: Index):
     """Start to load all parts of a tile's second input, while its product is computed."""
     row, column = gemm.place_of(work.plan.gemm, t)
     for n, (r, c) in enumerate(work.plan.gemm.places):
-        plgpu.copy_gmem_to_smem(
+        hopper.untyped.copy_gmem_to_smem(
             work.arrays.gemm.other.at[pl.ds(work.gemm.own(row) + r, PART), pl.ds(column + c, PART)],
             work.gemm.part(n),
             _arrived(work, n),
         )
 
 
-def _arrived(work: EpilogueWork, n: int) -> Any:
+def _arrived(work: EpilogueWork, n: int) -> Ref:
     tiling = work.plan.gemm.tiling
     return work.memory.gemm.arrived.at[work.gemm.warpgroup * tiling.parts + n]
 
 
-def _sum(work: EpilogueWork, t: Any, i: Any):
+def _sum(work: EpilogueWork, t: Index, i: Index):
     """Return a tile's product, accumulated by the tensor cores."""
     plan, tiling = work.plan.gemm, work.plan.gemm.tiling
     product = pl.run_scoped(
@@ -261,7 +264,7 @@ def _sum(work: EpilogueWork, t: Any, i: Any):
     return product
 
 
-def _sum_exactly(work: EpilogueWork, t: Any):
+def _sum_exactly(work: EpilogueWork, t: Index):
     """Return a tile's product, with the results of the steps accumulated in float32."""
     plan, memory = work.plan.gemm, work.memory.gemm
     tiling, shape = plan.tiling, (plan.tiling.rows, plan.tiling.columns)
@@ -283,23 +286,23 @@ def _sum_exactly(work: EpilogueWork, t: Any):
     return lax.fori_loop(0, plan.steps, step, zeros)
 
 
-def _store(work: EpilogueWork, t: Any, i: Any, product: Any):
+def _store(work: EpilogueWork, t: Index, i: Index, product: jax.Array):
     """Round a tile's parts, cast them in both layouts and store them."""
     plan, tiling, arrays = work.plan, work.plan.gemm.tiling, work.arrays
     row, column = gemm.place_of(plan.gemm, t)
     row = work.gemm.own(row)
     scale, multiplier = arrays.factors[0], arrays.factors[1]
-    most: dict[int, Any] = {}
+    most: dict[int, jax.Array] = {}
     for n, (r, c) in enumerate(plan.gemm.places):
-        place = lax.rem(i * len(plan.gemm.places) + n, tiling.parts)
+        slot = lax.rem(i * len(plan.gemm.places) + n, tiling.parts)
         part, q, qt = (
-            work.gemm.part(place),
-            *(tiles.at[work.gemm.warpgroup, place] for tiles in (work.memory.q, work.memory.qt)),
+            work.gemm.part(slot),
+            *(tiles.at[work.gemm.warpgroup, slot] for tiles in (work.memory.q, work.memory.qt)),
         )
         plgpu.wait_smem_to_gmem((tiling.parts - 1) * plan.copies, wait_read_only=True)
         others, others_turned = [], []
         if plan.other:
-            plgpu.barrier_wait(_arrived(work, n))
+            hopper.untyped.barrier_wait(_arrived(work, n))
             others = [plgpu.load(part, layout=hopper.MATRIX)]
             others_turned = [plgpu.load(part.T, layout=hopper.MATRIX)]
             plgpu.commit_smem()  # the product overwrites it
@@ -316,14 +319,14 @@ def _store(work: EpilogueWork, t: Any, i: Any, product: Any):
         rows, columns = pl.ds(row + r, PART), pl.ds(column + c, PART)
         plgpu.copy_smem_to_gmem(q, arrays.q_MN.at[rows, columns])
         plgpu.copy_smem_to_gmem(qt, arrays.q_NM.at[columns, rows])
-        if plan.keep:
+        if arrays.product is not None:
             plgpu.copy_smem_to_gmem(part, arrays.product.at[rows, columns])
     for r, peaks in most.items():
         across = lax.div(column, tiling.columns)
         arrays.most[across, pl.ds(row + r, PART)] = peaks
 
 
-def _quantized(plan: EpiloguePlan, values: Any, multiplier: Any) -> Any:
+def _quantized(plan: EpiloguePlan, values: jax.Array, multiplier: jax.Array) -> jax.Array:
     scaled = values.astype(jnp.float32) * multiplier
     if plan.clip:
         largest = float(jnp.finfo(plan.dtype).max)

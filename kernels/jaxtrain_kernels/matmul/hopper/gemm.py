@@ -260,18 +260,18 @@ class GemmWork(NamedTuple):
         """First row of the warpgroup's tile, from the first row of the block's tile."""
         return row + self.warpgroup * self.plan.tiling.rows if self.plan.tiling.shared else row
 
-    def part(self, place: Index) -> Any:
-        return self.memory.parts.at[self.warpgroup, place]
+    def part(self, slot: Index) -> Any:
+        return self.memory.parts.at[self.warpgroup, slot]
 
     def fetch(self, t: Index, n: int, used: Index) -> None:
         """Start to load part n of tile t's other input; used: number of parts before this tile."""
         tiling, (r, c) = self.plan.tiling, self.plan.places[n]
         row, column = place_of(self.plan, t)
-        place = lax.rem(used + n, tiling.parts)
+        slot = lax.rem(used + n, tiling.parts)
         plgpu.copy_gmem_to_smem(
             self.arrays.other.at[pl.ds(self.own(row) + r, PART), pl.ds(column + c, PART)],
-            self.part(place),
-            self.memory.arrived.at[self.warpgroup * tiling.parts + place],
+            self.part(slot),
+            self.memory.arrived.at[self.warpgroup * tiling.parts + slot],
         )
 
 
@@ -347,10 +347,10 @@ def _store(work: GemmWork, t: Any, turns: int, i: Any, more: Any, product: Any):
     row, column = place_of(plan, t)
     used = i * len(plan.places)
     for n, (r, c) in enumerate(plan.places):
-        place = lax.rem(used + n, tiling.parts)
-        part, inputs = work.part(place), [product[r : r + PART, c : c + PART]]
+        slot = lax.rem(used + n, tiling.parts)
+        part, inputs = work.part(slot), [product[r : r + PART, c : c + PART]]
         if plan.other:
-            plgpu.barrier_wait(work.memory.arrived.at[work.warpgroup * tiling.parts + place])
+            plgpu.barrier_wait(work.memory.arrived.at[work.warpgroup * tiling.parts + slot])
             inputs.append(plgpu.load(part, layout=hopper.MATRIX).astype(jnp.float32))
         else:
             plgpu.wait_smem_to_gmem(tiling.parts - 1, wait_read_only=True)

@@ -8,8 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 
-def _read(ref, *place, mask):
-    return plgpu.load(ref.at[place], mask=mask, other=0.0).astype(jnp.float32)
+def _read(ref, *index, mask):
+    return plgpu.load(ref.at[index], mask=mask, other=0.0).astype(jnp.float32)
 
 
 def _norm(s_D, eps: float, channels: int):
@@ -85,8 +85,8 @@ def rope_norm(eps: float, interpret: bool, q_BTNH, k_BTKH, cos_BTH, sin_BTH):
     def kernel(q_ref, k_ref, cos_ref, sin_ref, q_out_ref, k_out_ref):
         r, n = pl.program_id(0), pl.program_id(1)
         h_H = jnp.arange(pl.next_power_of_2(H))
-        place = jax.lax.rem(r, T) if shared else r
-        cos_H, sin_H = (_read(ref, place, h_H, mask=h_H < H) for ref in (cos_ref, sin_ref))
+        row_of_table = jax.lax.rem(r, T) if shared else r
+        cos_H, sin_H = (_read(ref, row_of_table, h_H, mask=h_H < H) for ref in (cos_ref, sin_ref))
         pl.when(n < N)(lambda: turn(q_ref, q_out_ref, r, n, cos_H, sin_H))
         pl.when(n >= N)(lambda: turn(k_ref, k_out_ref, r, n - N, cos_H, sin_H))
 
