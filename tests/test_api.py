@@ -101,6 +101,7 @@ def test_generate_takes_one_prompt_or_several(model):
         model.chat([{"role": "user", "content": "Hi"}])
 
 
+@pytest.mark.slow
 def test_saved_and_exported_it_is_the_same_model(model, tmp_path):
     again = jaxtrain.load(model.save(tmp_path / "saved"))
     np.testing.assert_array_equal(again.log_likelihood(TEXTS), model.log_likelihood(TEXTS))

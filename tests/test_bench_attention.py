@@ -91,6 +91,7 @@ def test_a_wrong_backend_is_found_and_a_failing_one_is_named():
     assert not failed["exact"] and failed["why"] == "ValueError: no such thing"
 
 
+@pytest.mark.slow
 def test_unknown_names_are_one_line(capsys):
     assert main(["attention", "b16_t2048"]) == 2
     assert "bench attention has no b16_t2048; it has b16_t2048_d128," in capsys.readouterr().err

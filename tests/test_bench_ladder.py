@@ -85,6 +85,7 @@ def test_every_rung_is_a_configuration(which, name, tmp_path):
 
 
 @pytest.mark.parametrize("which", LADDERS)
+@pytest.mark.quick("quick", "d4")
 def test_every_rung_changes_what_it_names(which, tmp_path):
     rungs, train = LADDERS[which], trainer(which, tmp_path)
     configs = [config_of(train.job(name, 0, 1.0)) for name in rungs.names]

@@ -83,6 +83,7 @@ def test_a_member_is_the_run_trained_alone(members, tmp_path):
     assert results[1].step == alone.step == 6 and not results[1].stopped
 
 
+@pytest.mark.slow
 def test_initial_values_are_those_of_a_run_alone_bit_for_bit(tmp_path):
     plan = make_plans(config(tmp_path, "a"), Coordinator(), RunLog(Coordinator(), quiet=True))[0]
     specs, seed = plan.partition.trainable, plan.run.run.seed

@@ -270,6 +270,7 @@ def test_a_killed_scoring_goes_on(run, corpus, tmp_path, monkeypatch, capsys, se
     assert not list(tmp_path.glob("*.partial-*"))
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line(run, corpus, tmp_path, capsys):
     def error(*more, out="o.jsonl.zst", names=("el2n",), path=corpus):
         assert command(run, path, tmp_path / out, *more, names=names) == 2

@@ -287,6 +287,7 @@ def test_a_batch_without_labels_is_an_error(tmp_path, capfd, monkeypatch):
     assert re.fullmatch(r"step \d: no token of the batch has a label, .* --step \d`.*", message)
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_trained_on(tmp_path, capfd):
     corpus = tmp_path / "corpus.txt"
 

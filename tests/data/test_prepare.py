@@ -301,6 +301,7 @@ def test_a_kill_loses_seconds_of_a_small_text(tmp_path, corpus, monkeypatch):
         prepare(DataConfig(**options))
 
 
+@pytest.mark.slow
 def test_an_error_of_another_process_and_its_death_are_one_line(tmp_path, small, corpus):
     options, _ = corpus
     (tmp_path / "c.jsonl").write_text('{"txt": 1}\n')
@@ -329,6 +330,7 @@ def test_a_vocabulary_is_trained_on_a_random_part_of_the_text(tmp_path, small, c
     assert "".join(whole) == next(read_documents(TextSource()))
 
 
+@pytest.mark.slow
 def test_nanochats_vocabulary_is_trained_on_the_beginnings_of_documents(tmp_path, small, corpus):
     options, parts = corpus
     options |= {"cache_dir": str(tmp_path), "validation": {"name": "none"}}

@@ -252,6 +252,7 @@ def test_a_prompt_has_at_most_ten_times_the_context(bundle):
     assert max(len(scored.tokens) for question in short for scored in question) == 8
 
 
+@pytest.mark.slow
 def test_long_prompts_look_back_one_context(model):
     """Two layers, of windows 7 and T, and the smear: 3 T tokens before, nothing is seen."""
     tokens = sequence(np.random.default_rng(1), 4 * T)
@@ -263,6 +264,7 @@ def test_long_prompts_look_back_one_context(model):
     assert nll[0] == pytest.approx(nll[1], rel=1e-6) and nll[0] != pytest.approx(nll[2], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_learned_positions_crop(bundle, tmp_path):
     learned = [*FIELDS, "model.position_embedding=learned"]
     other = load_saved(random_run(tmp_path, learned))

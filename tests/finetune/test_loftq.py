@@ -33,6 +33,7 @@ def test_low_rank_is_close_to_the_best_product():
     np.testing.assert_allclose(np.linalg.norm(a, axis=0), np.linalg.norm(b, axis=1), rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["nf4", "int4"])
 @pytest.mark.quick("nf4")
 def test_what_is_left_falls_with_every_iteration(form):

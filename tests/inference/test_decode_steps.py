@@ -103,6 +103,7 @@ def test_the_host_is_asked_once_for_several_steps(calls):
     assert len(tokens) == 28 and engine.stats().new_tokens == 28
 
 
+@pytest.mark.slow
 def test_a_new_request_waits_for_one_call_at_most(calls):
     engine = make_engine(options=several(4))
     first, second = prompts(9, 12)

@@ -66,6 +66,7 @@ def test_the_tokens_are_those_of_layers_one_by_one(by_reference):
     assert by_reference
 
 
+@pytest.mark.slow
 def test_a_kernel_that_gives_up_ends_the_engine(monkeypatch):
     def nothing(*args, **kwargs):
         x_D, middle_D, pages = reference.decode_layers(*args, **kwargs)

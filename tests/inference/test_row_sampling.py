@@ -61,6 +61,7 @@ def test_what_is_kept_is_drawn_by_its_probability(how, p_V):
     np.testing.assert_allclose(shares(how), p_V, atol=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "least"),
     [
@@ -93,6 +94,7 @@ def test_a_draw_depends_on_its_row_alone():
         assert sample_rows(*alone, Sampler.ALL).token_B == together[row]
 
 
+@pytest.mark.slow
 def test_penalties_count_tokens():
     """Of the prompt [0, 3] and the new tokens [1, 1, 2]."""
     told = lambda how: shares(how, (0, 3, 1, 1, 2), prompt=2)

@@ -53,6 +53,7 @@ def test_a_stream_is_the_whole_answer(client, saved):
     assert chunks[-2].choices[0].finish_reason in ("stop", "length")
 
 
+@pytest.mark.slow
 def test_seeds_and_stops(client, saved):
     asked = {"model": "tiny", "prompt": "To be", "max_tokens": 12, "temperature": 1.0}
     texts = [client.completions.create(seed=seed, **asked).choices[0].text for seed in (1, 1, 2)]

@@ -16,6 +16,7 @@ from jaxtrain.inference.engine import Engine
 # ---- load, and clients that leave ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_many_clients_get_their_own_answers(server, saved):
     texts = [f"{i}: the" for i in range(12)]
     ask = lambda text: server.client().completions.create(
@@ -50,6 +51,7 @@ def send_raw(server, body):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.quick("True")
 def test_a_client_that_leaves_frees_its_place(saved, stream):
     with live(saved, kind=SlowEngine) as one:
         engine = one.service.thread
@@ -75,6 +77,7 @@ def test_what_is_more_than_the_queue_is_refused(saved):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.quick("True")
 def test_a_request_has_its_time(saved, stream):
     with live(saved, LIMITS._replace(timeout=0.3), kind=SlowEngine) as one:
         if stream:

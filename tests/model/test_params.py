@@ -167,6 +167,7 @@ def test_adding_a_parameter_leaves_the_others_bit_identical(plain):
     same(more, plain)
 
 
+@pytest.mark.slow
 def test_removing_a_parameter_leaves_the_others_bit_identical(plain):
     fewer = initial(smear=False, value_embeddings=False)
     kept = {name: plain[name] for name in fewer}

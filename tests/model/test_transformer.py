@@ -108,6 +108,7 @@ def test_a_window_hides_what_lies_further_back():
 
 
 @pytest.mark.parametrize("changes", [{}, LLAMA], ids=["speedrun", "llama"])
+@pytest.mark.quick("llama")
 def test_packed_documents_are_as_if_alone(changes):
     _, graphdef, _, params = build(document_mask=True, **changes)
     lengths, row = (11, 1, 20), tokens(1)
@@ -246,6 +247,7 @@ def test_softcap_bounds_the_logits():
     assert np.abs(out).max() <= 2.0
 
 
+@pytest.mark.slow
 def test_at_its_start_every_block_is_the_identity():
     """Zero output matrices: the logits are those of the embedding alone."""
     c = resolved(depth=2, smear=False, backout=False, residual_scales=False)

@@ -103,6 +103,7 @@ def test_a_sequence_is_split_as_far_as_it_divides():
     assert spec(8, 3) == jax.P((*BATCH, "tensor"), None, None)
 
 
+@pytest.mark.slow
 def test_rows_come_together_without_a_transpose():
     """The stream's rows are divided: no exchange of a step is of an inner dim of [B, T, D]."""
     _, graphdef, _, params = build(**LLAMA)

@@ -47,10 +47,12 @@ def test_both_methods_find_the_optimum_of_the_law():
         assert optimal.parameters.value == pytest.approx(true, rel=0.35)
 
 
+@pytest.mark.slow
 def test_fits_are_a_function_of_runs_and_seed():
     assert plain(fit_all(grid(), 2, BOOTSTRAP)) == plain(fit_all(grid(), 2, BOOTSTRAP))
 
 
+@pytest.mark.slow
 def test_a_larger_run_lies_in_its_predicted_interval():
     inside = 0
     for seed in range(3):

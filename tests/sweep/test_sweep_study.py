@@ -270,6 +270,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(case, tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_another_sweep_is_not_gone_on_with(tmp_path, monkeypatch):
     no_runs(monkeypatch)
     path = write_sweep(tmp_path)
