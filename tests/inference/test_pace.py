@@ -1,7 +1,7 @@
 """How many steps a call has: one where the host waits for the device at any rate."""
 
-import pytest
 import numpy as np
+import pytest
 from engine_cases import OPTIONS, make_engine, prompts, tokens_of
 
 from jaxtrain.inference.engine.pace import PATIENCE, TRIED, Pace
