@@ -113,6 +113,30 @@ def test_each_member_has_a_run_directory_that_commands_take(members):
     assert any((first[name] != second[name]).any() for name in first)
 
 
+def members_at(*steps):
+    """As they are before a run of six steps: the checkpoints that each has."""
+    config = SimpleNamespace(train=SimpleNamespace(steps=6))
+    return [
+        SimpleNamespace(
+            failure=None, run_dir=Path("none"), plan=SimpleNamespace(config=config),
+            checkpoints=SimpleNamespace(
+                steps=lambda own=own: own, latest=lambda own=own: max(own, default=None),
+                delete_after=lambda step, own=own: own.remove(max(own)),
+            ),
+        )
+        for own in map(list, steps)
+    ]  # fmt: skip
+
+
+def test_all_members_go_on_from_the_newest_step_that_each_has(monkeypatch):
+    monkeypatch.setattr(population, "divergence_of", lambda member: None)
+    members = members_at([3, 6], [3])
+    assert population.common_step(members, 3) == 3
+    assert [m.checkpoints.steps() for m in members] == [[3], [3]]
+    assert population.common_step(members_at([], []), 3) == 0
+
+
+@pytest.mark.slow
 def test_a_population_that_was_killed_equals_the_uninterrupted_one(members, tmp_path):
     """Killed while the last checkpoints were written: one member has its own, the other not."""
     directory, _ = members

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from task_cases import FIELDS, MC, TASKS, T, judged
-from tiny import mesh_of, random_run
+from tiny import FEW_PARTS, assignments, byte_model, mesh_of, random_run
 
 from jaxtrain.data import Scored
 from jaxtrain.data.evaluation.branches import RowShape, expected_shapes, pack_branches
@@ -71,10 +71,12 @@ def test_packed_scores_are_those_of_each_sequence_alone(model, alone):
     assert greedy.sum() >= 2
 
 
-def test_programs_compile_in_threads_and_what_is_ready_is_scored_first(model, monkeypatch):
+def test_programs_compile_in_threads_and_what_is_ready_is_scored_first(tmp_path, monkeypatch):
     """The first job's program comes last; its numbers still come first, and they are those of
     programs that are compiled one by one, when they are called."""
     monkeypatch.setattr(log_likelihood, "make_mesh", lambda config: mesh_of())
+    fields = [*byte_model(T), *assignments(**FEW_PARTS), "model.depth=1"]
+    model = load_saved(random_run(tmp_path / "run", fields))
     generator = np.random.default_rng(3)
     start = sequence(generator, 80)
     ends = [Scored(np.append(start, sequence(generator, 2 + n)), 80) for n in range(3)]
