@@ -201,7 +201,8 @@ def test_the_mean_on_the_ring_is_of_both_neighbours(replicas):
         ring_mean, mesh=mesh_of(data=replicas), in_specs=jax.P("data"), out_specs=jax.P("data")
     )
     neighbours = [x_RN, np.roll(x_RN, 1, 0)] + [np.roll(x_RN, -1, 0)] * (replicas > 2)
-    np.testing.assert_allclose(jax.jit(mean)(x_RN), np.mean(neighbours, axis=0), rtol=1e-5)
+    found = jax.jit(mean)({"x": x_RN})["x"]
+    np.testing.assert_allclose(found, np.mean(neighbours, axis=0), rtol=1e-5)
 
 
 def test_gossip_averages_with_the_neighbours_and_keeps_the_mean(task):

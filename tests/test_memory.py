@@ -132,7 +132,6 @@ def test_a_report_of_two_devices():
     m = (record := preflight.preflight("quickstart", [*FEW, "mesh.fsdp=2"], 2, "H200"))["metrics"]
     parameters = record["workload"]["parameters"]
     assert m["parameters_bytes"] == pytest.approx(parameters * 4 / 2, rel=0.02)
-    assert m["states_bytes"] == pytest.approx(2 * m["parameters_bytes"], rel=0.02)
     assert m["total_bytes"] > m["parameters_bytes"] + m["states_bytes"]
     assert any("fsdp" in c["axes"] for c in record["collectives"])
     text = report(record)

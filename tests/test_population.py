@@ -39,7 +39,7 @@ from jaxtrain.train.loop import TrainResult, train
 from jaxtrain.train.plan import RunLog, make_plans
 from jaxtrain.train.population import train_population
 from jaxtrain.train.population_checks import MEMBER_FIELDS, TRACED, check_configs, check_plans
-from jaxtrain.train.population_members import is_batched, make_population_step
+from jaxtrain.train.population_members import Member, is_batched, make_population_step
 
 # Two members: other initial values, another order of the data, other rates.
 SECOND = {"run__seed": 7, "data__seed": 3, "optim__matrix_lr": 0.03, "optim__momentum": 0.8}
@@ -115,17 +115,17 @@ def test_each_member_has_a_run_directory_that_commands_take(members):
 
 def members_at(*steps):
     """As they are before a run of six steps: the checkpoints that each has."""
-    config = SimpleNamespace(train=SimpleNamespace(steps=6))
-    return [
-        SimpleNamespace(
-            failure=None, run_dir=Path("none"), plan=SimpleNamespace(config=config),
-            checkpoints=SimpleNamespace(
-                steps=lambda own=own: own, latest=lambda own=own: max(own, default=None),
-                delete_after=lambda step, own=own: own.remove(max(own)),
-            ),
-        )
-        for own in map(list, steps)
-    ]  # fmt: skip
+    found = []
+    for own in map(list, steps):
+        one = object.__new__(Member)
+        one.run_dir, one.failure = Path("none"), None
+        one.plan = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(steps=6)))
+        one.checkpoints = SimpleNamespace(
+            steps=lambda own=own: own, latest=lambda own=own: max(own, default=None),
+            delete_after=lambda step, own=own: own.remove(max(own)),
+        )  # fmt: skip
+        found.append(one)
+    return found
 
 
 def test_all_members_go_on_from_the_newest_step_that_each_has(monkeypatch):
