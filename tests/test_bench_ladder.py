@@ -331,6 +331,7 @@ def test_the_claim_is_judged_by_the_interval(factor, interval, verdict):
     assert Total(factor, interval, 1.0, 1.0, None).verdict == verdict
 
 
+@pytest.mark.slow
 def test_the_page_is_made_of_the_records(tmp_path):
     page = make_page(tmp_path / "ladder.md", picture=tmp_path / "ladder.png")
     assert page.read_text() == ladder_page.PAGE.read_text()

@@ -153,6 +153,7 @@ def test_folders_without_a_list_are_taken_as_they_are(tmp_path, s3):
         local_copy(f"{url}-other")
 
 
+@pytest.mark.slow
 def test_results_and_exports_go_to_urls(tmp_path, s3):
     url, run = f"{s3.bucket()}/a", run_with_model(tmp_path / "a")
     publish(run, url)

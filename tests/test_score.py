@@ -223,6 +223,7 @@ def test_columns_are_written_and_can_be_filtered_by(run, corpus, tmp_path, model
     assert store.lengths.tolist() == [len(tokens[i]) - 1 for i in best]
 
 
+@pytest.mark.slow
 def test_a_parquet_file_keeps_its_columns(run, tmp_path):
     table = {"body": texts(5), "id": [3, 1, 4, 1, 5], "raw": [b"x"] * 5, "url": list("abcde")}
     pq.write_table(pa.table(table), tmp_path / "t.parquet", row_group_size=2)

@@ -64,6 +64,7 @@ def test_what_is_cached_is_not_done_again(tmp_path, monkeypatch):
     assert "tokens" in stages
 
 
+@pytest.mark.slow
 def test_the_documents_split_follows_the_text(tmp_path):
     def split(lines, name):
         path = tmp_path / name
@@ -125,6 +126,7 @@ def test_the_cache_directory_comes_from_the_environment(tmp_path, monkeypatch):
     assert (tmp_path / "elsewhere") in prepared.directory.parents
 
 
+@pytest.mark.slow
 def test_a_ready_tokenizer_counts_by_its_content(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 10)
     source = {"name": "text", "path": str(tmp_path / "a.txt")}

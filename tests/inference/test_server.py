@@ -133,6 +133,7 @@ def test_echoed_prompts_have_the_models_logprobs(client, saved, logprobs_of):
     assert len(more.logprobs.token_logprobs) == len(more.logprobs.tokens) > len(ids)
 
 
+@pytest.mark.slow
 def test_chat_logprobs(client):
     asked = {"model": "tiny", "messages": HI, "max_tokens": 4, "temperature": 0}
     found = client.chat.completions.create(logprobs=True, top_logprobs=1, **asked).choices[0]

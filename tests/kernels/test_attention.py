@@ -261,11 +261,11 @@ def truth_without_lse(shape):
 GRADIENTS = [name for name, backend in BACKENDS.items() if hasattr(backend, "gradients")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", [n for n in GRADIENTS if n in ("xla", "reference")])
 @pytest.mark.parametrize(
     "options", [{}, {"window": 5}, {"softcap": 2.0}, {"segments": True}], ids=str
 )
-@pytest.mark.quick("{'segments': True}-xla")
 def test_gradients_from_output_and_lse_equal_those_of_attention(implementation, options):
     """What ring attention calls in its backward pass."""
     rng = np.random.default_rng(0)

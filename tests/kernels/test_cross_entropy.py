@@ -75,6 +75,7 @@ def test_the_softcap_of_a_gpu_is_a_tanh_however_large_the_logits(shape, size, to
         np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow
 @by_name(LOSS_SMALL)
 @pytest.mark.quick("all", "one_token")
 def test_the_loss_alone_equals_the_differentiated_one(shape):

@@ -82,6 +82,7 @@ def test_16_bits_are_added_in_float32():
     np.testing.assert_allclose(y.astype(jnp.float32), expected, rtol=2**-8, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_row_is_that_of_it_alone():
     x, w = inputs(4, 192, 16, dtype=BF16)
     (together,) = triton.few_rows_matmul(x, w, interpret=True)

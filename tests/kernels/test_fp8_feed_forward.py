@@ -159,6 +159,7 @@ def test_on_hopper_neither_the_activation_nor_its_gradient_is_written(delayed):
     assert "mosaic_gpu" in text and "stablehlo.transpose" not in text
 
 
+@pytest.mark.slow
 def test_without_the_hidden_layer_the_backward_keeps_float8_alone():
     """The output and W_down's gradient are the same; the others are off by float8's step, as the
     hidden layer's gradient is anyway."""

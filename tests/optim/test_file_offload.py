@@ -90,9 +90,9 @@ SLOW = [
 
 
 # Against the states on the host, which are compared with those on the device in test_offload.py.
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="compares operation by operation")
 @pytest.mark.parametrize("name", ["adamw", *SLOW])
-@pytest.mark.quick("adamw")
 def test_the_update_from_files_is_the_same_bit_for_bit(name, tmp_path):
     few = {"min_size": 20, "block_size": 4} if name == "adamw8bit" else {}
     few |= {"rank": 2} if name == "galore" else {}
