@@ -206,6 +206,9 @@ def test_what_it_cannot_serve_is_refused_with_the_reason_and_goes_to_xla(
     ],
     ids=str,
 )
+@pytest.mark.quick(
+    "{'data': 8, 'fsdp': 1}-True", "{'data': 2, 'fsdp': 4}-True", "{'data': 4, 'tensor': 2}-False"
+)
 def test_devices_that_split_rows_alone_run_the_fused_feed_forward(mesh, fused):
     x = jax.ShapeDtypeStruct((8, 128, 256), jnp.bfloat16)
     up, down = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 1024), (1024, 256)))

@@ -41,9 +41,7 @@ def interpreted(arrays, tile=None, **options):
         pytest.param({"G": 1}, PageTile(16, 1), {}, marks=pytest.mark.slow),
         pytest.param({"G": 4, "T": 3}, PageTile(16, 2), {}, marks=pytest.mark.slow),
         pytest.param({"G": 8, "pages": "int8"}, PageTile(16, 3), {}, marks=pytest.mark.slow),
-        pytest.param(
-            {"T": 3, "pages": "int8"}, PageTile(16, 2), {"window": 5}, marks=pytest.mark.slow
-        ),
+        ({"T": 3, "pages": "int8"}, PageTile(16, 2), {"window": 5}),
         pytest.param(
             {"T": 3, "pages": "float8_e4m3fn"},
             PageTile(32, 1),
@@ -51,7 +49,9 @@ def interpreted(arrays, tile=None, **options):
             marks=pytest.mark.slow,
         ),
         ({"T": 3, "H": 20}, PageTile(16, 5), {"window": 0}),
-        ({"G": 3, "H": 20}, None, {"window": 19, "softcap": 2.0}),
+        pytest.param(
+            {"G": 3, "H": 20}, None, {"window": 19, "softcap": 2.0}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

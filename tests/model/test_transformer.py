@@ -158,6 +158,7 @@ def test_decode_is_the_full_forward(changes):
         np.testing.assert_array_equal(cache.lengths_B, lengths)
 
 
+@pytest.mark.slow
 def test_decoding_looks_back_no_further_than_the_context():
     """In text longer than the training length, full layers see that length."""
     _, graphdef, _, params = build(depth=1, context_length=8)

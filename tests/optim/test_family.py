@@ -142,6 +142,7 @@ def test_the_dynamic_code(signed):
 
 
 @pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.quick("True")
 def test_encoding_finds_the_nearest_value(signed):
     values = code_values(signed).astype(np.float32)
     x = np.float32(10) ** np.random.default_rng(0).uniform(-8, 0, 2000).astype(np.float32)

@@ -180,6 +180,7 @@ def test_decay_is_decoupled_and_cautious_decay_takes_what_shrinks_anyway():
     np.testing.assert_allclose(cautious - free, -0.05 * p * towards_zero, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_renormalized_updates_have_the_norm_of_an_orthogonal_matrix():
     moved, _ = step(matrices(3, 16, 48), matrices(3, 16, 48), renormalize=True)
     norms = np.linalg.norm(moved, axis=(-2, -1))
@@ -248,6 +249,7 @@ def test_soap_muon_orthogonalises_the_momentum_divided_in_the_eigenbasis():
     assert states[-1].soap.leaves.m is None and int(states[-1].soap.count) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.quick("2")
 def test_blocks_of_heads_are_orthogonalised_by_themselves(heads):

@@ -73,6 +73,7 @@ def test_the_gradient_of_a_sum_over_devices_is_there_already():
     assert collectives(compiled.as_text(), dict(mesh.shape)) == []
 
 
+@pytest.mark.slow
 def test_tiles_of_a_row_stay_where_they_are():
     """Each has tokens of every device: nothing is sent, forward or backward."""
     mesh, w_DF = (

@@ -82,6 +82,7 @@ def test_the_record_has_a_dial_that_the_configuration_reads(tmp_path):
     assert "isoFLOP: tokens per parameter" in lines and "alpha" in lines
 
 
+@pytest.mark.slow
 def test_a_minimum_outside_the_sizes_is_left_out_of_the_law():
     points = [p._replace(loss=p.parameters**-0.1) if p.budget == 1e17 else p for p in grid()]
     fits = fit_all(points, 2, BOOTSTRAP)
