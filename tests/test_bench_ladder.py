@@ -118,6 +118,12 @@ def test_the_speedrun_is_on_the_ladder_of_its_size(tmp_path):
 
 
 @pytest.mark.parametrize("which, name", REMOVALS)
+@pytest.mark.quick(
+    "quick-without flash attention",
+    "quick-without packed rows",
+    "quick-without muon",
+    "d4-without bfloat16",
+)
 def test_a_removal_differs_from_the_top_by_its_rungs_fields(which, name, tmp_path):
     rungs, train = LADDERS[which], trainer(which, tmp_path)
     top = config_of(train.job(rungs.names[-1], 0, 1.0))

@@ -54,6 +54,7 @@ def test_the_codes_and_scales_are_those_of_bitsandbytes():
 
 
 @pytest.mark.parametrize(("kind", "bits", "error"), [("nf4", 4.127, 0.12), ("int8", 8.02, 0.01)])
+@pytest.mark.quick("int8-8.02-0.01")
 def test_bits_error_product_and_gradient(kind, bits, error):
     """The gradient of x is that through the whole matrix; a layer of zeros stays zero."""
     w = np.stack([matrix(2048, 256), np.zeros((2048, 256), np.float32)])

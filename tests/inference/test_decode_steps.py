@@ -214,6 +214,7 @@ def test_a_program_of_layers_apart_copies_none():
     assert sliced == [c.depth, 0]
 
 
+@pytest.mark.slow
 def test_apart_scanned_layers_are_put_together_again():
     _, graphdef, specs, params = build(**MODELS["plain"] | {"depth": 4, "scan_layers": True})
     apart = jax.tree.map(lambda x: x, params)

@@ -201,6 +201,7 @@ def test_initial_statistics_are_nanochats(plain):
     assert (plain["smear_scale"], plain["backout_scale"]) == (0.0, np.float32(0.2))
 
 
+@pytest.mark.slow
 def test_initial_statistics_are_gpt2s():
     params = initial(**LLAMA)
     attention, ffn = params["blocks"]["attention"], params["blocks"]["ffn"]

@@ -107,6 +107,7 @@ def steps(task, hyperparams, mesh, seeds, state):
 # ---- the largest of many ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_keep_largest_keeps_exactly_so_many_and_of_equal_ones_the_last():
     x = np.array([[[3, -1, 0], [0, -3, 2]], [[0, 0, 0], [0, 0, 0]]], np.float32)
     kept = {k: np.asarray(keep_largest(magnitude(jnp.asarray(x)), k)) for k in range(7)}
