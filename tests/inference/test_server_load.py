@@ -51,7 +51,6 @@ def send_raw(server, body):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.quick("True")
 def test_a_client_that_leaves_frees_its_place(saved, stream):
     with live(saved, kind=SlowEngine) as one:
         engine = one.service.thread

@@ -41,7 +41,9 @@ def interpreted(arrays, tile=None, **options):
         pytest.param({"G": 1}, PageTile(16, 1), {}, marks=pytest.mark.slow),
         pytest.param({"G": 4, "T": 3}, PageTile(16, 2), {}, marks=pytest.mark.slow),
         pytest.param({"G": 8, "pages": "int8"}, PageTile(16, 3), {}, marks=pytest.mark.slow),
-        ({"T": 3, "pages": "int8"}, PageTile(16, 2), {"window": 5}),
+        pytest.param(
+            {"T": 3, "pages": "int8"}, PageTile(16, 2), {"window": 5}, marks=pytest.mark.slow
+        ),
         pytest.param(
             {"T": 3, "pages": "float8_e4m3fn"},
             PageTile(32, 1),
@@ -61,7 +63,6 @@ def test_it_equals_the_reference(case, tile, options):
     np.testing.assert_allclose(interpreted(arrays, tile, **options), expected, atol=2e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("G", "T", "counts", "options"),
     [(1, 70, [26, 0, 3, 48, 31], {}), (16, 9, [9, 0, 3, 8, 5], {"window": 6})],
