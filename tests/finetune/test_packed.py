@@ -94,7 +94,7 @@ def test_no_whole_matrix_is_kept_for_the_gradient():
      {"base_quantization": "int8"}, {"name": "qalora", "group_size": 8}],
     ids=["nf4", "loftq", "int8", "qalora"],
 )  # fmt: skip
-@pytest.mark.quick("int8")
+@pytest.mark.quick("nf4")
 def test_a_base_is_split_over_a_mesh(fields):
     """Each device has an eighth of the codes, and the layers are those of one device."""
     config = TypeAdapter(FinetuneConfig).validate_python({"name": "lora", "rank": 4} | fields)
