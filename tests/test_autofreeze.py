@@ -103,6 +103,21 @@ def frozen(tmp_path_factory):
     return directory / "tiny"
 
 
+def test_a_run_whose_first_layer_freezes_says_so(tmp_path):
+    freezing = {"train__autofreeze": "{every: 1, percentile: 90, max_layers: 1}"}
+    fields = FREEZING | freezing | {"model__depth": 2, "train__steps": 4, "checkpoint__keep": 1}
+    assert main(run_overrides(tmp_path, **fields)) == 0
+    run = tmp_path / "tiny"
+    ((at, layers), *_) = freezes(run)
+    assert at >= 2 and layers == 1
+    (said,) = [row["freeze"] for row in rows_of(run, "event") if "freeze" in row]
+    assert "freeze: the gradient norms of layers 0 to " in said and "percentile 90" in said
+    assert said in (run / "report.html").read_text()
+    starts = [row for row in rows_of(run, "event") if row.get("event") == "start"]
+    assert starts[-1]["flops_per_token"] < starts[0]["flops_per_token"]
+    assert load_saved(run).config.model.frozen_layers == 1
+
+
 def freezes(run):
     """(step, layers frozen) of each decision."""
     rows = read_rows(run / "metrics.jsonl")
@@ -123,6 +138,7 @@ def test_layers_freeze_during_a_run_and_then_stand_still(frozen):
     assert counts == [0, layers]
 
 
+@pytest.mark.slow
 def test_the_decision_is_in_the_metrics_and_in_the_report(frozen):
     (said, *_) = [row["freeze"] for row in rows_of(frozen, "event") if "freeze" in row]
     assert (

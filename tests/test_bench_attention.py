@@ -77,6 +77,7 @@ def test_rows_have_rates_and_checked_errors(tmp_path, capsys):
     assert "below 2x naive" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_wrong_backend_is_found_and_a_failing_one_is_named():
     shape = attention.small_attention(ATTENTION_BENCH[0], 24)
     doubled = lambda s: lambda *a: 1.01 * attention.our_attention("reference")(s)(*a)
@@ -91,6 +92,7 @@ def test_a_wrong_backend_is_found_and_a_failing_one_is_named():
     assert not failed["exact"] and failed["why"] == "ValueError: no such thing"
 
 
+@pytest.mark.slow
 def test_unknown_names_are_one_line(capsys):
     assert main(["attention", "b16_t2048"]) == 2
     assert "bench attention has no b16_t2048; it has b16_t2048_d128," in capsys.readouterr().err

@@ -96,6 +96,7 @@ def test_the_memory_is_looked_at_often_enough_where_the_loader_stalls(monkeypatc
     assert record["rows"][0]["first_mib"] == record["rows"][0]["last_mib"] == 100
 
 
+@pytest.mark.slow
 def test_a_stall_is_not_made_up_for_with_looks_at_once(monkeypatch):
     """Here the first of them takes the time of four."""
     waits = iter([0.2])

@@ -85,6 +85,7 @@ def test_every_rung_is_a_configuration(which, name, tmp_path):
 
 
 @pytest.mark.parametrize("which", LADDERS)
+@pytest.mark.quick("quick", "d4")
 def test_every_rung_changes_what_it_names(which, tmp_path):
     rungs, train = LADDERS[which], trainer(which, tmp_path)
     configs = [config_of(train.job(name, 0, 1.0)) for name in rungs.names]
@@ -117,6 +118,12 @@ def test_the_speedrun_is_on_the_ladder_of_its_size(tmp_path):
 
 
 @pytest.mark.parametrize("which, name", REMOVALS)
+@pytest.mark.quick(
+    "quick-without flash attention",
+    "quick-without packed rows",
+    "quick-without muon",
+    "d4-without bfloat16",
+)
 def test_a_removal_differs_from_the_top_by_its_rungs_fields(which, name, tmp_path):
     rungs, train = LADDERS[which], trainer(which, tmp_path)
     top = config_of(train.job(rungs.names[-1], 0, 1.0))
@@ -330,6 +337,7 @@ def test_the_claim_is_judged_by_the_interval(factor, interval, verdict):
     assert Total(factor, interval, 1.0, 1.0, None).verdict == verdict
 
 
+@pytest.mark.slow
 def test_the_page_is_made_of_the_records(tmp_path):
     page = make_page(tmp_path / "ladder.md", picture=tmp_path / "ladder.png")
     assert page.read_text() == ladder_page.PAGE.read_text()

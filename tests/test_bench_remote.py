@@ -24,6 +24,7 @@ def test_sums_are_those_of_an_array():
     np.testing.assert_array_equal(sums.before(whole), np.concatenate([[0], ends]))
 
 
+@pytest.mark.slow
 def test_plans_of_many_documents(tmp_path, monkeypatch):
     path = tmp_path / "lengths.npy"
     plans.write_lengths(path, 30_000)

@@ -261,7 +261,7 @@ def test_all_that_is_wrong_is_said_a_line_each(capsys):
         (b"model:\n  depth: 2\n  depth: 3\n", "depth is given twice (line 3, column 3)"),
         (b"train:\n  steps:\n", "steps has no value: null is none"),
         (b"sample:\n  prompts:\n  - a\n  -\n", "an entry of a list has no value"),
-        (b"a: " + b"[" * 5000, "it is nested too deep"),
+        pytest.param(b"a: " + b"[" * 5000, "it is nested too deep", marks=pytest.mark.slow),
         (b"a: " + b"[" * 200 + b"]" * 200, "more than 100,000 values, or 100 levels"),
         (
             b"a0: &a0 [x, x]\n"

@@ -57,16 +57,16 @@ ELSEWHERE = (RunConfig, TrainConfig, EvalConfig, SampleConfig)  # read as c.SECT
 
 def reads(source):
     """Attributes that are read, as (name before the dot or None, name), and string constants."""
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     # `t = c.train` makes t another name of a section
     names = {
         node.targets[0].id: node.value.attr
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Name)
         and isinstance(node.value, ast.Attribute)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             of = node.value
             before = of.attr if isinstance(of, ast.Attribute) else getattr(of, "id", None)

@@ -110,6 +110,7 @@ def equations(jaxpr):
 @pytest.mark.parametrize(
     ("changes", "more"), [(LLAMA, {"reduce_sum"}), ({"depth": 2}, set())], ids=["llama", "speedrun"]
 )
+@pytest.mark.quick("llama")
 def test_norms_softmax_loss_and_optimizer_compute_in_float32(changes, more):
     task, hyperparams = make_spec(resolved(**changes), dtype=jnp.float16)
     state = jax.eval_shape(lambda: step_module.init_state(task, 0))

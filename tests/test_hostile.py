@@ -58,7 +58,7 @@ def check(case, here, capsys):
 
 
 NAMES = [f"{i}-{one.command} {' '.join(one.arguments)[:60]!a}" for i, one in enumerate(CASES)]
-OFTEN = 4  # one case of so many is in the default tier, and the first of each command
+OFTEN = 8  # one case of so many is in the default tier, and the first of each command
 FIRST = {one.command: i for i, one in reversed(list(enumerate(CASES)))}
 QUICK = {*FIRST.values(), *range(0, len(CASES), OFTEN)}
 TIERS = [

@@ -56,6 +56,7 @@ def test_a_decode_step_copies_no_codes_of_a_layer(monkeypatch, method):
         assert not re.search(rf"tensor<(1x)?{of_layer}x{kind}>", text), of_layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encode", [quantize_int8, quantize_int4])
 @pytest.mark.quick("quantize_int4")
 def test_a_matrix_in_its_stack_is_the_one_alone(encode):

@@ -44,6 +44,7 @@ from jaxtrain.train.local_sgd import (
     compressed_mean,
     replicate_step,
     resize_replicas,
+    ring_mean,
     take,
     wire_bytes,
 )
@@ -193,6 +194,17 @@ def test_a_compressed_mean_is_near_and_the_same_for_all(kind, error):
 
 
 @pytest.mark.default_tier
+@pytest.mark.parametrize("replicas", [2, 5])
+def test_the_mean_on_the_ring_is_of_both_neighbours(replicas):
+    x_RN = np.random.default_rng(0).normal(size=(replicas, 3)).astype(np.float32)
+    mean = jax.shard_map(
+        ring_mean, mesh=mesh_of(data=replicas), in_specs=jax.P("data"), out_specs=jax.P("data")
+    )
+    neighbours = [x_RN, np.roll(x_RN, 1, 0)] + [np.roll(x_RN, -1, 0)] * (replicas > 2)
+    found = jax.jit(mean)({"x": x_RN})["x"]
+    np.testing.assert_allclose(found, np.mean(neighbours, axis=0), rtol=1e-5)
+
+
 def test_gossip_averages_with_the_neighbours_and_keeps_the_mean(task):
     idle = run(*task, mesh_of(data=4), local(name="gossip", every=99), steps=1)[0][0]
     states, _ = run(*task, mesh_of(data=4), local(name="gossip"), steps=1)

@@ -79,6 +79,7 @@ def test_of_two_the_second_is_refused_by_name_and_then_goes(tmp_path):
         ({"machine": "another", "timeout": 1.0}, 0),  # after a wait, of the holder's own time
     ],
 )
+@pytest.mark.quick("changes0-0", "changes1-0", "changes2-61")
 def test_who_counts_as_gone(tmp_path, changes, silent):
     put(tmp_path, 4, silent, **changes)
     taker = RunLock(tmp_path, 60.0)
@@ -131,6 +132,7 @@ def test_without_links_a_file_is_made_that_was_not_there(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.quick("False")
 def test_of_many_at_once_one_has_it(tmp_path, stale):
     """Threads here; processes in the slow test."""
     for attempt in range(20):

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny import byte_model, random_run
+from tiny import FEW_PARTS, assignments, byte_model, random_run
 
 from benchmarks import memory
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
@@ -124,7 +124,20 @@ def test_no_mesh_to_try_is_one_line(capsys):
     )
 
 
+FEW = [*MODEL, *assignments(**FEW_PARTS), "model.depth=1"]
+
+
 @pytest.mark.default_tier
+def test_a_report_of_two_devices():
+    m = (record := preflight.preflight("quickstart", [*FEW, "mesh.fsdp=2"], 2, "H200"))["metrics"]
+    parameters = record["workload"]["parameters"]
+    assert m["parameters_bytes"] == pytest.approx(parameters * 4 / 2, rel=0.02)
+    assert m["total_bytes"] > m["parameters_bytes"] + m["states_bytes"]
+    assert any("fsdp" in c["axes"] for c in record["collectives"])
+    text = report(record)
+    assert "on 2 x H200: fsdp 2, ZeRO-3" in text and "activations and scratch" in text
+
+
 def test_dry_run_prints_and_the_first_mesh_that_fits(record, capsys):
     """So little memory that one device is not enough for whole states."""
     text = report(record)

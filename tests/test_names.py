@@ -1,6 +1,7 @@
 """One name, one meaning: no class and no public function is defined twice in the project."""
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -24,6 +25,12 @@ MOST_CLASSES = 0  # names that have two meanings yet: both figures go down, neve
 MOST_FUNCTIONS = 19
 
 
+@functools.cache
+def top_level(path):
+    """The statements of a module, parsed once for both kinds of names."""
+    return ast.parse(path.read_text()).body
+
+
 def definitions(kind, paths=MODULES):
     """Where each top-level name of a kind is defined, of those that more than one module defines.
 
@@ -33,7 +40,7 @@ def definitions(kind, paths=MODULES):
     found = defaultdict(set)
     for path in paths:
         parts = path.relative_to(ROOT).parts
-        for node in ast.parse(path.read_text()).body:
+        for node in top_level(path):
             if isinstance(node, kind) and not node.name.startswith("_"):
                 backend = parts[0] == "kernels" and len(parts) > 3 and kind is ast.FunctionDef
                 wrapper = path == WRAPPERS and kind is ast.FunctionDef

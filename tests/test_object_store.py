@@ -42,6 +42,7 @@ def test_copies_go_there_and_back_through_faults(tmp_path, s3):
     assert next(faults, None) is None
 
 
+@pytest.mark.slow
 def test_files_are_copied_several_at_a_time_and_the_commit_after_all(tmp_path, s3):
     c = config(s3.bucket())
     save(tmp_path / "one", 1)
@@ -60,6 +61,7 @@ def test_files_are_copied_several_at_a_time_and_the_commit_after_all(tmp_path, s
     assert max(most) > 2 and order[-1].endswith("/a/1.json") and len(order) == 10
 
 
+@pytest.mark.slow
 def test_credentials_that_expire_are_one_line_and_the_next_checkpoint_is_tried(tmp_path, s3):
     c, said = config(s3.bucket()), []
     one = mirror_of(tmp_path / "one", c, said.append)
@@ -79,6 +81,7 @@ def test_credentials_that_expire_are_one_line_and_the_next_checkpoint_is_tried(t
     assert len(said) == 1 and one.store.steps() == [1, 3]
 
 
+@pytest.mark.slow
 def test_a_read_that_stays_damaged_is_said(tmp_path, s3):
     c, said = config(s3.bucket()), []
     one = mirror_of(tmp_path / "one", c, said.append)

@@ -118,6 +118,7 @@ def grown(tmp_path_factory):
     return directory / "tiny"
 
 
+@pytest.mark.slow
 def test_each_phase_trains_its_model(grown):
     assert steps_of(grown) == [1, 2, 3, 4]
     assert [row["step"] for row in rows_of(grown)] == [1, 2, 3, 4]

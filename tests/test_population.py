@@ -39,7 +39,7 @@ from jaxtrain.train.loop import TrainResult, train
 from jaxtrain.train.plan import RunLog, make_plans
 from jaxtrain.train.population import train_population
 from jaxtrain.train.population_checks import MEMBER_FIELDS, TRACED, check_configs, check_plans
-from jaxtrain.train.population_members import is_batched, make_population_step
+from jaxtrain.train.population_members import Member, is_batched, make_population_step
 
 # Two members: other initial values, another order of the data, other rates.
 SECOND = {"run__seed": 7, "data__seed": 3, "optim__matrix_lr": 0.03, "optim__momentum": 0.8}
@@ -83,6 +83,7 @@ def test_a_member_is_the_run_trained_alone(members, tmp_path):
     assert results[1].step == alone.step == 6 and not results[1].stopped
 
 
+@pytest.mark.slow
 def test_initial_values_are_those_of_a_run_alone_bit_for_bit(tmp_path):
     plan = make_plans(config(tmp_path, "a"), Coordinator(), RunLog(Coordinator(), quiet=True))[0]
     specs, seed = plan.partition.trainable, plan.run.run.seed
@@ -112,6 +113,30 @@ def test_each_member_has_a_run_directory_that_commands_take(members):
     assert any((first[name] != second[name]).any() for name in first)
 
 
+def members_at(*steps):
+    """As they are before a run of six steps: the checkpoints that each has."""
+    found = []
+    for own in map(list, steps):
+        one = object.__new__(Member)
+        one.run_dir, one.failure = Path("none"), None
+        one.plan = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(steps=6)))
+        one.checkpoints = SimpleNamespace(
+            steps=lambda own=own: own, latest=lambda own=own: max(own, default=None),
+            delete_after=lambda step, own=own: own.remove(max(own)),
+        )  # fmt: skip
+        found.append(one)
+    return found
+
+
+def test_all_members_go_on_from_the_newest_step_that_each_has(monkeypatch):
+    monkeypatch.setattr(population, "divergence_of", lambda member: None)
+    members = members_at([3, 6], [3])
+    assert population.common_step(members, 3) == 3
+    assert [m.checkpoints.steps() for m in members] == [[3], [3]]
+    assert population.common_step(members_at([], []), 3) == 0
+
+
+@pytest.mark.slow
 def test_a_population_that_was_killed_equals_the_uninterrupted_one(members, tmp_path):
     """Killed while the last checkpoints were written: one member has its own, the other not."""
     directory, _ = members

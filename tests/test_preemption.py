@@ -76,6 +76,7 @@ def asked(name, server, tmp_path):
 
 
 @pytest.mark.parametrize("name", CLOUDS)
+@pytest.mark.quick("file", "gcp")
 def test_a_notice_asks_the_run_to_stop(name, metadata, tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # never for the machine's own service
     said, config = [], asked(name, metadata, tmp_path)
@@ -93,6 +94,7 @@ def test_a_notice_asks_the_run_to_stop(name, metadata, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp", "azure"])
+@pytest.mark.quick("gcp")
 def test_a_service_that_is_down_is_said_once_and_asked_again(name, metadata, tmp_path):
     said, stopped = [], threading.Event()
     metadata.state = "down"

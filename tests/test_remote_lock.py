@@ -66,6 +66,7 @@ def test_of_many_one_takes_it_and_the_next_follows(folder):
     again.release()
 
 
+@pytest.mark.quick("memory")
 def test_one_on_another_machine_is_known_by_its_silence(folder):
     put(folder, started="2099-01-01T00:00:00Z")  # its clock says what it likes
     said, begun = [], time.monotonic()

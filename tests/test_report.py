@@ -87,6 +87,7 @@ def test_a_full_run(tmp_path):
     assert len(page) < 600_000
 
 
+@pytest.mark.slow
 def test_a_long_run_stays_small(tmp_path):
     run = write_run(tmp_path / "run", steps=20_000)
     (run / "samples").mkdir()

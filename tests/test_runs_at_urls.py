@@ -81,6 +81,7 @@ def test_a_run_is_published_and_read_back_by_checksum(tmp_path, s3):
     assert not (copy / "samples" / "step_000002.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_reader_never_sees_half_of_a_run(tmp_path, s3):
     url, run = f"{s3.bucket()}/a", run_with_model(tmp_path / "a")
     s3.fault = lambda r: DENIED if r.method == "PUT" and r.key.endswith("files.json") else None
@@ -152,6 +153,7 @@ def test_folders_without_a_list_are_taken_as_they_are(tmp_path, s3):
         local_copy(f"{url}-other")
 
 
+@pytest.mark.slow
 def test_results_and_exports_go_to_urls(tmp_path, s3):
     url, run = f"{s3.bucket()}/a", run_with_model(tmp_path / "a")
     publish(run, url)

@@ -223,6 +223,7 @@ def test_columns_are_written_and_can_be_filtered_by(run, corpus, tmp_path, model
     assert store.lengths.tolist() == [len(tokens[i]) - 1 for i in best]
 
 
+@pytest.mark.slow
 def test_a_parquet_file_keeps_its_columns(run, tmp_path):
     table = {"body": texts(5), "id": [3, 1, 4, 1, 5], "raw": [b"x"] * 5, "url": list("abcde")}
     pq.write_table(pa.table(table), tmp_path / "t.parquet", row_group_size=2)
@@ -270,6 +271,7 @@ def test_a_killed_scoring_goes_on(run, corpus, tmp_path, monkeypatch, capsys, se
     assert not list(tmp_path.glob("*.partial-*"))
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line(run, corpus, tmp_path, capsys):
     def error(*more, out="o.jsonl.zst", names=("el2n",), path=corpus):
         assert command(run, path, tmp_path / out, *more, names=names) == 2

@@ -42,41 +42,75 @@ def optim(name="adamw", **fields):
 
 
 def run(task, hyperparams, mesh=None, micro=ROWS, steps=2, rows=ROWS):
-    """Parameters and metrics after some steps."""
+    """The state after some steps, and the metrics of each."""
+    states, history = run_each(task, hyperparams, mesh, micro, steps, rows)
+    return states[-1], history
+
+
+def run_each(task, hyperparams, mesh=None, micro=ROWS, steps=2, rows=ROWS):
+    """The state and the metrics after each of some steps."""
     mesh = mesh or mesh_of()
     with jax.set_mesh(mesh):
-        step, state, history = make_step(task, mesh), begin_random(task, mesh), []
+        step, state, states, history = make_step(task, mesh), begin_random(task, mesh), [], []
         for seed in range(steps):
             placed = place_batch(batch(rows, seed=seed, micro=micro), mesh, batch_dim=1)
             state, metrics = step(state, placed, hyperparams)
+            states.append(jax.device_get(state))
             history.append(metrics)
-    return jax.device_get(state), jax.device_get(history)
+    return states, jax.device_get(history)
+
+
+def moments(state):
+    """Adam's first moments: (1 - b1) x the gradient after one step."""
+    leaves = jax.tree_util.tree_leaves_with_path(state.optimizer)
+    return [x for path, x in leaves if any(getattr(key, "name", "") == "mu" for key in path)]
 
 
 @pytest.fixture(scope="module")
-def speedrun():
+def every_feature():
+    return make_spec(resolved(depth=2), optim("muon"), steps=10)
+
+
+@pytest.fixture(scope="module")
+def speedrun(every_feature):
     """A task of every feature, and what one device makes of it in one piece."""
-    task, hyperparams = make_spec(resolved(depth=2), optim("muon"), steps=10)
-    return task, hyperparams, run(task, hyperparams)
+    return *every_feature, run(*every_feature)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A task of one layer; the states and the metrics of two steps on one device in one piece."""
+    task, hyperparams = make_spec(
+        resolved(**LLAMA | {"depth": 1}), optim("adamw", clip_norm=None), steps=10
+    )
+    return task, hyperparams, run_each(task, hyperparams)
 
 
 # ---- accumulation ----------------------------------------------------------------------------
 
 
-def test_accumulated_is_one_big_batch(speedrun):
+def test_accumulated_gradients_are_those_of_one_big_batch(plain):
     """Weights differ from row to row: a mean of means would not be the mean."""
-    task, hyperparams, (state, metrics) = speedrun
+    task, hyperparams, (states, metrics) = plain
     counts = batch(ROWS, micro=2).weights_BT.sum((1, 2))
     assert len(set(counts.tolist())) > 1
+    accumulated, others = run(task, hyperparams, micro=2)
+    close(others, metrics, rtol=1e-4)
+    close(moments(accumulated), moments(states[-1]), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_accumulated_is_one_big_batch(speedrun):
+    task, hyperparams, (state, metrics) = speedrun
     accumulated, others = run(task, hyperparams, micro=2)
     close(others, metrics, rtol=1e-4)
     close(accumulated.params, state.params, rtol=1e-3, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
-def by_hand(speedrun):
+def by_hand(plain):
     """Mean loss and mean squared log of the softmax's denominator, from the whole logits."""
-    task, rows = speedrun[0], batch(ROWS)
+    task, rows = plain[0], batch(ROWS)
     model = nnx.merge(task.graphdef, random_params(task.specs))
     x_BTD = jax.jit(lambda t: model(t).states)(jnp.asarray(rows.tokens_BT))
     logits_NV = model.logits(x_BTD.reshape(-1, x_BTD.shape[-1]))
@@ -86,8 +120,8 @@ def by_hand(speedrun):
     return mean(nll_N), mean(lse_N**2)
 
 
-def test_metrics_are_what_they_say(speedrun, by_hand):
-    task, hyperparams, (_, (first, second)) = speedrun
+def test_metrics_are_what_they_say(plain, by_hand):
+    task, hyperparams, (_, (first, second)) = plain
     assert set(first) == {"loss", "bpb", "grad_norm", "lr", "checks"}
     assert first["loss"] == pytest.approx(by_hand[0], rel=1e-5)
     # two bytes a token here
@@ -100,8 +134,8 @@ def test_metrics_are_what_they_say(speedrun, by_hand):
 
 
 @pytest.mark.slow
-def test_z_loss_is_added(speedrun, by_hand):
-    task, hyperparams, _ = speedrun
+def test_z_loss_is_added(plain, by_hand):
+    task, hyperparams, _ = plain
     _, (with_z,) = run(
         task._replace(objective=make_next_token(options=LossOptions(z_loss=0.1))),
         hyperparams,
@@ -136,8 +170,8 @@ def test_fewer_kv_heads_than_tensor_devices():
     close(sharded.params, state.params, rtol=1e-2, atol=1e-4)
 
 
-def test_parameters_and_states_are_split_over_the_mesh(speedrun):
-    task = speedrun[0]
+def test_parameters_and_states_are_split_over_the_mesh(every_feature):
+    task = every_feature[0]
     state = begin(task, mesh_of(1, 2, 4))
     up = state.params["blocks"]["ffn"]["up"]
     assert up.sharding.spec == jax.P(None, "fsdp", "tensor")
@@ -168,14 +202,13 @@ def scaled_step(half, scale):
     return kept, jax.device_get(after), metrics
 
 
-def test_float16_trains_with_a_scale_that_does_not_show(half):
+def test_float16_trains_with_a_scale_that_does_not_show(half, plain):
     before, after, metrics = scaled_step(half, 2.0**10)
     assert metrics["loss_scale"] == 2.0**10
     assert after.extras["loss_scale"] == (2.0**10, 8)
     assert (after.params["embed"] != before.params["embed"]).any()
     # the norm is that of the unscaled gradient
-    task, hyperparams = make_spec(resolved(**LLAMA | {"depth": 1}), optim("adamw"))
-    _, (exact,) = run(task, hyperparams, steps=1)
+    exact = plain[2][1][0]
     assert metrics["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.01)
     assert metrics["loss"] == pytest.approx(exact["loss"], rel=1e-3)
 
@@ -214,9 +247,10 @@ def test_the_scale_grows_after_enough_good_steps_and_stays_above_one():
     assert after(1.0, 0, False) == (1.0, 0)
 
 
-def test_other_dtypes_have_no_scale_and_bfloat16_computes_in_it(speedrun):
-    assert speedrun[2][0].extras == {}
-    task, hyperparams = make_spec(resolved(depth=1), optim("adamw"), dtype=jnp.bfloat16)
+def test_other_dtypes_have_no_scale_and_bfloat16_computes_in_it(plain):
+    assert plain[2][0][-1].extras == {}
+    fields = LLAMA | {"depth": 1}
+    task, hyperparams = make_spec(resolved(**fields), optim("adamw"), dtype=jnp.bfloat16)
     state = begin(task, mesh_of())
     text = str(
         jax.make_jaxpr(lambda s, b, k: train_step(task, s, b, k))(
@@ -227,24 +261,18 @@ def test_other_dtypes_have_no_scale_and_bfloat16_computes_in_it(speedrun):
 
 
 # ---- clipping, determinism -------------------------------------------------------------------
-def test_clip_norm_shrinks_to_the_norm_and_leaves_small_gradients_alone():
-    """Seen in Adam's first moment: (1 - b1) x the gradient after one step."""
-
-    def moments(clip):
+def test_clip_norm_shrinks_to_the_norm_and_leaves_small_gradients_alone(plain):
+    def clipped_to(clip):
         task, hyperparams = make_spec(
             resolved(**LLAMA | {"depth": 1}), optim("adamw", clip_norm=clip)
         )
         state, (metrics,) = run(task, hyperparams, steps=1)
-        first = [
-            leaf
-            for path, leaf in jax.tree_util.tree_leaves_with_path(state.optimizer)
-            if any(getattr(key, "name", "") == "mu" for key in path)
-        ]
-        return first, metrics["grad_norm"]
+        return moments(state), metrics["grad_norm"]
 
-    free, norm = moments(None)
-    clipped, same_norm = moments(float(norm / 4))
-    loose, _ = moments(float(norm * 4))
+    states, metrics = plain[2]
+    free, norm = moments(states[0]), metrics[0]["grad_norm"]
+    clipped, same_norm = clipped_to(float(norm / 4))
+    loose, _ = clipped_to(float(norm * 4))
     assert same_norm == pytest.approx(norm, rel=1e-5)  # the norm before clipping is reported
     close(clipped, [x / 4 for x in free], rtol=1e-4, atol=1e-9)
     close(loose, free, rtol=1e-5, atol=1e-9)

@@ -109,6 +109,7 @@ def test_a_flipped_byte_in_a_model_is_named(copy, capsys):
     assert not (copy / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_weights_that_are_not_finite_are_named(copy, capsys, value):
     file = copy / "model" / "model.safetensors"
@@ -182,6 +183,7 @@ def test_a_checkpoint_that_is_not_finite_is_named(copy, capsys):
         assert "checkpoints/6: embed holds NaN" in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_in_the_reference_is_named(tmp_path):
     file = tmp_path / "reference.npz"
     wanted = {"train": np.arange(12, dtype=np.float32).reshape(6, 2), "held out": np.ones((1, 2))}

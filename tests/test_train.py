@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from machine import LONG
@@ -18,6 +20,7 @@ from tiny import (
     QUICK,
     SAMPLES,
     assert_same_run,
+    batch,
     mesh_of,
     rows_of,
     run_overrides,
@@ -28,6 +31,7 @@ from tiny import (
 
 import jaxtrain
 from jaxtrain import data
+from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.config import load_config
 from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
 from jaxtrain.main import main
@@ -37,6 +41,10 @@ from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
 from jaxtrain.train import program
+from jaxtrain.train.events import PhaseEnd
+from jaxtrain.train.run_steps import Running, run_steps
+from jaxtrain.train.step import State
+from jaxtrain.train.stop_signal import StopSignal
 
 ROOT = Path(__file__).parents[1]
 
@@ -114,6 +122,26 @@ def test_what_fails_beside_the_steps_is_left_to_its_turn():
     go_on.set()
     compiler.wait("waits")
     assert done == [True]
+
+
+def test_a_batch_of_another_shape_has_a_program_of_its_own(tmp_path):
+    made, given = [], iter([batch(2, 8), batch(2, 4), batch(2, 4)])
+
+    def make_program(state, one):
+        shape = made.append(one.tokens_BT.shape) or made[-1]
+        compiled = Mock(facts={}, side_effect=lambda state, other: (state, {}))
+        compiled.fits = lambda other: other.tokens_BT.shape == shape
+        return compiled
+
+    guard = Mock(look=lambda metrics, wait=False: None)
+    feed = Mock(take=lambda: next(given), statistics=dict, ended=list)
+    stop, end = Mock(spec=StopSignal, after=lambda step: False), Mock(spec=PhaseEnd, step=3)
+    parts = Running(
+        3, end, tmp_path, feed, make_program, guard, MagicMock(), [], Mock(), Coordinator(), stop
+    )
+    state = State({}, {}, jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32), {})
+    assert run_steps(parts, make_program(state, batch(2, 8)), state, 0)[1:] == (3, False)
+    assert made == [(2, 8), (2, 4)]
 
 
 # ---- resuming --------------------------------------------------------------------------------
@@ -287,6 +315,7 @@ def test_a_batch_without_labels_is_an_error(tmp_path, capfd, monkeypatch):
     assert re.fullmatch(r"step \d: no token of the batch has a label, .* --step \d`.*", message)
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_trained_on(tmp_path, capfd):
     corpus = tmp_path / "corpus.txt"
 

@@ -87,6 +87,7 @@ def again(value):
     return pickle.loads(pickle.dumps(value))
 
 
+@pytest.mark.slow
 def test_nodes_give_the_sums_of_one_host(saved, tmp_path, monkeypatch):
     """Bit for bit. A block has two batches; the last block has one."""
     batches = rows_of(saved, tmp_path, 24)

@@ -91,8 +91,8 @@ def test_scales_that_are_folded_change_nothing(name, saved_as):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["awq", "w8a8"])
-@pytest.mark.quick("w8a8")
 def test_a_model_with_gains_needs_no_scale_of_an_input_and_loses_less(method, saved_as):
     """Less than rounding to nearest, where a few inputs are 20 times the others."""
     saved, options = saved_as("llama", loud=20.0), MethodOptions(16)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny import byte_model, random_run, tokens
+from tiny import FEW_PARTS, assignments, byte_model, random_run, tokens
 
 from jaxtrain.compress.methods import METHODS, MethodOptions
 from jaxtrain.compress.quantize import quantize_params, text_config
@@ -27,6 +27,7 @@ from jaxtrain.weights.stored import packed_shardings
 TENSOR = {"tensor": 2, "fsdp": 2, "data": 2}
 FSDP = {"fsdp": 8}
 TEXTS = tokens(2)[:, :20]
+FEW = ["train.precision=float32", *assignments(**FEW_PARTS)]
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +35,13 @@ def saved(tmp_path_factory):
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("To be, or not to be, that is the question.\n" * 20)
     folder = tmp_path_factory.mktemp("run") / "plain"
-    return load_saved(
-        random_run(folder, byte_model(32, f"data.train.path={text}", "train.precision=float32"))
-    ), text
+    return load_saved(random_run(folder, byte_model(32, f"data.train.path={text}", *FEW))), text
 
 
 def on_mesh(saved, text, axes):
-    """(validation figures, negative log-likelihoods of two texts) on a mesh."""
+    """(validation figures on a mesh, the configuration with it)."""
     config = text_config(saved.config, text).model_copy(update={"mesh": MeshConfig(**axes)})
-    asked = [[Scored(np.asarray(row), 1)] for row in TEXTS]
-    nll = next(iter(scores(make_scorer(saved, config), [asked]))).nll
-    return evaluate(saved, config), nll
+    return evaluate(saved, config), config
 
 
 def on_one_device(model):
@@ -75,7 +72,9 @@ def test_a_quantized_model_has_the_figures_of_one_device(saved, method, axes):
     small = quantize_params(plain.params, plain.specs, method, MethodOptions(16))
     model = plain._replace(params=small)
     one, _ = on_mesh(model, text, {"data": 8})
-    many, together = on_mesh(model, text, axes)
+    many, config = on_mesh(model, text, axes)
+    asked = [[Scored(np.asarray(row), 1)] for row in TEXTS]
+    together = next(iter(scores(make_scorer(model, config), [asked]))).nll
     rough = 2e-3 if METHODS[method].activations else 1e-5
     assert many["bpb"] == pytest.approx(one["bpb"], rel=rough)
     np.testing.assert_allclose(together, on_one_device(model), rtol=rough)

@@ -58,6 +58,7 @@ def test_blocks_are_of_whole_documents_and_cover_all_records():
     assert [int(one[-1]) for one in offsets] == sizes.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "padded", "one_document"])
 @pytest.mark.quick("best_fit")
 def test_a_run_by_blocks_goes_on_where_it_was(store_of, monkeypatch, packing):

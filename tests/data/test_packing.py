@@ -210,6 +210,7 @@ def test_long_documents_do_not_wait_forever(store_of):
 
 @pytest.mark.parametrize("buffer", [3, 1000])
 @pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.quick("concat-3", "best_fit-3", "padded-3", "one_document-3")
 def test_the_epochs_of_a_corpus_may_be_limited(store_of, packing, buffer):
     lengths = [int(n) for n in np.random.default_rng(0).integers(1, 60, 40)]
     config = {

@@ -64,6 +64,7 @@ def test_what_is_cached_is_not_done_again(tmp_path, monkeypatch):
     assert "tokens" in stages
 
 
+@pytest.mark.slow
 def test_the_documents_split_follows_the_text(tmp_path):
     def split(lines, name):
         path = tmp_path / name
@@ -125,6 +126,7 @@ def test_the_cache_directory_comes_from_the_environment(tmp_path, monkeypatch):
     assert (tmp_path / "elsewhere") in prepared.directory.parents
 
 
+@pytest.mark.slow
 def test_a_ready_tokenizer_counts_by_its_content(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 10)
     source = {"name": "text", "path": str(tmp_path / "a.txt")}
@@ -301,6 +303,7 @@ def test_a_kill_loses_seconds_of_a_small_text(tmp_path, corpus, monkeypatch):
         prepare(DataConfig(**options))
 
 
+@pytest.mark.slow
 def test_an_error_of_another_process_and_its_death_are_one_line(tmp_path, small, corpus):
     options, _ = corpus
     (tmp_path / "c.jsonl").write_text('{"txt": 1}\n')
@@ -329,6 +332,7 @@ def test_a_vocabulary_is_trained_on_a_random_part_of_the_text(tmp_path, small, c
     assert "".join(whole) == next(read_documents(TextSource()))
 
 
+@pytest.mark.slow
 def test_nanochats_vocabulary_is_trained_on_the_beginnings_of_documents(tmp_path, small, corpus):
     options, parts = corpus
     options |= {"cache_dir": str(tmp_path), "validation": {"name": "none"}}

@@ -33,6 +33,7 @@ def jsonl(folder, weights, name="w"):
 
 
 @pytest.mark.parametrize("listed", [1 << 16, 4])
+@pytest.mark.quick("65536")
 def test_an_epoch_has_each_part_its_share_of_times(store_of, monkeypatch, listed):
     """Also of documents that are split into parts, and whichever way the order is made."""
     monkeypatch.setattr("jaxtrain.data.batches.order.LISTED", listed)

@@ -129,6 +129,7 @@ WORD_BY_WORD = st.text(alphabet=" \t\n\r.,'aZ\u00e9\u4e2d019-\u3000\x1c") | st.t
 
 
 @given(text=WORD_BY_WORD)
+@pytest.mark.quick("bpe", "byte_level", "across", "nanochat", "bytes")
 def test_words_remembered_are_encoded_as_the_whole_text(tokenizer, text):
     if tokenizer.name == "bytes" or "\u2581" in text or "<" in text:
         return

@@ -70,6 +70,7 @@ def must_be_even(lengths, packing, length=T):
     return np.array(tokens)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     lengths=LENGTHS,

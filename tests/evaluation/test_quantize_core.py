@@ -7,6 +7,7 @@ from task_cases import FIELDS
 from tiny import random_run
 
 from jaxtrain.cli import main
+from jaxtrain.compress import quantize
 from jaxtrain.evaluation.tasks import identity
 from jaxtrain.runs.saved import load_saved
 
@@ -21,6 +22,27 @@ def command(tmp_path):
     return lambda *more: main([*given, "--out", str(tmp_path / "small"), *more])
 
 
+def test_core_is_asked_of_the_model_before_and_of_the_one_after(
+    command, bundle, tmp_path, monkeypatch, capsys
+):
+    asked = []
+
+    def run_tasks(saved, config, bundle, labels, out, rules):
+        asked.append((identity(saved, config), labels, out.name, rules.limit))
+        return {"core": 0.25 * len(asked)}
+
+    monkeypatch.setattr(quantize, "run_tasks", run_tasks)
+    assert command("--core", "--bundle", str(bundle), "--limit", "6") == 0
+    models = [load_saved(tmp_path / name) for name in ("run", "small")]
+    files = "tasks_before.json", "tasks.json"
+    assert asked == [
+        (identity(saved, saved.config), ["core"], file, 6)
+        for saved, file in zip(models, files, strict=True)
+    ]
+    assert "| CORE | 0.2500 | 0.5000 |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_core_before_and_after_is_that_of_each_model(command, bundle, tmp_path, capsys):
     assert command("--core", "--bundle", str(bundle), "--limit", "6") == 0
     said = json.loads((tmp_path / "small" / "quantization.json").read_text())

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from task_cases import FIELDS, MC, TASKS, T, score_alone
-from tiny import mesh_of, random_run
+from tiny import FEW_PARTS, assignments, byte_model, mesh_of, random_run
 
 from jaxtrain.data import Scored
 from jaxtrain.data.evaluation.branches import RowShape, expected_shapes, pack_branches
@@ -71,10 +71,12 @@ def test_packed_scores_are_those_of_each_sequence_alone(model, alone):
     assert greedy.sum() >= 2
 
 
-def test_programs_compile_in_threads_and_what_is_ready_is_scored_first(model, monkeypatch):
+def test_programs_compile_in_threads_and_what_is_ready_is_scored_first(tmp_path, monkeypatch):
     """The first job's program comes last; its numbers still come first, and they are those of
     programs that are compiled one by one, when they are called."""
     monkeypatch.setattr(log_likelihood, "make_mesh", lambda config: mesh_of())
+    fields = [*byte_model(T), *assignments(**FEW_PARTS), "model.depth=1"]
+    model = load_saved(random_run(tmp_path / "run", fields))
     generator = np.random.default_rng(3)
     start = sequence(generator, 80)
     ends = [Scored(np.append(start, sequence(generator, 2 + n)), 80) for n in range(3)]
@@ -252,6 +254,7 @@ def test_a_prompt_has_at_most_ten_times_the_context(bundle):
     assert max(len(scored.tokens) for question in short for scored in question) == 8
 
 
+@pytest.mark.slow
 def test_long_prompts_look_back_one_context(model):
     """Two layers, of windows 7 and T, and the smear: 3 T tokens before, nothing is seen."""
     tokens = sequence(np.random.default_rng(1), 4 * T)
@@ -263,6 +266,7 @@ def test_long_prompts_look_back_one_context(model):
     assert nll[0] == pytest.approx(nll[1], rel=1e-6) and nll[0] != pytest.approx(nll[2], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_learned_positions_crop(bundle, tmp_path):
     learned = [*FIELDS, "model.position_embedding=learned"]
     other = load_saved(random_run(tmp_path, learned))

@@ -54,6 +54,7 @@ def test_the_codes_and_scales_are_those_of_bitsandbytes():
 
 
 @pytest.mark.parametrize(("kind", "bits", "error"), [("nf4", 4.127, 0.12), ("int8", 8.02, 0.01)])
+@pytest.mark.quick("int8-8.02-0.01")
 def test_bits_error_product_and_gradient(kind, bits, error):
     """The gradient of x is that through the whole matrix; a layer of zeros stays zero."""
     w = np.stack([matrix(2048, 256), np.zeros((2048, 256), np.float32)])
@@ -93,7 +94,7 @@ def test_no_whole_matrix_is_kept_for_the_gradient():
      {"base_quantization": "int8"}, {"name": "qalora", "group_size": 8}],
     ids=["nf4", "loftq", "int8", "qalora"],
 )  # fmt: skip
-@pytest.mark.slow
+@pytest.mark.quick("nf4")
 def test_a_base_is_split_over_a_mesh(fields):
     """Each device has an eighth of the codes, and the layers are those of one device."""
     config = TypeAdapter(FinetuneConfig).validate_python({"name": "lora", "rank": 4} | fields)

@@ -82,6 +82,7 @@ def test_pefts_adapter_gives_its_logits_here_and_goes_back(name, tmp_path):
     assert {k: again[k] for k in keys} == {k: FACTS[name]["config"][k] for k in keys}
 
 
+@pytest.mark.slow
 def test_lora_fa_trains_b_alone_and_exports_the_frozen_a(tmp_path):
     """The frozen A is that of LoRA of the same seed; peft's file has both, and gives the logits."""
     source = open_checkpoint(write_checkpoint(tmp_path / "base", FACTS["plain"]["base"]))

@@ -176,6 +176,19 @@ def test_losses_and_their_slopes_are_those_of_the_papers(truth, case):
     np.testing.assert_allclose(np.ravel(slopes), np.ravel(expected), rtol=1e-4, atol=1e-7)
 
 
+def test_packed_answers_have_the_log_probabilities_of_each_alone(model, truth):
+    _, graphdef, params = model
+    pairs, references, logp = truth
+    batch = jax.tree.map(jnp.asarray, packed(pairs, references, np.zeros(len(pairs))))
+    found, tokens = jax.jit(lambda params: answer_logps(graphdef, params, batch))(params)
+    there = np.asarray(batch.kto_labels_BP) >= 0
+    order = np.argsort(np.asarray(batch.references_BP2)[there][:, 0])
+    alone = logp[np.argsort(references[:, 0])]
+    np.testing.assert_allclose(np.asarray(found)[there][order], alone, rtol=1e-5)
+    assert not np.asarray(found)[~there].any()
+    assert float(tokens.sum()) == batch.weights_BT.sum()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_a_step_is_that_of_all_logits_however_accumulated(model, truth, case):
@@ -290,6 +303,7 @@ def dpo(whole, tmp_path_factory):
     return directory / "dpo", arguments
 
 
+@pytest.mark.slow
 def test_it_begins_at_log_2_and_learns_the_order(dpo, capsys):
     rows = rows_of(dpo[0])
     assert rows[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
@@ -302,6 +316,7 @@ def test_it_begins_at_log_2_and_learns_the_order(dpo, capsys):
     assert "dpo was trained on preferences" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_model_without_the_adapter(dpo, whole):
     """Each answer's log-probs by the base alone, one text in a row of its own."""
     run, _ = dpo

@@ -86,7 +86,7 @@ def opened(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.quick("prefix llama", "prompt gpt2")
+@pytest.mark.quick("prefix llama")
 def test_pefts_virtual_tokens_give_its_logits_here_and_go_back(name, tmp_path):
     c, graphdef, partition, frozen, trained, _ = opened(tmp_path, name)
     params, row = partition.merge(trained, frozen), prompts()[:1]

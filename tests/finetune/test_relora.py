@@ -27,7 +27,8 @@ RELORA = FEW_PARTS | {
 def parts(**fields):
     """(config, partition, parameters with adapters that are not zero, optimizer) of a model."""
     c = ReLoRAConfig.model_validate({"rank": 4, "every": 3, "reset": 0.75} | fields)
-    _, _, specs, base = build()
+    few = {name.removeprefix("model__"): value for name, value in FEW_PARTS.items()}
+    _, _, specs, base = build(**few)
     partition = make_partition(c, specs, jnp.dtype(jnp.float32))
     params = jax.jit(lambda base: partition.begin(base, 0))(base)
     params["relora"] = jax.tree.map(lambda x: 0.1 + 0.1 * jnp.sin(x), params["relora"])
@@ -58,7 +59,8 @@ def test_steps_move_adapters_alone_and_a_merge_keeps_the_model():
     flat = flatten(merged)
     assert all(not np.any(x) for n, x in flat.items() if n.startswith("relora") and n[-1] == "b")
     assert np.any(flat["relora/blocks/ffn/up/a"] != flatten(first)["relora/blocks/ffn/up/a"])
-    exact, _ = merge_and_reset(c, first, state, partition.trainable, jnp.int32(3), 0)
+    reset = jax.jit(lambda *state: merge_and_reset(c, *state, partition.trainable, jnp.int32(3), 0))
+    exact, _ = reset(first, state)
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(merge(exact))):
         np.testing.assert_allclose(a, b, atol=1e-6)
     mu = after.inner_states["matrix"].inner_state[0].mu["relora"]["blocks"]["ffn"]["up"]["a"]

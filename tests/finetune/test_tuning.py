@@ -167,6 +167,18 @@ def test_a_part_trains_alone_and_fits_a_batch(case):
     assert all(jax.tree.leaves(moved))
 
 
+def test_lora_fa_trains_b_alone():
+    specs = split(Transformer(resolved(**LLAMA | {"depth": 1}), VOCAB))[1]
+
+    def trained(freeze_a):
+        given = {"name": "lora", "rank": 4, "freeze_a": freeze_a}
+        config = TypeAdapter(FinetuneConfig).validate_python(given)
+        return {*flatten(make_partition(config, specs, jnp.dtype("float32")).trainable)}
+
+    both = trained(freeze_a=False)
+    assert trained(freeze_a=True) == {name for name in both if name.endswith("/b")} < both
+
+
 def test_dora_begins_as_the_model_that_it_tunes():
     """Its magnitudes are the norms of the columns, for B is zero."""
     partition, _, frozen, state, _ = part_of("dora int8")

@@ -41,6 +41,7 @@ MODELS = {  # two layers unless depth is named
         "window_pattern": "L", "depth": 1,
     },
 }  # fmt: skip
+MODELS["plain prompt"] = MODELS["plain"] | {"prompt": 4}
 OPTIONS = EngineOptions(slots=4, page_size=4, chunk=6, prefill_rows=2, context=48)
 SINGLE = OPTIONS._replace(decode_steps=1)  # half as many programs
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_stop=True)

@@ -103,6 +103,7 @@ def test_the_host_is_asked_once_for_several_steps(calls):
     assert len(tokens) == 28 and engine.stats().new_tokens == 28
 
 
+@pytest.mark.slow
 def test_a_new_request_waits_for_one_call_at_most(calls):
     engine = make_engine(options=several(4))
     first, second = prompts(9, 12)
@@ -213,6 +214,7 @@ def test_a_program_of_layers_apart_copies_none():
     assert sliced == [c.depth, 0]
 
 
+@pytest.mark.slow
 def test_apart_scanned_layers_are_put_together_again():
     _, graphdef, specs, params = build(**MODELS["plain"] | {"depth": 4, "scan_layers": True})
     apart = jax.tree.map(lambda x: x, params)

@@ -38,8 +38,16 @@ MIX = (
 )  # fmt: skip
 
 
+def test_a_texts_tokens_are_those_of_the_full_forward_pass():
+    """Behind virtual tokens, of a prompt in one part and one in two."""
+    texts = prompts(3, 9)
+    engine = make_engine("plain prompt", SINGLE)
+    assert tokens_of(engine, texts) == expected("plain prompt", texts, 10)
+    assert engine.stats().pages_used == 0 and engine.stats().running == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.quick("prompt")
 def test_greedy_tokens_are_those_of_the_full_forward_pass(name):
     texts = prompts(*LENGTHS)
     engine = make_engine(name)
@@ -215,6 +223,12 @@ def test_freed_pages_of_others_change_nothing():
     assert tokens_of(few, texts) == expected("windows", texts, 10)
 
 
+def test_the_longest_window_is_that_of_a_full_layer():
+    assert device.longest_window(model("nanochat")[0]) == model("nanochat")[0].context_length - 1
+    assert device.longest_window(model("windows")[0]) == 5
+
+
+@pytest.mark.slow
 def test_pages_that_a_full_layer_sees_are_held():
     engine = make_engine("nanochat")
     engine.add(Request("a", prompts(17)[0], GREEDY))

@@ -68,6 +68,7 @@ def test_a_fused_layer_is_nine_kernels():
     assert decode_text(1, "fused", scan_layers=True).count("call @mixed_norm") == 2
 
 
+@pytest.mark.slow
 def test_scales_of_a_layer_are_not_sliced_again_for_each_token():
     text = decode_text(1, "fused", depth=3)
     assert "tensor<3xf32>" not in text

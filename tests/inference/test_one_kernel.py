@@ -66,6 +66,7 @@ def test_the_tokens_are_those_of_layers_one_by_one(by_reference):
     assert by_reference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("late", "message"),
     [

@@ -1,6 +1,7 @@
 """How many steps a call has: one where the host waits for the device at any rate."""
 
 import numpy as np
+import pytest
 from engine_cases import OPTIONS, make_engine, prompts, tokens_of
 
 from jaxtrain.inference.engine.pace import PATIENCE, TRIED, Pace
@@ -47,6 +48,7 @@ def test_what_is_not_decoding_is_not_judged():
         pace.reset()
 
 
+@pytest.mark.slow
 def test_texts_do_not_depend_on_the_pace(monkeypatch):
     texts = prompts(3, 17, 9)
     engine = make_engine(options=OPTIONS._replace(adapt_steps=True))

@@ -15,10 +15,12 @@ import openai
 import pytest
 from flax import nnx
 from server_cases import HI, TEMPLATE, alone, live, post
+from tiny import FEW_PARTS, build
 
 from jaxtrain.data import make_chat
 from jaxtrain.inference.engine import Engine
 from jaxtrain.inference.server.tool_calls import read_format
+from jaxtrain.inference.server.whole_texts import TextModel, prompt_logprobs
 
 
 def test_models(client):
@@ -53,6 +55,7 @@ def test_a_stream_is_the_whole_answer(client, saved):
     assert chunks[-2].choices[0].finish_reason in ("stop", "length")
 
 
+@pytest.mark.slow
 def test_seeds_and_stops(client, saved):
     asked = {"model": "tiny", "prompt": "To be", "max_tokens": 12, "temperature": 1.0}
     texts = [client.completions.create(seed=seed, **asked).choices[0].text for seed in (1, 1, 2)]
@@ -113,6 +116,23 @@ def logprobs_of(saved):
     return lambda ids: np.asarray(run(params, jnp.asarray(ids, jnp.int32)))
 
 
+def test_a_prompts_log_probabilities_are_those_of_its_own_tokens():
+    few = {name.removeprefix("model__"): value for name, value in FEW_PARTS.items()}
+    _, graphdef, _, params = build(depth=1, **few)
+    ids = np.array([3, 17, 5, 60, 5, 9])
+
+    @jax.jit
+    def table(params):
+        model = nnx.merge(graphdef, params)
+        return jax.nn.log_softmax(model.logits(model(jnp.asarray(ids)[None]).states[0]))
+
+    told, expected = prompt_logprobs(TextModel(graphdef, params), ids, 2), table(params)
+    assert [one[0] for one in told] == ids[1:].tolist()
+    wanted = np.asarray(expected)[np.arange(5), ids[1:]]
+    np.testing.assert_allclose([one[1] for one in told], wanted, rtol=1e-4)
+    assert [one[2][0][0] for one in told] == np.argmax(expected[:-1], axis=-1).tolist()
+
+
 @pytest.mark.slow
 def test_echoed_prompts_have_the_models_logprobs(client, saved, logprobs_of):
     """What lm-evaluation-harness asks for."""
@@ -132,6 +152,7 @@ def test_echoed_prompts_have_the_models_logprobs(client, saved, logprobs_of):
     assert len(more.logprobs.token_logprobs) == len(more.logprobs.tokens) > len(ids)
 
 
+@pytest.mark.slow
 def test_chat_logprobs(client):
     asked = {"model": "tiny", "messages": HI, "max_tokens": 4, "temperature": 0}
     found = client.chat.completions.create(logprobs=True, top_logprobs=1, **asked).choices[0]

@@ -2,21 +2,25 @@
 
 import asyncio
 import json
+import queue
 import socket
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import openai
 import pytest
 from server_cases import COMPLETION, LIMITS, alone, live, post, until
 
 from jaxtrain.inference.engine import Engine
+from jaxtrain.inference.server.engine_thread import EngineThread, UpdateStream
 
 # ---- load, and clients that leave ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_many_clients_get_their_own_answers(server, saved):
     texts = [f"{i}: the" for i in range(12)]
     ask = lambda text: server.client().completions.create(
@@ -50,7 +54,19 @@ def send_raw(server, body):
     return connection
 
 
+def test_what_a_client_that_leaves_still_waits_for_is_cancelled():
+    """Of its two requests one has ended."""
+    thread, engine = object.__new__(EngineThread), Mock(spec=Engine)
+    answers = Mock(spec=UpdateStream, place={"ended": 0, "open": 1}, open={"open"})
+    thread.answers, thread.jobs = {"open": answers, "other": answers}, queue.SimpleQueue()
+    thread.forget(answers)
+    assert thread.answers == {"other": answers}
+    thread.jobs.get_nowait()(engine)
+    engine.cancel.assert_called_once_with("open")
+
+
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.quick("True")
 def test_a_client_that_leaves_frees_its_place(saved, stream):
     with live(saved, kind=SlowEngine) as one:
         engine = one.service.thread
@@ -76,6 +92,7 @@ def test_what_is_more_than_the_queue_is_refused(saved):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.quick("True")
 def test_a_request_has_its_time(saved, stream):
     with live(saved, LIMITS._replace(timeout=0.3), kind=SlowEngine) as one:
         if stream:

@@ -109,6 +109,7 @@ def test_every_field_is_written_or_refused_by_name(case):
     assert done.count("written") >= 6 and done.count("refused") >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", sorted(FREE))
 @pytest.mark.quick("document_mask")
 def test_a_field_that_is_free_changes_nothing_that_is_exported(field, tmp_path):

@@ -31,6 +31,7 @@ def test_the_error_is_that_of_llama_cpp(name):
     assert error_of(x.astype(np.float32)) < 1.02 * theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [1, -1])
 def test_weights_of_one_sign_and_alike(sign):
     """An offset cannot lift: weights above 0 lie on a line through zero."""

@@ -213,6 +213,7 @@ def test_a_tokenizer_that_would_be_trained_gives_way_to_that_of_the_weights(impo
     assert c.data.tokenizer.model_dump()["path"].startswith(str(imported[1]))
 
 
+@pytest.mark.slow
 def test_another_tokenizer_than_that_of_the_weights_is_refused(imported, tmp_path, capsys):
     write_tokenizer(tmp_path, ["<other>"])
     keep = run_overrides(tmp_path, train__init_from=imported[1])

@@ -64,7 +64,7 @@ def assert_close(got, expected, tolerance):
 
 # These cover what the others have one by one.
 @by_name(ATTENTION_SMALL)
-@pytest.mark.quick("packed_full", "all")
+@pytest.mark.quick("all")
 def test_xla_equals_reference(shape):
     got = everything(xla.attention, shape, *inputs(shape, np.float32))
     assert_close(got, truth(shape), 2e-5)
@@ -72,7 +72,7 @@ def test_xla_equals_reference(shape):
 
 @by_name([s for s in ATTENTION_SMALL if s.name in ("all", "ragged_full")])
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-@pytest.mark.quick("cpu-all", "cuda-ragged_full")
+@pytest.mark.quick("cpu-all")
 def test_xla_in_loops_equals_reference(shape, platform):
     """More blocks than are unrolled, with the batch mapped (CPU) and vmapped (GPU)."""
     with on_target(platform):
@@ -101,6 +101,7 @@ def mean_error(x, y):
 BF16 = pytest.param(jnp.bfloat16, marks=pytest.mark.slow)  # as in test_attention_gpu.py
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, jnp.float16])
 @by_name([s for s in ATTENTION_SMALL if s.name == "all"])
 def test_xla_in_16_bits_is_as_exact_as_the_reference_in_16_bits(shape, dtype):
@@ -113,6 +114,7 @@ def test_xla_in_16_bits_is_as_exact_as_the_reference_in_16_bits(shape, dtype):
         assert ours <= 2 * naive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [8, 64])
 @pytest.mark.quick("64")
 def test_scores_beyond_the_largest_float16(block):
@@ -192,6 +194,7 @@ def test_senseless_windows_are_refused(wrong):
         attention(q, q, q, **wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.quick("cuda")
 def test_memory_grows_linearly_with_the_length(platform):
@@ -209,6 +212,7 @@ def test_memory_grows_linearly_with_the_length(platform):
     assert long < 32768 * 32768 // 4
 
 
+@pytest.mark.slow
 def test_xla_runs_inside_shard_map():
     shape = AttentionShape("", 8, 24, 2, 1, 8)
     q, k, v = (jnp.asarray(x, jnp.float32) for x in inputs(shape)[:3])
@@ -257,11 +261,11 @@ def truth_without_lse(shape):
 GRADIENTS = [name for name, backend in BACKENDS.items() if hasattr(backend, "gradients")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", [n for n in GRADIENTS if n in ("xla", "reference")])
 @pytest.mark.parametrize(
     "options", [{}, {"window": 5}, {"softcap": 2.0}, {"segments": True}], ids=str
 )
-@pytest.mark.quick("{'segments': True}-xla")
 def test_gradients_from_output_and_lse_equal_those_of_attention(implementation, options):
     """What ring attention calls in its backward pass."""
     rng = np.random.default_rng(0)

@@ -167,6 +167,7 @@ def test_the_checks_hold_for_xla_anywhere(shape):
     check_repeats(shape, "xla", jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_the_checks_can_fail(monkeypatch):
     shape = ATTENTION_SMALL[0]
     exact = np.ones((2, 3), np.float32)

@@ -51,6 +51,7 @@ def test_a_program_without_kernels_has_none():
     assert not mosaic_kernels(jax.jit(jnp.sin).lower(1.0))
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_while_the_program_is(lowered, monkeypatch):
     monkeypatch.setattr(compile_beside, "PATIENCE", 0.0)
     seen, both = [], threading.Barrier(3, timeout=30)

@@ -54,7 +54,7 @@ def truth(shape):
 
 
 @by_name(LOSS_SMALL)
-@pytest.mark.quick("z_loss", "all")
+@pytest.mark.quick("all")
 def test_xla_equals_reference(shape):
     got = loss_and_gradients(shape, *inputs(shape, np.float32), chunk=24)
     for x, y in zip(got, truth(shape)):
@@ -75,6 +75,7 @@ def test_the_softcap_of_a_gpu_is_a_tanh_however_large_the_logits(shape, size, to
         np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow
 @by_name(LOSS_SMALL)
 @pytest.mark.quick("all", "one_token")
 def test_the_loss_alone_equals_the_differentiated_one(shape):
@@ -84,6 +85,7 @@ def test_the_loss_alone_equals_the_differentiated_one(shape):
     np.testing.assert_allclose(loss, truth(shape)[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.quick("bfloat16")
 def test_16_bits_are_as_exact_as_the_reference_in_16_bits(dtype):
@@ -100,6 +102,7 @@ def test_16_bits_are_as_exact_as_the_reference_in_16_bits(dtype):
         assert ours <= 2 * naive
 
 
+@pytest.mark.slow
 def test_float16_keeps_small_gradients_for_the_loss_scale():
     """Gradients far under float16's smallest number, before a loss scale of 2^16."""
     shape = LossShape("", 32, 16, 64)
@@ -144,6 +147,7 @@ def test_per_token_losses_add_up(shape, implementation):
     np.testing.assert_allclose((nll * weights).sum(), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @by_name([s for s in LOSS_SMALL if not s.z_loss])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.quick("float16-softcap")
@@ -212,6 +216,7 @@ def test_inside_shard_map_the_head_gradient_is_summed():
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.quick("5.0")
 def test_float8_logits_are_those_of_rounded_operands_and_gradients_go_straight_through(softcap):
@@ -321,6 +326,7 @@ def lowered(implementation, *sizes):
 
 
 @pytest.mark.parametrize(("V", "kernels"), [(32768, 4), (36864, 2), (8192, 4)])
+@pytest.mark.quick("36864-2")
 def test_a_float8_head_lowers_for_hopper_with_three_products_in_float8(V, kernels):
     """Kernels: two casts, the pass over the logits, and the transpose; the casts alone where the
     vocabulary does not go with them.

@@ -39,14 +39,7 @@ def restored(cache: Quantized):
 @both
 @pytest.mark.parametrize(("N", "K", "options"), CASES, ids=str)
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.quick(
-    "False-4-2-{'window': 5}-dot",
-    "True-6-1-{'window': 5}-dot",
-    "False-6-1-{'window': 5}-reduce",
-    "True-2-2-{'softcap': 2.0, 'scale': 0.7}-reduce",
-    "False-4-2-{'softcap': 2.0, 'scale': 0.7}-reference",
-    "True-4-2-{'window': 0}-reference",
-)
+@pytest.mark.quick("False-4-2-{'window': 5}-dot", "True-2-2-{'softcap': 2.0, 'scale': 0.7}-reduce")
 def test_decoding_equals_the_last_row_of_attention(implementation, N, K, options, int8):
     q, k, v = arrays(N, K)
     caches = (quantize(k), quantize(v)) if int8 else (k, v)
@@ -93,6 +86,7 @@ def test_16_bits_are_as_exact_as_the_reference_in_16_bits(implementation, dtype)
     assert np.abs(int8.astype(jnp.float32) - exact).mean() < 0.02
 
 
+@pytest.mark.slow
 def test_float16_with_small_values_and_scores_beyond_its_range():
     """Neither a score before its scale nor a probability times a scale leaves the range."""
     q, k, v = arrays(dtype=np.float32, H=32)

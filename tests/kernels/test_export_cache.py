@@ -264,6 +264,7 @@ def of_a_test(product):
     [({}, True), ({"epilogue": of_a_test}, False), ({"epilogue": lambda x: x}, False)],
     ids=["default", "test's", "lambda"],
 )
+@pytest.mark.quick("default")
 def test_a_static_value_without_a_name_of_the_package_is_not_kept(
     lowerings, tmp_path, options, kept
 ):

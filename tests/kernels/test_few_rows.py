@@ -64,6 +64,7 @@ def test_tiles_divide_the_matrices(K, columns):
     [(1, 64, [8]), (1, 320, [64]), (4, 192, [16, 64, 16]), (2, 64 * 9, [24]), (3, 64 * 11, [8, 8])],
     ids=str,
 )
+@pytest.mark.quick("3-704-[8, 8]")
 def test_triton_equals_the_reference(M, K, columns):
     arrays = inputs(M, K, *columns)
     for relu2 in (False, True):
@@ -81,6 +82,7 @@ def test_16_bits_are_added_in_float32():
     np.testing.assert_allclose(y.astype(jnp.float32), expected, rtol=2**-8, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_row_is_that_of_it_alone():
     x, w = inputs(4, 192, 16, dtype=BF16)
     (together,) = triton.few_rows_matmul(x, w, interpret=True)
@@ -98,6 +100,7 @@ def test_padded_gives_xla_eight_rows():
 
 
 @pytest.mark.parametrize("name", ["triton", "padded", "xla"])
+@pytest.mark.quick("padded", "xla")
 def test_gradients(name):
     arrays = inputs(1, 64, 8, 16)
     options = {"interpret": True} if name == "triton" else {}

@@ -99,6 +99,7 @@ def test_no_amax_makes_a_scale_that_is_not_a_normal_number():
 
 
 @pytest.mark.parametrize("given", [jnp.bfloat16, jnp.float32])
+@pytest.mark.quick("float32")
 def test_all_three_products_are_numpys(given):
     x, w, dy = operands(given)
     y, dx, dw = with_gradients(fp8_matmul, x, w, dy)
@@ -297,6 +298,7 @@ def test_mosaics_cast_is_xlas_and_the_references_without_races(
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.quick("float8_e4m3fn")
 def test_mosaics_cast_lowers_for_hopper(dtype):
     x = jax.ShapeDtypeStruct((4096, 768), jnp.bfloat16)
     with on_target("cuda", (9, 0)):

@@ -85,6 +85,7 @@ def test_xla_is_the_reference(gradient):
 
 
 @pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.quick("True")
 def test_mosaic_lowers_for_hopper_at_the_models_sizes(gradient):
     M, N, K = 32768, 6144, 1536  # gpt_d24's hidden layer
     shapes = [((M, K), E5M2 if gradient else E4M3), ((N, K), E4M3)]
@@ -134,6 +135,7 @@ def results(epilogue, keep_hidden=True):
 
 
 @pytest.mark.parametrize("keep_hidden", [True, False])
+@pytest.mark.quick("False")
 def test_the_network_is_that_of_casts_by_themselves(keep_hidden):
     for out, like in zip(*(results(name, keep_hidden) for name in ("xla", None)), strict=True):
         np.testing.assert_array_equal(out, like)

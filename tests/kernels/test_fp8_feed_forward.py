@@ -108,6 +108,7 @@ def test_mosaics_casts_are_the_references_bit_for_bit(delayed, monkeypatch):
         np.testing.assert_array_equal(wide(out), wide(like))
 
 
+@pytest.mark.slow
 def test_copies_made_before_replace_the_matrices_and_placement_is_pinned():
     x, up, down, dy = operands(rows=(2, 32))
     pinned = []
@@ -130,6 +131,7 @@ def equations(jaxpr):
 
 
 @pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.quick("False")
 def test_on_hopper_neither_the_activation_nor_its_gradient_is_written(delayed):
     given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands()]
     amax_22 = [jax.ShapeDtypeStruct((2, 2), jnp.float32)] * delayed
@@ -157,6 +159,7 @@ def test_on_hopper_neither_the_activation_nor_its_gradient_is_written(delayed):
     assert "mosaic_gpu" in text and "stablehlo.transpose" not in text
 
 
+@pytest.mark.slow
 def test_without_the_hidden_layer_the_backward_keeps_float8_alone():
     """The output and W_down's gradient are the same; the others are off by float8's step, as the
     hidden layer's gradient is anyway."""

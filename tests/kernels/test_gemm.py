@@ -88,7 +88,7 @@ def network(dtype, x_shape=(2, 5, 8)):
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-@pytest.mark.quick("float32-xla", "float64-reference")
+@pytest.mark.quick("float32-xla")
 def test_gradients_are_those_of_autodiff(implementation, dtype):
     with jax.enable_x64(dtype == jnp.float64):
         *operands, dy = network(dtype)
@@ -140,6 +140,7 @@ def test_the_placement_of_the_hidden_layer_and_of_its_gradient_is_the_callers():
 
 
 @pytest.mark.parametrize("implementation", [None, "mosaic"])
+@pytest.mark.quick("mosaic")
 def test_a_mesh_changes_nothing(implementation, monkeypatch):
     """Split over batch rows and hidden units, by XLA or by hand."""
     monkeypatch.setitem(feed_forward.BACKENDS, "mosaic", xla)
@@ -204,6 +205,9 @@ def test_what_it_cannot_serve_is_refused_with_the_reason_and_goes_to_xla(
         ({"data": 4, "tensor": 2}, False),  # half of the hidden dim each: XLA's
     ],
     ids=str,
+)
+@pytest.mark.quick(
+    "{'data': 8, 'fsdp': 1}-True", "{'data': 2, 'fsdp': 4}-True", "{'data': 4, 'tensor': 2}-False"
 )
 def test_devices_that_split_rows_alone_run_the_fused_feed_forward(mesh, fused):
     x = jax.ShapeDtypeStruct((8, 128, 256), jnp.bfloat16)

@@ -71,6 +71,7 @@ def test_one_row_of_a_large_matrix_has_the_tile_that_was_measured():
 
 
 @pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
+@pytest.mark.quick("w4a16_matmul")
 def test_parts_of_the_inputs_add_up(op):
     """As the large tiles have them, at a small size."""
     run, whole, x = interpreted(op, 1, 512, 32, tile=triton.Tile(16, 16, 2, 4, 1, 1, False))
@@ -156,6 +157,7 @@ MORE = tuple(
 
 
 @pytest.mark.parametrize(("op", "M", "K", "N", "how"), CASES)
+@pytest.mark.quick("w8a16_matmul-1-192-48-how0", "w4a16_matmul-7-128-48-how3")
 def test_interpreted_it_equals_the_reference(op, M, K, N, how):
     run, whole, x = interpreted(op, M, K, N, **how)
     assert_near(run(x), whole(x), x.dtype)

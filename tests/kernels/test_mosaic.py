@@ -67,6 +67,7 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(target, array, options,
         jax.eval_shape(lambda q: ours(q, q, q, **options), array)
 
 
+@pytest.mark.slow
 def test_a_scale_of_zero_is_refused_and_a_negative_one_is_not():
     with on_target(*HOPPER):
         with pytest.raises(ValueError, match="scale must not be 0"):

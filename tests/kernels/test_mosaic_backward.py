@@ -129,6 +129,7 @@ def test_ids_in_any_order_equal_reference():
 
 @pytest.mark.parametrize("documents", [(), (100, 17), (20,)])
 @pytest.mark.parametrize("mask", [Mask(True, None), Mask(True, 70), Mask(False, None)])
+@pytest.mark.quick("mask1-documents1", "mask2-documents2")
 def test_query_ranges_cover_what_is_visible(mask, documents):
     shape = AttentionShape("", 2, 333, 1, 1, 64, documents=documents)
     ids = shape.segment_ids_BT()

@@ -58,9 +58,9 @@ def test_it_is_attention_over_a_row(implementation, N, K, options, name):
     np.testing.assert_allclose(out, expected(q, kv, **options), atol=3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", [None, "int8"])
-@pytest.mark.quick("int8-{}")
 def test_one_token_a_row_without_matmuls(options, name):
     q, _, (k, v), table = arrays(4, 2)
     if name:
@@ -72,6 +72,7 @@ def test_one_token_a_row_without_matmuls(options, name):
     np.testing.assert_allclose(jax.jit(f, static_argnums=0)("reduce"), f("xla"), atol=3e-6)
 
 
+@pytest.mark.slow
 @both
 def test_16_bits_stay_close(implementation):
     q, kv, (k, v), table = arrays(4, 2, H=32, dtype=jnp.bfloat16)

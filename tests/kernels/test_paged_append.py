@@ -27,6 +27,7 @@ def inputs(T=3, H=20, dtype=jnp.float32):
 
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("backend", ["xla", "triton"])
+@pytest.mark.quick("xla-3", "triton-3")
 def test_each_token_is_in_its_place_and_all_else_stays(backend, T):
     pages, new, table_BW, starts_B, counts_B = arrays = inputs(T)
     options = {"interpret": True} if backend == "triton" else {}

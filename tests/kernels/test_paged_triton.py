@@ -41,7 +41,9 @@ def interpreted(arrays, tile=None, **options):
         pytest.param({"G": 1}, PageTile(16, 1), {}, marks=pytest.mark.slow),
         pytest.param({"G": 4, "T": 3}, PageTile(16, 2), {}, marks=pytest.mark.slow),
         pytest.param({"G": 8, "pages": "int8"}, PageTile(16, 3), {}, marks=pytest.mark.slow),
-        ({"T": 3, "pages": "int8"}, PageTile(16, 2), {"window": 5}),
+        pytest.param(
+            {"T": 3, "pages": "int8"}, PageTile(16, 2), {"window": 5}, marks=pytest.mark.slow
+        ),
         pytest.param(
             {"T": 3, "pages": "float8_e4m3fn"},
             PageTile(32, 1),
@@ -49,7 +51,9 @@ def interpreted(arrays, tile=None, **options):
             marks=pytest.mark.slow,
         ),
         ({"T": 3, "H": 20}, PageTile(16, 5), {"window": 0}),
-        ({"G": 3, "H": 20}, None, {"window": 19, "softcap": 2.0}),
+        pytest.param(
+            {"G": 3, "H": 20}, None, {"window": 19, "softcap": 2.0}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -74,6 +78,7 @@ def test_many_queries_are_rows_of_their_own(G, T, counts, options):
         np.testing.assert_allclose(interpreted(arrays, tile, **options), expected, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("pages", [None, "int8"])
 @pytest.mark.quick("None-bfloat16")
@@ -113,6 +118,7 @@ def test_splits_beyond_the_steps_of_a_join_are_joined():
     np.testing.assert_allclose(interpreted(arrays, PageTile(16, 70)), expected, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_what_pages_hold_elsewhere_does_not_matter():
     q, k, v, table, starts, counts = inputs(T=3)
     shown = np.zeros((PAGES, PAGE), bool)

@@ -226,6 +226,7 @@ def test_one_array_is_the_default_where_it_is_faster(changes, mesh, chosen):
     assert fastest(c.kernels, c, x_BTD).qkv == ("xla" if chosen == "mosaic" else chosen)  # a CPU
 
 
+@pytest.mark.slow
 def test_each_device_has_its_own_rows():
     given = arrays(4, 16, 2, 1, 8, True, jnp.float32)
     x, cos, sin, value, _ = given

@@ -91,7 +91,7 @@ def test_xla_equals_reference(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.quick("rope_packed", "relu2")
+@pytest.mark.quick("relu2")
 def test_mosaic_equals_reference_without_races(name, capfd):
     make, arguments = case(name, BF16)
     wide = [x.astype(jnp.float32) for x in arguments]
@@ -134,6 +134,9 @@ def test_mosaic_keeps_one_activation_for_the_squared_relu():
         ("rope_norm", [(2, 64, 4, 256), (2, 64, 1, 256), (2, 64, 256), (2, 64, 256)]),
         ("relu2", [(2, 64, 3072)]),
     ],
+)
+@pytest.mark.quick(
+    "residual_norm-shapes0", "mixed_norm-shapes1", "rope_norm-shapes3", "relu2-shapes4"
 )
 def test_lowers_for_hopper_forward_and_backward(op, shapes):
     wide = lambda n: op == "rope_norm" and n > 1
@@ -256,6 +259,7 @@ def test_float8_is_transposed_without_races(capfd):
 
 
 @pytest.mark.parametrize(("V", "softcap"), [(32768, 15.0), (8192, None)])
+@pytest.mark.quick("8192-None")
 def test_the_loss_lowers_for_hopper_with_the_logits_in_place(V, softcap):
     arrays = [
         jax.ShapeDtypeStruct(shape, dtype)

@@ -45,6 +45,13 @@ def assert_close(found, expected, atol):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shape", [(1, 1, 64), (3, 2, 80), (2, 1, 768)], ids=str)
+@pytest.mark.quick(
+    "(3, 2, 80)-residual_norm",
+    "(3, 2, 80)-mixed_norm",
+    "(3, 2, 80)-mixed_norm_alone",
+    "(3, 2, 80)-rope_norm",
+    "(3, 2, 80)-rope_norm_shared",
+)
 def test_they_equal_the_reference(name, shape):
     op, arrays = case(name, *shape)
     found = getattr(triton, op)(*arrays, eps=EPS, interpret=True)
@@ -62,6 +69,7 @@ def signed(cos_BTH, sin_BTH):
     return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_16_bits_stay_close(name):
     op, arrays = case(name, 2, 1, 128, jnp.bfloat16)
@@ -74,6 +82,7 @@ def test_16_bits_stay_close(name):
 
 
 @pytest.mark.parametrize("name", ["residual_norm", "mixed_norm_alone", "rope_norm"])
+@pytest.mark.quick("residual_norm", "mixed_norm_alone")
 def test_gradients(name):
     op, arrays = case(name, 1, 2, 64)
     if op == "rope_norm":

@@ -96,7 +96,7 @@ def ranges_of(causal, window, ids, T, rows, columns, by_key):
 
 @by_name(SHAPES)
 @pytest.mark.parametrize("by_key", [False, True])
-@pytest.mark.quick("False-all", "True-packed_full", "True-window")
+@pytest.mark.quick("True-packed_full", "True-window")
 def test_block_ranges_are_what_is_seen(shape, by_key):
     """A program's own rows beyond T are not stored, so a full block may hold them."""
     size, walked = (64, 32) if by_key else (32, 64)
@@ -131,6 +131,7 @@ def test_documents_in_any_order_lie_in_the_ranges():
 
 
 @pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.quick("True")
 def test_time_follows_the_documents(by_key):
     ids = AttentionShape("", 1, 8192, 1, 1, 64, documents=(512,) * 16).segment_ids_BT()
     dense, packed = (ranges_of(True, None, x, 8192, 128, 64, by_key) for x in (None, ids))

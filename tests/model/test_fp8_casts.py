@@ -55,6 +55,7 @@ def casts(jaxpr):
                 yield from casts(inner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [({}, 2), ({"fp8_history": 2}, 2), ({"scan_layers": True, "remat": "block", "micro": 2}, 1)],

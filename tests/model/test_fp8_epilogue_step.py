@@ -78,6 +78,7 @@ def with_bfloat16(run, options, *given):
     return run(options._replace(product_dtype=jnp.bfloat16), *given)
 
 
+@pytest.mark.slow
 def test_where_the_kernel_cannot_run_the_step_says_so():
     task, _ = make_spec(resolved(**SHAPE, **FP8, fp8_epilogue=True))
     past = {"amax_history": model_fp8.init_amax_history(task.specs, 2)}

@@ -13,7 +13,7 @@ from jaxtrain.config import load_config
 from jaxtrain.finetune.partition import flatten
 from jaxtrain.main import main
 from jaxtrain.optim import make_optimizer
-from jaxtrain.train.frozen_layers import freeze_layers
+from jaxtrain.train.frozen_layers import freeze_layers, merge
 
 FROZEN = 2  # of 4 layers, of which the last of each half has value embeddings
 DEPTH = 4
@@ -38,8 +38,9 @@ def halves(name, x):
 @pytest.mark.parametrize("more", [{"scan_layers": True}, {"remat": "block"}], ids=str)
 @pytest.mark.quick("{'scan_layers': True}")
 def test_frozen_layers_have_no_gradient_and_the_others_have_theirs(more):
-    _, plain, _, params = build(**more, depth=DEPTH)
-    _, frozen, _, _ = build(**more, depth=DEPTH, frozen_layers=FROZEN)
+    few = more | {"smear": False, "backout": False, "window_pattern": "L", "depth": DEPTH}
+    _, plain, _, params = build(**few)
+    _, frozen, _, _ = build(**few, frozen_layers=FROZEN)
     (loss, grads), (other, found) = (
         loss_and_gradient(graphdef, params, tokens()) for graphdef in (plain, frozen)
     )
@@ -48,6 +49,13 @@ def test_frozen_layers_have_no_gradient_and_the_others_have_theirs(more):
         (below, above), (zero, rest) = halves(name, g), halves(name, flatten(found)[name])
         assert not np.any(zero) and (np.any(below) or below.size == 0 or name == "smear_scale")
         np.testing.assert_allclose(rest, above, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_what_trains_is_written_over_the_last_entries():
+    whole = {"stack": jnp.zeros((4, 2)), "head": jnp.zeros(2), "frozen": jnp.zeros(3)}
+    merged = merge(whole, {"stack": jnp.ones((1, 2)), "head": jnp.ones(2)})
+    assert merged["stack"].tolist() == [[0, 0], [0, 0], [0, 0], [1, 1]]
+    assert merged["head"].tolist() == [1, 1] and not np.any(merged["frozen"])
 
 
 @pytest.mark.slow

@@ -73,6 +73,7 @@ def test_tfixup_scales_what_carries_values():
     assert found["embed"].std() == pytest.approx(36**-0.25 / np.sqrt(128), rel=0.03)
 
 
+@pytest.mark.slow
 def test_orthogonal_matrices_are_in_each_layer():
     found = flat(build("orthogonal")[1])
     q, up, out = (found[f"blocks/{n}"] for n in ("attention/q", "ffn/up", "attention/out"))
@@ -124,6 +125,7 @@ def test_the_scales_multiply_their_branches():
     assert nnx.merge(graphdef, half)(rows).states.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_norm", [True, False])
 def test_without_block_norm_the_branches_read_the_stream(block_norm):
     """Attention that only averages is linear then: twice the stream is the same up to the norm."""

@@ -46,6 +46,7 @@ def test_sums_are_in_int32(form, count):
     assert text.count("preferred_element_type=int32") == count, dots
 
 
+@pytest.mark.slow
 def test_the_mean_gradient_is_the_unrounded_one():
     keys = jax.random.split(jax.random.key(0), 256)
     many = jax.jit(jax.vmap(lambda key: products("int8_training", key)[1:]))(keys)

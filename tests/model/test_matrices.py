@@ -86,7 +86,7 @@ def one_layer(name, monkeypatch):
 # The rest of the table takes long.
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.quick("new gate-lora", "new gate-float8")
+@pytest.mark.quick("new gate-lora")
 def test_a_matrix_of_a_block_works_in_every_form(name, form, monkeypatch):
     """Packed or changed, it is the whole matrix that it stands for; float8 rounds."""
     graphdef, specs = split(Transformer(one_layer(name, monkeypatch), VOCAB))
@@ -102,6 +102,7 @@ def test_a_matrix_of_a_block_works_in_every_form(name, form, monkeypatch):
     assert error < (0.2 if form == "float8" else 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["new gate", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_change_beside_any_matrix_learns(name, monkeypatch):
     graphdef, specs = split(Transformer(one_layer(name, monkeypatch), VOCAB))
@@ -223,6 +224,7 @@ def test_a_form_of_the_layer_is_that_of_every_matrix(form, scan):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("form", "options"), [("int8", {}), ("int4", {"group_size": 8})])
+@pytest.mark.quick("int8-options0-float32", "int4-options1-float32")
 def test_fake_quantization_is_the_stored_form_bit_for_bit(form, options, dtype):
     """Of a stack; an all-zero column is zero; the gradient passes through."""
     w = np.random.default_rng(0).normal(size=(2, 24, 5)).astype(np.float32)

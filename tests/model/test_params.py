@@ -167,6 +167,7 @@ def test_adding_a_parameter_leaves_the_others_bit_identical(plain):
     same(more, plain)
 
 
+@pytest.mark.slow
 def test_removing_a_parameter_leaves_the_others_bit_identical(plain):
     fewer = initial(smear=False, value_embeddings=False)
     kept = {name: plain[name] for name in fewer}
@@ -200,6 +201,7 @@ def test_initial_statistics_are_nanochats(plain):
     assert (plain["smear_scale"], plain["backout_scale"]) == (0.0, np.float32(0.2))
 
 
+@pytest.mark.slow
 def test_initial_statistics_are_gpt2s():
     params = initial(**LLAMA)
     attention, ffn = params["blocks"]["attention"], params["blocks"]["ffn"]

@@ -7,13 +7,14 @@ from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo
 from jaxtrain_kernels.attention import RESULT
 from jaxtrain_kernels.dispatch import on_target
-from tiny import build, close, tokens
+from tiny import FEW_PARTS, build, close, tokens
 
 from jaxtrain.model.remat import INPUT
 from jaxtrain.settings import UserError
 
 pytestmark = pytest.mark.slow
 
+SHALLOW = {name.removeprefix("model__"): value for name, value in FEW_PARTS.items()}
 DEEP = {"depth": 4, "window_pattern": "SL", "attention": "xla"}
 
 
@@ -49,7 +50,7 @@ CHANGES = [
     {"ffn_tiles": 4},
     {"remat": "dots", "scan_layers": True},
     {"remat_short": "block"},
-    pytest.param({"remat": "block"}, marks=pytest.mark.default_tier),
+    {"remat": "block"},
 ]
 
 
@@ -60,6 +61,13 @@ def test_recomputed_is_kept(plain, changes):
     _, graphdef, _, _ = build(**DEEP, **changes)
     close(value_and_grad(graphdef, params), expected, rtol=1e-5, atol=1e-6)
     assert kept(graphdef, params) < most, "it has to save something"
+
+
+@pytest.mark.default_tier
+def test_a_layer_computed_again_has_the_gradients_of_one_that_is_kept():
+    (_, plain, _, params), (_, again, _, _) = build(**SHALLOW), build(**SHALLOW, remat="block")
+    close(value_and_grad(again, params), value_and_grad(plain, params), rtol=1e-5, atol=1e-6)
+    assert kept(again, params) < kept(plain, params)
 
 
 # ---- experts ---------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def test_values_are_near_and_packed(width, bits):
         assert not found[0, 0].any() and found.dtype == x.dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.quick("4")
 def test_the_mean_over_draws_is_the_value(bits):

@@ -74,6 +74,7 @@ def through(graphdef, params, x_BTD, x0_BTD):
     return run_layers(model.modules(), model.stack(), runs, start, inputs).x_BTD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"scan_layers": True}, {"scan_layers": True, "remat": "int8"}])
 def test_scan_is_unroll(model, changes):
     _, graphdef, params = model

@@ -108,6 +108,7 @@ def test_a_window_hides_what_lies_further_back():
 
 
 @pytest.mark.parametrize("changes", [{}, LLAMA], ids=["speedrun", "llama"])
+@pytest.mark.quick("llama")
 def test_packed_documents_are_as_if_alone(changes):
     _, graphdef, _, params = build(document_mask=True, **changes)
     lengths, row = (11, 1, 20), tokens(1)
@@ -157,6 +158,7 @@ def test_decode_is_the_full_forward(changes):
         np.testing.assert_array_equal(cache.lengths_B, lengths)
 
 
+@pytest.mark.slow
 def test_decoding_looks_back_no_further_than_the_context():
     """In text longer than the training length, full layers see that length."""
     _, graphdef, _, params = build(depth=1, context_length=8)
@@ -246,6 +248,7 @@ def test_softcap_bounds_the_logits():
     assert np.abs(out).max() <= 2.0
 
 
+@pytest.mark.slow
 def test_at_its_start_every_block_is_the_identity():
     """Zero output matrices: the logits are those of the embedding alone."""
     c = resolved(depth=2, smear=False, backout=False, residual_scales=False)

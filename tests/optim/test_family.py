@@ -142,6 +142,7 @@ def test_the_dynamic_code(signed):
 
 
 @pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.quick("True")
 def test_encoding_finds_the_nearest_value(signed):
     values = code_values(signed).astype(np.float32)
     x = np.float32(10) ** np.random.default_rng(0).uniform(-8, 0, 2000).astype(np.float32)
@@ -223,6 +224,7 @@ def specs_shapes(specs):
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
 
 
+@pytest.mark.slow
 def test_a_state_of_another_block_size_is_refused():
     p, g = arrays(16, 16), arrays(16, 16, seed=1)
     _, state = walk(make_adamw8bit(256, 0)(ADAM), p, [g])
@@ -306,6 +308,7 @@ def test_rates_follow_the_width_as_mup_says(name, fields, matrix, head, embed):
     assert ratio["smear_gate"] == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_the_decay_does_not_follow_the_width():
     specs = specs_of(depth=1, init="mup", width=32, base_width=8)
     optimizer = make_optimizer(config("adamw", weight_decay=0.1), specs, 10)

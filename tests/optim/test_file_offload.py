@@ -90,9 +90,9 @@ SLOW = [
 
 
 # Against the states on the host, which are compared with those on the device in test_offload.py.
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="compares operation by operation")
 @pytest.mark.parametrize("name", ["adamw", *SLOW])
-@pytest.mark.quick("adamw")
 def test_the_update_from_files_is_the_same_bit_for_bit(name, tmp_path):
     few = {"min_size": 20, "block_size": 4} if name == "adamw8bit" else {}
     few |= {"rank": 2} if name == "galore" else {}
@@ -114,6 +114,17 @@ def test_the_update_from_files_is_the_same_bit_for_bit(name, tmp_path):
             same(state.params, expected)
             same(whole_state(loop, state.optimizer), wanted)
     assert not (tmp_path / "states").exists()
+
+
+def test_rows_are_written_where_they_are_read(tmp_path):
+    files = StateFiles(tmp_path, {"a": jax.ShapeDtypeStruct((4, 3), jnp.float32)})
+    files.open()
+    whole = np.arange(12, dtype=np.float32).reshape(4, 3)
+    files.write("a", whole)
+    files.write("a", -whole[2:3], (2, 3))
+    np.testing.assert_array_equal(files.read("a", (1, 3)), [whole[1], -whole[2]])
+    np.testing.assert_array_equal(files.read("a")[[0, 1, 3]], whole[[0, 1, 3]])
+    files.close()
 
 
 def test_a_checkpoint_brings_the_files_back_and_moves_states_into_and_out_of_them(tmp_path):

@@ -107,6 +107,7 @@ def steps(task, hyperparams, mesh, seeds, state):
 # ---- the largest of many ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_keep_largest_keeps_exactly_so_many_and_of_equal_ones_the_last():
     x = np.array([[[3, -1, 0], [0, -3, 2]], [[0, 0, 0], [0, 0, 0]]], np.float32)
     kept = {k: np.asarray(keep_largest(magnitude(jnp.asarray(x)), k)) for k in range(7)}
@@ -116,6 +117,7 @@ def test_keep_largest_keeps_exactly_so_many_and_of_equal_ones_the_last():
     np.testing.assert_array_equal(kept[2][1], [[0, 0, 0], [0, 1, 1]])
 
 
+@pytest.mark.slow
 def test_keep_largest_is_that_of_a_sort():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 24)).astype(np.float32))
     masks = jax.jit(keep_largest)(magnitude(x), jnp.int32(100))
@@ -131,6 +133,7 @@ def test_keep_largest_is_that_of_a_sort():
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
+@pytest.mark.quick("adamw")
 def test_gradual_pruning_follows_the_cubic_and_is_exact(name):
     """The schedule of the paper; masked weights have zero moments, and no others are zero."""
     walked = list(walk(config(name, GRADUAL), 4))

@@ -56,6 +56,7 @@ def test_orthogonalize_keeps_singular_vectors_and_brings_values_near_one(shape, 
     assert_near_polar_factor(x, out, *((0.6, 1.3) if name == "newton_schulz" else (0.8, 1.2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 24, 24), (24, 96)], ids=str)
 def test_a_closer_bound_does_the_first_iterations_work(shape):
     """Singular values below 1 after four iterations from it, and after five without."""
@@ -88,6 +89,7 @@ def gradient_like(rows, columns):
     return x, orthogonalize(normalize(x), COEFFICIENTS["polar_express"], gram=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "gram", "dtype", "error"),
     [
@@ -132,6 +134,7 @@ def test_flops_are_those_of_the_matmuls_that_are_traced():
     assert orthogonalize_flops(8, 32, 5, False) == 90 * 8**3
 
 
+@pytest.mark.slow
 def test_each_matrix_of_a_stack_is_its_own():
     x = matrices(3, 8, 20)
     polar = lambda x: orthogonalize(normalize(x), COEFFICIENTS["polar_express"])
@@ -177,6 +180,7 @@ def test_decay_is_decoupled_and_cautious_decay_takes_what_shrinks_anyway():
     np.testing.assert_allclose(cautious - free, -0.05 * p * towards_zero, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_renormalized_updates_have_the_norm_of_an_orthogonal_matrix():
     moved, _ = step(matrices(3, 16, 48), matrices(3, 16, 48), renormalize=True)
     norms = np.linalg.norm(moved, axis=(-2, -1))
@@ -195,6 +199,7 @@ def test_normuon_evens_out_the_outputs_and_keeps_the_norm():
     assert state.second["w"].shape == (1, 48)
 
 
+@pytest.mark.slow
 def test_equilibration_frees_the_update_from_the_scale_of_an_output():
     g, p = matrices(16, 48), matrices(16, 48, seed=1)
     scaled = g * jnp.logspace(0, 2, 48)[None]
@@ -244,6 +249,7 @@ def test_soap_muon_orthogonalises_the_momentum_divided_in_the_eigenbasis():
     assert states[-1].soap.leaves.m is None and int(states[-1].soap.count) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.quick("2")
 def test_blocks_of_heads_are_orthogonalised_by_themselves(heads):

@@ -14,6 +14,7 @@ from jaxtrain.optim.soap import make_soap
 SOAP = {**ADAM, "weight_decay": 0.0, "shampoo_beta": 0.9, "precondition_frequency": 3.0}
 
 
+@pytest.mark.slow
 def test_soap_does_not_see_a_rotation_of_the_gradients():
     """The update of U G V^T is that of G, turned the same way; Adam's is not."""
     u, v, grads = rotation(6, 1), rotation(5, 2), gradients(2, 6, 5, steps=8)

@@ -74,6 +74,7 @@ NO_AVERAGE = [p for p in EACH if p in FAST or p.values != ("schedule_free",)]
 
 
 @pytest.mark.parametrize("name", EACH)
+@pytest.mark.quick("adamw")
 def test_cautious_drops_what_goes_up_the_gradient_and_rescales_the_rest(name):
     """The second update of any optimizer, masked by numpy; its state is the optimizer's own."""
     specs = small_specs()
@@ -125,6 +126,7 @@ def test_a_changed_decay_is_a_value_of_the_compiled_step():
     assert {float(r["ema_decay"]) for r in rates.values()} == {0.5}
 
 
+@pytest.mark.slow
 def test_an_average_of_16_bit_weights_is_kept_in_float32():
     """A slow average moves by less than 16 bits can tell."""
     specs = small_specs()
@@ -194,6 +196,7 @@ def looks_ahead(name, total):
 
 
 @pytest.mark.parametrize("name", NO_AVERAGE)
+@pytest.mark.quick("adamw")
 def test_ema_nesterov_steps_from_weights_that_look_ahead(name):
     specs, total = small_specs(), 8
     path = looks_ahead(name, total)
@@ -208,6 +211,7 @@ def test_ema_nesterov_steps_from_weights_that_look_ahead(name):
         close(moved(shown), moved(path[steps][0]), rtol=1e-2, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", [EMA, TAIL], ids=["ema", "tail_average"])
 def test_an_average_around_a_look_ahead_is_of_where_it_stands(average):
     specs, total = small_specs(), 6

@@ -72,8 +72,8 @@ def sketch(x):
     return np.cos(np.arange(1, 5)[:, None] * np.arange(1, x.size + 1)) @ x.ravel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", VARIANTS)
-@pytest.mark.quick("llama")
 def test_each_switch_equals_the_oracle(title):
     facts = GOLDEN.facts(f"{title}/facts")
     weights = GOLDEN.under("weights") | GOLDEN.under("shallow/weights")

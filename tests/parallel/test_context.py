@@ -73,6 +73,7 @@ def test_every_device_has_the_same_work_and_no_key_comes_twice(shards):
     )
 
 
+@pytest.mark.slow
 def test_a_window_sends_what_it_sees():
     """Sizes of the permutations in the compiled program: w tokens of K and V a neighbour."""
     q, k, v = arrays(kv_heads=2)

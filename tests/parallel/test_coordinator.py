@@ -128,6 +128,7 @@ def test_who_is_missing_is_named_everywhere(clock):
     )
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_not_there():
     address = f"localhost:{free_port()}"
     with pytest.raises(UserError, match=rf"process 1 of 2 did not reach .* {address} in 0.5 s \("):
@@ -202,6 +203,7 @@ def test_an_address_is_host_and_port(address):
         Coordinator(0, 2).meet(address, 1.0, SECRET)
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]

@@ -90,7 +90,7 @@ def test_equals_the_loop_over_tokens_with_all_gradients(sizes, tiles):
         ({"context": 4}, 4, 2, 1), ({}, 8, B, B * T),
     ],
 )  # fmt: skip
-@pytest.mark.quick("sizes1-4-8-2", "sizes4-8-8-32")
+@pytest.mark.quick("sizes4-8-8-32")
 def test_a_device_takes_its_own_tokens_a_tile_at_a_time(sizes, tiles, rows, taken):
     """taken: tokens of a tile. Two tokens make two tiles of four; rows of four are not cut in 8."""
     seen = set()
@@ -104,6 +104,7 @@ def test_a_device_takes_its_own_tokens_a_tile_at_a_time(sizes, tiles, rows, take
     assert seen == {taken * K}
 
 
+@pytest.mark.slow
 def test_an_axis_that_is_taken_is_left_alone():
     """As where replicas along `data` train by themselves: each has loads of its own."""
     x, chosen, weights, ups, down, _ = jax.tree.map(jnp.asarray, arguments())
@@ -179,6 +180,7 @@ def test_what_an_expert_made_is_not_made_again_for_the_backward_pass(sizes, loop
     assert text.count(" while[") == loops and text.count("= ragged_dot") == products
 
 
+@pytest.mark.slow
 def test_gradients_in_bfloat16_are_summed_over_rounds_in_float32(monkeypatch):
     """512 tokens, all alike, for one of two devices: one large round, then two rows at a time. In
     bfloat16 a sum of hundreds would not notice two more."""

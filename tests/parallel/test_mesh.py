@@ -133,7 +133,7 @@ EACH = [
 
 
 @pytest.mark.parametrize(("axes", "zero", "copy", "summed"), EACH, ids=MESHES)
-@pytest.mark.quick("tensor=2", "fsdp=4, ZeRO-3")
+@pytest.mark.quick("fsdp=4, ZeRO-2")
 def test_loss_and_gradients_are_those_of_one_device(one_device, axes, zero, copy, summed):
     task, (loss, grads) = one_device
     copies, other_loss, others = results(task._replace(zero=zero), mesh_of(**axes))

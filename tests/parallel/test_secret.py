@@ -76,6 +76,7 @@ def test_another_secret_is_refused_and_the_job_begins_without_it(tmp_path, capfd
     )
 
 
+@pytest.mark.slow
 def test_the_file_is_this_users_and_there_while_they_meet(tmp_path, monkeypatch):
     """Also where an earlier job's was left behind, and is read first."""
     monkeypatch.setattr("jaxtrain.cluster.meeting.RETRY", 0.01)
@@ -278,6 +279,7 @@ def test_a_recording_of_a_meeting_opens_no_other(tmp_path, clock):
             again.result()
 
 
+@pytest.mark.slow
 def test_strangers_that_say_nothing_or_too_much_hold_nobody_up(tmp_path):
     port = free_port()
     coordinators = [Coordinator(0, 2), Coordinator(1, 2)]

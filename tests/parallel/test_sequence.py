@@ -73,6 +73,7 @@ def test_the_gradient_of_a_sum_over_devices_is_there_already():
     assert collectives(compiled.as_text(), dict(mesh.shape)) == []
 
 
+@pytest.mark.slow
 def test_tiles_of_a_row_stay_where_they_are():
     """Each has tokens of every device: nothing is sent, forward or backward."""
     mesh, w_DF = (
@@ -105,6 +106,7 @@ def test_a_sequence_is_split_as_far_as_it_divides():
     assert spec(8, 3) == jax.P((*BATCH, "tensor"), None, None)
 
 
+@pytest.mark.slow
 def test_rows_come_together_without_a_transpose():
     """The stream's rows are divided: no exchange of a step is of an inner dim of [B, T, D]."""
     _, graphdef, _, params = build(**LLAMA)

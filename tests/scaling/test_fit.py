@@ -47,10 +47,12 @@ def test_both_methods_find_the_optimum_of_the_law():
         assert optimal.parameters.value == pytest.approx(true, rel=0.35)
 
 
+@pytest.mark.slow
 def test_fits_are_a_function_of_runs_and_seed():
     assert plain(fit_all(grid(), 2, BOOTSTRAP)) == plain(fit_all(grid(), 2, BOOTSTRAP))
 
 
+@pytest.mark.slow
 def test_a_larger_run_lies_in_its_predicted_interval():
     inside = 0
     for seed in range(3):
@@ -80,6 +82,7 @@ def test_the_record_has_a_dial_that_the_configuration_reads(tmp_path):
     assert "isoFLOP: tokens per parameter" in lines and "alpha" in lines
 
 
+@pytest.mark.slow
 def test_a_minimum_outside_the_sizes_is_left_out_of_the_law():
     points = [p._replace(loss=p.parameters**-0.1) if p.budget == 1e17 else p for p in grid()]
     fits = fit_all(points, 2, BOOTSTRAP)

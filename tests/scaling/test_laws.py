@@ -33,6 +33,7 @@ def test_the_parametric_law_is_recovered_exactly_from_exact_runs():
     assert found.alpha == pytest.approx(LAW.alpha, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_intervals_of_noisy_runs_cover_the_law():
     n, d, loss = grid(noise=3e-3, seed=1)
     found = fit_parametric(n, d, loss)

@@ -244,17 +244,14 @@ def test_the_fits_of_a_study_and_of_its_run_directories_agree(study, tmp_path, c
     assert "too few runs for any fit" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.default_tier
-def test_a_run_that_has_not_ended_is_no_point(study, tmp_path):
-    folder, _, trained = study
-    assert has_ended(folder / trained[0]) and not has_ended(tmp_path)
-    point = point_of(folder / trained[0], "bpb", "total")
+def test_a_run_that_has_not_ended_is_no_point(whole, tmp_path):
+    assert has_ended(whole) and not has_ended(tmp_path)
+    point = point_of(whole, "bpb", "total")
     assert (
-        point.depth == 1 and point.width == 8 and point.loss > 1 and point.losses[-1] == point.loss
+        point.depth == 1 and point.width == 32 and point.loss > 1 and point.losses[-1] == point.loss
     )
     metrics = tmp_path / "metrics.jsonl"
-    rows = (folder / trained[0] / "metrics.jsonl").read_text().splitlines()
+    rows = (whole / "metrics.jsonl").read_text().splitlines()
     metrics.write_text("\n".join(rows[:-1]) + "\n")
     assert not has_ended(tmp_path)
     with pytest.raises(UserError, match="is not a finished run"):

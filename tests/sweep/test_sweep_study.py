@@ -73,7 +73,14 @@ def test_a_trial_without_a_sign_of_life_is_queued_again_with_its_values(tmp_path
     again = queues.search.claim()
     assert (again.number, again.params) == (lost.number, lost.params)
     assert again.user_attrs["attempts"] == 2
-    with queues.search.heartbeat(again):
+    queues.close()
+
+
+@pytest.mark.slow
+def test_a_trial_that_gives_signs_of_life_is_nobody_elses(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "known_gone", lambda holder: None)
+    _, queues = open_sweep(write_sweep(tmp_path, trials=1, heartbeat=0.5))
+    with queues.search.heartbeat(queues.search.claim()):
         time.sleep(4)
         assert queues.search.claim() is None
     queues.close()
@@ -270,6 +277,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(case, tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_another_sweep_is_not_gone_on_with(tmp_path, monkeypatch):
     no_runs(monkeypatch)
     path = write_sweep(tmp_path)
