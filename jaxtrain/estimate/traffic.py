@@ -234,8 +234,8 @@ def _taken(
     size: int,
     users: dict[str, list[Instruction]],
 ) -> int:
-    """Number of shards of an all-reduced result (at `operand_index` of the tuple) if each device reads
-    only its own shard, else 1.
+    """Number of shards of an all-reduced result (at `operand_index` of the tuple) if each device
+    reads only its own shard, else 1.
 
     Also 1 if the sum is first converted to a narrower dtype: the GPU compiler then makes no
     reduce-scatter of it, unless the CPU compiler had widened the sum from `size` bytes.
