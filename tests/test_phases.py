@@ -147,6 +147,7 @@ def test_a_run_resumes_on_either_side_of_a_growth(grown, tmp_path, capfd, last, 
 KINDS = ["muon", "adamw8bit", "soap", "adafactor"]
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", KINDS)
 def test_the_optimizers_state_grows_with_its_parameters(tmp_path, capfd, optimizer):
@@ -168,6 +169,7 @@ def test_the_optimizers_state_grows_with_its_parameters(tmp_path, capfd, optimiz
         assert new[dim] == 3 * old[dim]
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
@@ -185,6 +187,7 @@ def test_a_growth_goes_with(tmp_path, more):
     assert all(np.isfinite(row["loss"]) for row in rows_of(tmp_path / "tiny"))
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_phase_may_change_what_has_no_parameters(tmp_path):
     """Fake-quantized weights for the last part of a run: the state is the same."""

@@ -1,8 +1,10 @@
 """The smallest models, batches and command lines that still use everything."""
 
 import shutil
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -222,6 +224,14 @@ def rows_of(run_dir, kind="train"):
     rows = read_rows(run_dir / "metrics.jsonl")
     keep = lambda name: name not in clock and not name.endswith("_s")
     return [{k: v for k, v in r.items() if keep(k)} for r in rows if r["kind"] == kind]
+
+
+@contextmanager
+def on_one_device():
+    """Runs that begin in here see one device."""
+    devices = jax.devices()[:1]
+    with mock.patch.object(jax, "devices", lambda *_: devices):
+        yield
 
 
 def weights_of(run_dir):

@@ -7,7 +7,16 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import QUICK, assert_same_run, close, mesh_of, rows_of, run_overrides, weights_of
+from tiny import (
+    QUICK,
+    assert_same_run,
+    close,
+    mesh_of,
+    on_one_device,
+    rows_of,
+    run_overrides,
+    weights_of,
+)
 
 from jaxtrain.config import load_config
 from jaxtrain.config.resolve import resolve
@@ -130,10 +139,12 @@ def ramped(tmp_path_factory):
     """A run through the ramp without a stop: steps of 256, of 512 (from step 5 on) and of 1024
     tokens (from step 7 on)."""
     directory = tmp_path_factory.mktemp("ramped")
-    assert main(run_overrides(directory, **NINE)) == 0
+    with on_one_device():
+        assert main(run_overrides(directory, **NINE)) == 0
     return directory / "tiny"
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [2, 6], ids=["inside", "at the end"])
 def test_a_run_through_the_ramp_is_the_same_when_it_is_resumed(ramped, tmp_path, kill_at):

@@ -352,6 +352,7 @@ def test_a_lost_reference_is_missed(dpo, capsys):
     assert main(arguments) == 0
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kto", "orpo"])
 def test_all_parameters_learn_the_order(whole, tmp_path, name):

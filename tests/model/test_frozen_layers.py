@@ -107,6 +107,7 @@ def test_gradients_may_have_fewer_bits_than_parameters():
     assert moved(slice(FROZEN, None)) and not moved(slice(FROZEN))
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "last"),

@@ -172,6 +172,7 @@ def test_a_cache_of_another_teacher_or_of_other_batches_is_refused(given, tmp_pa
     assert "objective.top_k 257: the vocabulary has 257" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_that_reads_a_cache_is_that_with_the_teacher_and_resumes(given, tmp_path):
     assert main(given(objective__cache="null", run__name="online")) == 0
@@ -242,6 +243,7 @@ SMALLER = {
 }
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
     """Its commands and its Python in order, at the smallest size."""

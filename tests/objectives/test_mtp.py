@@ -308,6 +308,7 @@ RESUMED = {"document mask": {"model__document_mask": True, "data__packing__name"
 RESUMED |= {"two modules on two devices": {"objective__depth": 2, "mesh__fsdp": 2}}
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", RESUMED.values(), ids=RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(fields, tmp_path):
@@ -322,6 +323,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(fields, tmp_path):
     assert all(row["loss_mtp_1"] > 0 for row in rows_of(parts))
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_trains_and_saves_the_modules(tmp_path):
     overrides = run_overrides(tmp_path, train__steps=2, objective__name="mtp")

@@ -79,6 +79,7 @@ def test_a_step_in_pipeline_stages_is_that_of_one_device():
         np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-4)
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_logs_the_losses_further_on_and_validates_the_next_token(tmp_path):
     overrides = run_overrides(tmp_path, train__steps=2, objective__name="multi_token")

@@ -76,6 +76,7 @@ def test_a_sharded_step_is_that_of_one_device():
     assert_same_metrics(spec, hyperparams, ("loss", "bpb", "grad_norm"), micro=8)
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_learns_and_validates_the_full_softmax(tmp_path):
     objective = "{name: sampled_softmax, negatives: 64}"

@@ -81,6 +81,7 @@ def test_a_sharded_step_in_microbatches_is_that_of_one_device():
     assert_same_metrics(spec, hyperparams, names, given=given)
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_with_a_reference_run_and_its_resumption(tmp_path, capsys):
     assert main(run_overrides(tmp_path, **QUICK, train__steps=2, run__name="reference")) == 0

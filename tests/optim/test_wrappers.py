@@ -311,6 +311,7 @@ def test_every_wrapper_is_tried_here():
     )  # tests/optim/test_masks.py has those
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_validates_and_exports_the_average_or_the_trained_weights(tmp_path):
     """The same run twice; a checkpoint gives the trained weights."""

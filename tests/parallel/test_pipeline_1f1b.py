@@ -14,7 +14,8 @@ from jaxtrain.train.step import make_step
 
 SCHEDULE = LossOptions(pipeline_schedule="1f1b")
 GPT = {"depth": 2, "kv_heads": 2, "window_pattern": "SL", "document_mask": True}
-UNLIKE = GPT | {"depth": 5, "window_pattern": "SSL"}
+UNLIKE = GPT | {"depth": 3, "window_pattern": "SSL"}  # chunks of 2 layers and 1
+PLAIN = {"value_embeddings": False, "residual_scales": False, "smear": False, "backout": False}
 
 
 def documents(rows):
@@ -24,10 +25,10 @@ def documents(rows):
 @pytest.mark.parametrize(
     ("family", "sizes", "micro"),
     [
-        (UNLIKE, dict(pipeline=3, fsdp=2), 2),
-        (GPT | {"depth": 4, "remat": "block"}, dict(pipeline=2), 1),
+        (UNLIKE, dict(pipeline=2, fsdp=2), 2),
+        (GPT | PLAIN | {"remat": "block"}, dict(pipeline=2), 1),
         (LLAMA, dict(pipeline=2, data=2), 4),
-        (GPT | {"depth": 4}, dict(pipeline=2, data=2, tensor=2), 4),
+        (GPT | PLAIN | {"depth": 4}, dict(pipeline=2, data=2, tensor=2), 4),
     ],
     ids=["unlike", "rows not divided, recomputed", "tied head", "tensor"],
 )
