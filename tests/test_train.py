@@ -392,7 +392,6 @@ def test_packed_documents_and_no_validation(tmp_path):
     assert rows_of(tmp_path / "tiny", "validation") == []
 
 
-@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_stages_of_the_data_change_the_rows_of_a_step(tmp_path, capfd, monkeypatch):
     """Resumed on the other side of a stage's end: the rest is as if nothing had happened."""
