@@ -154,8 +154,8 @@ def test_a_run_resumes_on_either_side_of_a_growth(grown, tmp_path, capfd, last, 
     assert rows_of(copy) == rows_of(grown)
 
 
-# States of each kind: by matrix, in blocks, in an eigenbasis, factored.
-KINDS = ["muon", "adamw8bit", "soap", "adafactor"]
+# States of each kind: in blocks, in an eigenbasis, factored.
+KINDS = ["adamw8bit", "soap", "adafactor"]
 
 
 @pytest.mark.usefixtures("one_device")

@@ -238,7 +238,7 @@ ALL_THREE = CAUTIOUS, {**AHEAD, "start_fraction": 0}, TAIL
 @pytest.fixture(scope="module")
 def trained():
     """(task, hyperparams, state after two steps on one device)."""
-    c = resolved(**LLAMA | {"depth": 2})
+    c = resolved(**LLAMA | {"depth": 1})
     task, hyperparams = make_spec(c, config("adamw", *ALL_THREE))
     return task, hyperparams, steps(task, hyperparams, mesh_of(), begin(task, mesh_of()), (0, 1))
 
