@@ -186,6 +186,7 @@ FEW_PARTS = {
     "model__value_embeddings": False, "model__residual_scales": False, "model__smear": False,
     "model__backout": False, "model__window_pattern": "L",
 }  # fmt: skip
+PLAIN_MODEL = {name.removeprefix("model__"): value for name, value in FEW_PARTS.items()}
 QUICK = {"optim__name": "adamw"} | FEW_PARTS
 SAMPLES = {"sample__prompts": "['']", "sample__tokens": 8}
 WHOLE = {"eval__every": 2, "sample__every": 4} | SAMPLES | FEW_PARTS  # of the fixture

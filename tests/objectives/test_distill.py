@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from test_docs import FENCE
 from tiny import (
+    PLAIN_MODEL,
     QUICK,
     assert_same_metrics,
     batch,
@@ -194,7 +195,7 @@ def test_a_run_that_reads_a_cache_is_that_with_the_teacher_and_resumes(given, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("top_k", [None, 12], ids=["teacher", "cache"])
 def test_a_sharded_step_in_microbatches_is_that_of_one_device(top_k):
-    spec, hyperparams = make_spec(resolved(window_pattern="L", value_embeddings=False))
+    spec, hyperparams = make_spec(resolved(**PLAIN_MODEL))
     spec = spec._replace(objective=objective(weight=0.5))
     one = taught(batch(8))
     one = cached(one, top_k, 1.0) if top_k else one

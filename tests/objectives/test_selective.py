@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import (
+    PLAIN_MODEL,
     QUICK,
     assert_same_metrics,
     batch,
@@ -71,7 +72,7 @@ def test_the_loss_is_that_of_the_tokens_with_the_largest_excess(refers):
 
 @pytest.mark.slow
 def test_a_sharded_step_in_microbatches_is_that_of_one_device():
-    spec, hyperparams = make_spec(resolved(window_pattern="L", value_embeddings=False))
+    spec, hyperparams = make_spec(resolved(**PLAIN_MODEL))
 
     def given(micro):
         one = batch(8, micro=micro)

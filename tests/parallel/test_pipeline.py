@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tiny import (
     LLAMA,
+    PLAIN_MODEL,
     batch,
     begin_random,
     build,
@@ -35,6 +36,7 @@ from jaxtrain.settings import UserError
 from jaxtrain.train.step import gradients, make_step
 
 goes_round = lambda repeats: LossOptions(pipeline_repeats=repeats)
+PLAIN_PARTS = {x: value for x, value in PLAIN_MODEL.items() if x != "window_pattern"}
 GPT = {"depth": 4, "kv_heads": 2, "window_pattern": "SL", "document_mask": True}
 
 
@@ -44,9 +46,8 @@ def documents(rows):
 
 # Chunks of 2, 1, 1 and 1 layers whose windows differ, twice round, with value embeddings in some.
 UNLIKE = GPT | {"depth": 5, "window_pattern": "SSL"}
-PLAIN = {"value_embeddings": False, "residual_scales": False, "smear": False, "backout": False}
-SHALLOW = UNLIKE | PLAIN | {"depth": 3}  # chunks of 2 layers and 1
-MIXED = GPT | PLAIN | {"depth": 2, "moe": {"experts": 4, "hidden": 32, "every": 2}}
+SHALLOW = UNLIKE | PLAIN_PARTS | {"depth": 3}  # chunks of 2 layers and 1
+MIXED = GPT | PLAIN_PARTS | {"depth": 2, "moe": {"experts": 4, "hidden": 32, "every": 2}}
 # Chunks that are alike, as with context they must be: no branch for a stage that waits.
 ALIKE = LLAMA | {"moe": {"experts": 4, "hidden": 32}}
 
