@@ -17,6 +17,7 @@ from tiny import (
     close,
     make_spec,
     mesh_of,
+    on_one_device,
     random_params,
     resolved,
     rows_of,
@@ -286,7 +287,8 @@ def dpo(whole, tmp_path_factory):
         directory, whole, pairs, "dpo", finetune__name="lora", finetune__rank=4,
         data__validation=held, eval__every=3, optim__learning_rate=0.03,
     )  # fmt: skip
-    assert main(arguments) == 0
+    with on_one_device():
+        assert main(arguments) == 0
     return directory / "dpo", arguments
 
 
@@ -324,6 +326,7 @@ def test_the_reference_is_the_model_without_the_adapter(dpo, whole):
             np.testing.assert_allclose(each[document.marks].sum(), logp, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_resumed_is_uninterrupted(dpo):
     run, arguments = dpo
@@ -338,6 +341,7 @@ def test_resumed_is_uninterrupted(dpo):
     assert (run / "reference.npz").read_bytes() == known
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_lost_reference_is_missed(dpo, capsys):
     run, arguments = dpo
