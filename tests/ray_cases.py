@@ -18,7 +18,7 @@ WORDS = (
     "village teacher harbor candle bridge history window stone forest morning travel"
 )
 FILTERS = [{"name": "gopher_quality"}, {"name": "near_duplicates"}, {"name": "exact_duplicates"}]
-TWO_DEVICES = {"JAX_NUM_CPU_DEVICES": "2"}  # of a node: programs for eight take longer to compile
+ONE_DEVICE = {"JAX_NUM_CPU_DEVICES": "1"}  # of a node: programs for eight take longer to compile
 
 
 CLUSTER = """
@@ -50,7 +50,7 @@ class Cluster:
     """A head without cores and some nodes with one, in a process of its own: here runs jax, and
     Ray forks. environments: variables of each node."""
 
-    def __init__(self, environments=(TWO_DEVICES,) * 3):
+    def __init__(self, environments=(ONE_DEVICE,) * 3):
         line = [sys.executable, "-c", CLUSTER, json.dumps(environments)]
         env = os.environ | on_ray.SETTINGS
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}

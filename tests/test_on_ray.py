@@ -117,6 +117,7 @@ def run(tmp_path, corpus):
     return random_run(tmp_path / "run", fields)
 
 
+@pytest.mark.usefixtures("one_device")
 def test_scores_are_the_same_after_a_node_was_killed(tmp_path, cluster, run, small, monkeypatch):
     monkeypatch.setattr(score, "JOB_BATCHES", 2)
     killed = []
@@ -135,6 +136,7 @@ def test_scores_are_the_same_after_a_node_was_killed(tmp_path, cluster, run, sma
     assert (tmp_path / "host.jsonl.zst").read_bytes() == out.read_bytes()
 
 
+@pytest.mark.usefixtures("one_device")
 def test_a_quantized_model_is_the_same_after_a_node_was_killed(tmp_path, cluster, run, monkeypatch):
     """The statistics of two layers, summed over five blocks of 8 sequences."""
     monkeypatch.setattr(calibrate, "BLOCK", 1)
@@ -174,6 +176,7 @@ def test_a_process_on_a_node_ends_with_it(cluster, monkeypatch):
 # ---- training ----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("one_device")
 def test_a_job_goes_on_with_the_same_batches_on_the_nodes_that_are_left(tmp_path, cluster):
     """Of three nodes two train; one of those is killed, and another takes its place."""
     fields = {"train__steps": 12, "train__batch_size": 8, "checkpoint__every": 3}

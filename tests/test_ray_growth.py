@@ -6,20 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ray_cases import TWO_DEVICES, Cluster
+from ray_cases import ONE_DEVICE, Cluster
 from tiny import QUICK, rows_of, run_overrides
 
 from jaxtrain.cluster import ray_job
 from jaxtrain.main import main
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_job_moves_to_a_node_that_joins(tmp_path, monkeypatch, capfd):
     fields = {"train__steps": 12, "train__batch_size": 8, "checkpoint__every": 3} | QUICK
     assert main(run_overrides(tmp_path / "host", **fields)) == 0
     monkeypatch.setattr(ray_job, "GROW", 1.0)
     monkeypatch.chdir(Path(__file__).parent)  # where the nodes find the module
-    saved, cluster = tmp_path / "nodes" / "tiny" / "checkpoints", Cluster([TWO_DEVICES])
+    saved, cluster = tmp_path / "nodes" / "tiny" / "checkpoints", Cluster([ONE_DEVICE])
 
     def grow():
         while not any(saved.glob("3")):
