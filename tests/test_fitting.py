@@ -105,7 +105,7 @@ def test_a_choice_of_the_dry_run_itself(whole):
     """In a process of its own, for two devices; so little memory that fewer rows are taken."""
     start = [f"train.init_from={whole}", "train.batch_size=2", "train.sequence_length=256"]
     more, line = fitting.ask(
-        None, [*start, "optim.name=adamw", "train.steps=1"], 1, "T4", 3 * 2**19
+        None, [*start, "optim.name=adamw", "train.steps=1"], 1, "T4", 13 * 2**18
     )
     assert more[-1] == "train.device_batch_size=1" and "too much" not in line
     with pytest.raises(UserError, match=r"train.fit: the dry run failed.*batch_size 5 does not"):
