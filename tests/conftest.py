@@ -125,6 +125,17 @@ def copy(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "tiny"))
 
 
+@pytest.fixture
+def one_device(monkeypatch):
+    """Here, and in the processes that a test starts: a run of eight takes half as long again, and
+    shows nothing more where the mesh is not the point."""
+    from tiny import on_one_device
+
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+    with on_one_device():
+        yield
+
+
 @pytest.fixture(scope="session")
 def s3_server():
     import s3_server  # moto takes a second to import

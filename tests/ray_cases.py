@@ -18,6 +18,7 @@ WORDS = (
     "village teacher harbor candle bridge history window stone forest morning travel"
 )
 FILTERS = [{"name": "gopher_quality"}, {"name": "near_duplicates"}, {"name": "exact_duplicates"}]
+ONE_DEVICE = {"JAX_NUM_CPU_DEVICES": "1"}  # of a node: programs for eight take longer to compile
 
 
 CLUSTER = """
@@ -27,7 +28,8 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_
     "health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000,
     "health_check_failure_threshold": 3}})
 add = lambda env: cluster.add_node(num_cpus=1, wait=False, env_vars=env)
-nodes = [add(env) for env in json.loads(sys.argv[1])]
+environments = json.loads(sys.argv[1])
+nodes = [add(env) for env in environments]
 cluster.wait_for_nodes()
 print("address", cluster.address, flush=True)
 for line in sys.stdin:
@@ -38,7 +40,7 @@ for line in sys.stdin:
     elif line == "behead\\n":
         cluster.remove_node(cluster.head_node, allow_graceful=False)
     else:
-        nodes.append(cluster.add_node(num_cpus=1))
+        nodes.append(cluster.add_node(num_cpus=1, env_vars=environments[-1]))
     print(len(nodes), flush=True)
 cluster.shutdown()
 """
@@ -48,7 +50,7 @@ class Cluster:
     """A head without cores and some nodes with one, in a process of its own: here runs jax, and
     Ray forks. environments: variables of each node."""
 
-    def __init__(self, environments=({},) * 4):
+    def __init__(self, environments=(ONE_DEVICE,) * 3):
         line = [sys.executable, "-c", CLUSTER, json.dumps(environments)]
         env = os.environ | on_ray.SETTINGS
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}

@@ -60,6 +60,7 @@ def test_a_configuration_by_name_by_path_and_as_a_tree(tmp_path):
         jaxtrain.load_config("quickstrat")
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_train_two_steps_then_load(tmp_path):
     config = jaxtrain.load_config(None, run_overrides(tmp_path, train__steps=2))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtrain_kernels.shapes import LOSS_BENCH
+from tiny import FEW_PARTS, assignments
 
 from benchmarks import kernels, profile, record, tables, timing
 from benchmarks import memory as memory_module
@@ -20,7 +21,7 @@ from jaxtrain.settings import UserError
 command = importlib.import_module("benchmarks.__main__")
 main = command.main
 TINY = ["train.batch_size=8", "train.sequence_length=32", "model.depth=1", "model.width=32",
-        "model.head_dim=8", "data.tokenizer.vocab_size=300"]  # fmt: skip
+        "model.head_dim=8", "data.tokenizer.vocab_size=300", *assignments(**FEW_PARTS)]  # fmt: skip
 SCHEMA = {"bench", "config", "variant", "device", "device_count", "peers", "floor", "versions",
           "commit", "when"}  # fmt: skip
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny import build, byte_model, random_run, run_overrides
+from tiny import QUICK, build, byte_model, random_run, run_overrides
 
 from benchmarks import compress, compress_recipes, compress_runs, decode_rate
 from benchmarks.compress import BENCH, Asked, jobs_of, make_page, record_of
@@ -71,7 +71,7 @@ def test_a_rate_is_of_all_rows_and_of_the_steps_between(monkeypatch):
     assert rate == pytest.approx(4 * (decode_rate.MANY - decode_rate.FEW) / 2)
 
 
-@pytest.mark.parametrize("method", [None, "int8", "gptq", "w8a8", PATTERN])
+@pytest.mark.parametrize("method", [None, "gptq", PATTERN])
 @pytest.mark.slow
 def test_a_row_of_a_saved_model(run, text, method):
     texts = Texts(text, text, 4)
@@ -273,7 +273,7 @@ def test_a_recipe_that_names_no_model_is_one_line(tmp_path, before, after, said)
 @pytest.mark.slow
 def test_a_recipe_trains_and_is_measured(tmp_path, monkeypatch):
     """The real commands: two steps of a small model, then int4 of it."""
-    small = " ".join(run_overrides(tmp_path, train__steps=2))
+    small = " ".join(run_overrides(tmp_path, train__steps=2, **QUICK))
     small = " ".join(w for w in small.split() if not w.startswith("run."))
     found = compress_recipes.Recipes(
         "tiny",

@@ -330,13 +330,14 @@ def test_unknown_scales_and_techniques_are_named(capsys):
     assert "d4 has no technique ema2. It has: baseline; adamw" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_runs_are_trained_and_recorded(tmp_path, monkeypatch, capsys):
     scale = SCALES["d4"]._replace(
         config="quickstart",
         overrides=("model.depth=1", "model.width=32", "model.head_dim=16", "train.batch_size=8",
                    "train.sequence_length=32", "data.tokenizer={name: bytes}",
-                   "eval.batch_size=256",
+                   "eval.batch_size=256", "eval.tokens=512", "data.validation.fraction=0.01",
                    f"data.cache_dir={tmp_path / 'cache'}", *assignments(**QUICK)),
         steps=20, depth=1, seeds=(0,), horizons=(0.5, 1.0),
     )  # fmt: skip

@@ -3,12 +3,16 @@
 import importlib
 import json
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from benchmarks import case_study, projection
 from benchmarks.case_study import SHRUNK, STUDIES, Part, parts_of, run_part, tiny_data
 from benchmarks.record import read_results
+from jaxtrain.cli import main as command_line
 from jaxtrain.config import find_config, load_config
 from jaxtrain.settings import UserError
 
@@ -74,8 +78,22 @@ def test_a_study_without_its_data_is_one_error(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_whole_study_at_a_tiny_size(tmp_path, monkeypatch):
-    """From raw text to an answer of a quantized chat model; a second call repeats nothing."""
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+    """From raw text to an answer of a quantized chat model; a second call repeats nothing.
+
+    Its first command is a process, and the others run here: each would import everything anew."""
+    devices, real, begun = jax.devices()[:1], case_study.subprocess, []
+
+    def begin(command, stdout, stderr):
+        begun.append(command[3])
+        if len(begun) == 1:
+            return real.Popen(command, stdout=stdout, stderr=stderr)
+        with redirect_stdout(stdout), redirect_stderr(stdout):
+            code = command_line(command[3:])
+        return SimpleNamespace(wait=lambda *_: code, terminate=lambda: None)
+
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    named = {"STDOUT": real.STDOUT, "TimeoutExpired": real.TimeoutExpired}
+    monkeypatch.setattr(case_study, "subprocess", SimpleNamespace(Popen=begin, **named))
     folder, out = tmp_path / "case", tmp_path / "out"
     argv = [
         "case-study",
@@ -89,7 +107,7 @@ def test_the_whole_study_at_a_tiny_size(tmp_path, monkeypatch):
     ]
     assert main(argv) == 0
     (record,) = read_results(out)
-    assert [row["name"] for row in record["rows"]] == NAMES
+    assert [row["name"] for row in record["rows"]] == NAMES and len(begun) == len(NAMES)
     assert record["device"] == "cpu" and record["variant"] == "shrunk" and record["answers"]
     rows = {row["name"]: row for row in record["rows"]}
     assert record["metrics"]["seconds"] == pytest.approx(sum(r["seconds"] for r in rows.values()))

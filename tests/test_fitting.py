@@ -103,8 +103,10 @@ def test_a_run_says_what_was_chosen_and_keeps_it_when_it_goes_on(tmp_path, monke
 @pytest.mark.slow
 def test_a_choice_of_the_dry_run_itself(whole):
     """In a process of its own, for two devices; so little memory that fewer rows are taken."""
-    start = [f"train.init_from={whole}", "train.batch_size=1024", "train.steps=1"]
-    more, line = fitting.ask(None, start, 1, "T4", 2**24)
-    assert more[-1].startswith("train.device_batch_size=") and "too much" not in line
+    start = [f"train.init_from={whole}", "train.batch_size=2", "train.sequence_length=256"]
+    more, line = fitting.ask(
+        None, [*start, "optim.name=adamw", "train.steps=1"], 1, "T4", 13 * 2**18
+    )
+    assert more[-1] == "train.device_batch_size=1" and "too much" not in line
     with pytest.raises(UserError, match=r"train.fit: the dry run failed.*batch_size 5 does not"):
         fitting.ask(None, [*start[:1], "train.batch_size=5"], 2, "T4", 2**30)

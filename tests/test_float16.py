@@ -139,6 +139,7 @@ def test_statistics_of_numbers_whose_squares_float16_does_not_hold():
 # ---- a run -------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_says_what_it_skipped(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(loss_scale, "FIRST_SCALE", 2.0**22)

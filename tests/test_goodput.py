@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny import run_overrides
+from tiny import QUICK, run_overrides
 
 from jaxtrain.main import main
 from jaxtrain.runs import goodput as module
@@ -152,9 +152,13 @@ def test_a_run_of_before_has_none(tmp_path):
     assert "Goodput" not in write_report(tmp_path).read_text()
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed(tmp_path):
-    run_dir, arguments = tmp_path / "tiny", run_overrides(tmp_path, train__steps=8, eval__every=2)
+    run_dir, arguments = (
+        tmp_path / "tiny",
+        run_overrides(tmp_path, train__steps=8, eval__every=2, **QUICK),
+    )
     killed = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("gated.py")), *arguments],
         env=os.environ | {"GATE": str(tmp_path / "never"), "GATE_STEP": "5"},

@@ -177,6 +177,7 @@ def events_of(run_dir, name):
     return [(r["step"], r[name]) for r in rows_of(run_dir, "event") if name in r]
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_what_is_not_finite_is_never_saved_whatever_is_logged(tmp_path, poison, capfd):
     """The checkpoint of step 4 would be the fourth, and `keep` 2 would take the last good ones."""
@@ -206,6 +207,7 @@ def roll_back(tmp_path, poison):
     return tmp_path / "without" / "tiny", tmp_path / "back" / "tiny"
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_rollback_goes_on_as_if_the_batches_since_had_not_been(tmp_path, poison, capfd):
     without, back = roll_back(tmp_path, poison)
@@ -217,6 +219,7 @@ def test_rollback_goes_on_as_if_the_batches_since_had_not_been(tmp_path, poison,
     assert steps_of(back) == [2, 4, 6, 8]
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_that_was_killed_behind_a_rollback_goes_the_same_way(tmp_path, poison):
     without, back = roll_back(tmp_path, poison)
@@ -229,6 +232,7 @@ def test_a_run_that_was_killed_behind_a_rollback_goes_the_same_way(tmp_path, poi
         assert len(events_of(back, "rollback")) == 1
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_skip_leaves_out_an_update_and_gives_up_after_so_many(tmp_path, poison, capfd):
     asked = {"train__on_nonfinite": "skip", "train__steps": 8, "checkpoint__keep": 9}
@@ -278,6 +282,7 @@ SPIKED = {"train__steps": 16, "checkpoint__every": 4, "checkpoint__keep": 9,
           "sample__prompts": "['']", "sample__tokens": 8} | QUICK  # fmt: skip
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_spike_goes_back_and_leaves_out_the_batches_around_it(tmp_path, poison, capfd):
     """Seen at step 12, from checkpoint 8 on: batches 9 are trained again, 10 to 14 are not."""
@@ -302,6 +307,7 @@ def test_a_spike_goes_back_and_leaves_out_the_batches_around_it(tmp_path, poison
         assert_same_run(back, without)
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_the_update_of_a_spike_is_left_out(tmp_path, poison):
     poison.bad = {12: "odd"}

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 from machine import LONG, free_port
-from tiny import QUICK, rows_of, run_overrides
+from tiny import FEW_PARTS, QUICK, rows_of, run_overrides
 
 from jaxtrain import data
 from jaxtrain.cluster import launch
@@ -26,10 +26,10 @@ from jaxtrain.main import main
 from jaxtrain.settings import UserError
 
 ROOT = Path(__file__).parents[1]
-THIRTY = {
-    "train__steps": 30, "eval__tokens": 64, "checkpoint__keep": 99,
-    "optim__name": "adamw", "optim__schedule__warmup_steps": 0,
-    "model__value_embeddings": False, "model__smear": False, "model__backout": False,
+SIXTEEN = {
+    "train__steps": 16, "eval__tokens": 64, "checkpoint__keep": 99,
+    "optim__name": "adamw", "optim__schedule__warmup_steps": 0, **FEW_PARTS,
+    "processes__heartbeat_timeout": 3,
 }  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def position(run_dir, step):
 
 def position_after(steps):
     """The same of the first steps of a stream that one process reads."""
-    c = load_config(None, run_overrides("runs", **THIRTY))
+    c = load_config(None, run_overrides("runs", **SIXTEEN))
     options = {"config": c.data, "batch_size": 8, "sequence_length": 32}
     with data.train_batches(data.prepare(c.data).train, **options) as batches:
         for _ in range(steps):
@@ -103,7 +103,7 @@ def position_after(steps):
 def test_a_job_stops_together_dies_loudly_and_goes_on_with_other_processes(tmp_path):
     """8 devices of one process -> 2 processes x 2 -> 4 x 1 -> 8 again: the same run all along."""
     whole = tmp_path / "whole" / "tiny"
-    assert main(run_overrides(whole.parent, **THIRTY, checkpoint__every=5)) == 0
+    assert main(run_overrides(whole.parent, **SIXTEEN, checkpoint__every=5)) == 0
     run_dir = shutil.copytree(whole, tmp_path / "tiny")
     shutil.rmtree(run_dir / "model")
     for step in steps_of(run_dir)[1:]:
@@ -111,18 +111,18 @@ def test_a_job_stops_together_dies_loudly_and_goes_on_with_other_processes(tmp_p
 
     # ---- one is asked to stop: all stop after the same step, and it is saved -------------------
     split = {"mesh__data": 1, "mesh__fsdp": "auto"}  # each process has parts of its own to write
-    split = run_overrides(tmp_path, **THIRTY, **split, checkpoint__every=99)
+    split = run_overrides(tmp_path, **SIXTEEN, **split, checkpoint__every=99)
     job = launched(tmp_path / "2.log", 2, 2, split, gate_step=7)
-    job.until(r"\[0\] step +7/30 ")
+    job.until(r"\[0\] step +7/16 ")
     job.member(1).send_signal(signal.SIGTERM)
     (tmp_path / "2.log.gate").touch()
     code, out = job.end()
     assert code == 0, out
-    assert f"[0] resume   {run_dir}: steps 5 to 30\n" in out
+    assert f"[0] resume   {run_dir}: steps 5 to 16\n" in out
     assert "[1] step" not in out
     five, stopped = steps_of(run_dir)
-    assert five == 5 and 7 <= stopped < 30
-    assert f"[0] stopped  at step {stopped} of 30, saved; go on with:\n" in out
+    assert five == 5 and 7 <= stopped < 16
+    assert f"[0] stopped  at step {stopped} of 16, saved; go on with:\n" in out
     assert rows_of(run_dir, "event")[-1]["status"] == "stopped"
     assert position(run_dir, stopped) == position_after(stopped)
     assert {"process_0", "process_1"} <= {
@@ -130,26 +130,26 @@ def test_a_job_stops_together_dies_loudly_and_goes_on_with_other_processes(tmp_p
     }
 
     # ---- one is killed: the others say so and end ----------------------------------------------
-    arguments = run_overrides(tmp_path, **THIRTY, checkpoint__every=2)
+    arguments = run_overrides(tmp_path, **SIXTEEN, checkpoint__every=2)
     job = launched(tmp_path / "4.log", 4, 1, arguments, gate_step=stopped + 3)
-    job.until(rf"\[0\] step +{stopped + 3}/30 ")
+    job.until(rf"\[0\] step +{stopped + 3}/16 ")
     while max(steps_of(run_dir)) == stopped:
         time.sleep(0.02)
     job.member(2).kill()
     code, out = job.end()
     assert code == 128 + signal.SIGKILL
     for i in (0, 1, 3):
-        died = rf"\[{i}\] error: process 2 \(\S+\) has not been heard of for 10 s \(in step \d+\)"
+        died = rf"\[{i}\] error: process 2 \(\S+\) has not been heard of for 3 s \(in step \d+\)"
         assert len(re.findall(died, out)) == 1, out
     assert "launch: process 2 was killed by SIGKILL; the job has ended\n" in out
     assert max(steps_of(run_dir)) > stopped
 
     # ---- and on one again ----------------------------------------------------------------------
-    assert main(run_overrides(tmp_path, **THIRTY, checkpoint__every=99)) == 0
+    assert main(run_overrides(tmp_path, **SIXTEEN, checkpoint__every=99)) == 0
     for mine, other in zip(rows_of(run_dir), rows_of(whole), strict=True):
         assert mine.pop("kind") == other.pop("kind")
         assert mine == pytest.approx(other, rel=1e-5)
-    assert position(run_dir, 30) == position(whole, 30)
+    assert position(run_dir, 16) == position(whole, 16)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_the_launcher_names_the_process_that_died_first(
 def test_stages_of_two_processes_work_on_the_same_rows(tmp_path):
     """Of one layer and of two, each in a process. Both write the samples together."""
     changes = {"model__depth": 3, "train__steps": 2, "checkpoint__every": "null"}
-    changes |= {"sample__prompts": "[To be, I, '']", "sample__tokens": 8, "sample__temperature": 0}
+    changes |= {"sample__prompts": "[To be, '']", "sample__tokens": 4, "sample__temperature": 0}
     changes |= QUICK
     assert main(run_overrides(tmp_path / "one", **changes)) == 0
     stages = {"mesh__data": 1, "mesh__pipeline": 2, "mesh__fsdp": 2, "train__device_batch_size": 2}

@@ -12,6 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 from tiny import (
     LLAMA,
+    QUICK,
     batch,
     begin,
     begin_random,
@@ -433,7 +434,7 @@ def test_a_run_goes_on_with_fewer_replicas(tmp_path, capfd, monkeypatch):
         return placed
 
     monkeypatch.setattr(program, "microbatches", watched)
-    meet = {"train__local_sgd__name": "diloco", "train__local_sgd__every": 2}
+    meet = QUICK | {"train__local_sgd__name": "diloco", "train__local_sgd__every": 2}
     assert main(run_overrides(tmp_path / "eight", **meet, mesh__data=8)) == 0
     whole, copy = (tmp_path / name / "tiny" for name in ("eight", "four"))
     shutil.copytree(whole, copy)

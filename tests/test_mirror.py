@@ -372,6 +372,7 @@ def test_a_url_with_a_secret_is_refused_in_one_line_without_it(tmp_path, capsys,
 # ---- with a run ----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_killed_run_goes_on_bit_for_bit_from_the_mirror_alone(tmp_path, capsys):
     far = tmp_path / "far" / "tiny"

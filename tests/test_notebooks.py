@@ -9,7 +9,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
-from tiny import CACHE, random_params
+from tiny import CACHE, FEW_PARTS, assignments, random_params
 
 import jaxtrain
 from jaxtrain.cli import main as cli
@@ -180,6 +180,7 @@ def options(**changes):
     return " ".join(f"{key}={value}" for key, value in fields.items())
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_the_quickstart_runs(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
@@ -192,6 +193,7 @@ def test_the_quickstart_runs(tmp_path, monkeypatch, capfd):
     assert (tmp_path / "runs" / "notebook" / "report.html").is_file()
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_own_text_runs(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
@@ -203,6 +205,7 @@ def test_own_text_runs(tmp_path, monkeypatch, capfd):
     assert (tmp_path / "runs" / "own_text" / "model").is_dir()
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_own_loss_runs(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
@@ -214,6 +217,7 @@ def test_own_loss_runs(tmp_path, monkeypatch, capfd):
     assert (tmp_path / "sorter" / "model").is_dir()
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_the_comparison_of_optimizers_runs(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
@@ -226,6 +230,7 @@ def test_the_comparison_of_optimizers_runs(tmp_path, monkeypatch, capfd):
     assert "lion-0.0002" in out and "optim.name" in out
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_preferences_run(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
@@ -235,7 +240,7 @@ def test_preferences_run(tmp_path, monkeypatch, capfd):
         "metrics.tensorboard=false",
         f"data.cache_dir={CACHE}",
     ]
-    small = ["model.depth=1", "model.width=32", "model.head_dim=8"]
+    small = ["model.depth=1", "model.width=32", "model.head_dim=8", *assignments(**FEW_PARTS)]
     changes = {"ASKED": 2, "SFT_OPTIONS": [*steps, *small], "DPO_OPTIONS": steps}
     run_notebook("dpo", in_process, changes)
     assert [len(line.get_xdata()) for line in plt.gca().lines] == [2, 2]
@@ -243,6 +248,7 @@ def test_preferences_run(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().out.count("answers are chatty") == 2
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_the_fine_tuning_runs_from_a_model_of_the_same_family(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from s3_server import CUT, EXPIRED, INTERNAL, LOST, SECRET, SHORT, SLOW_DOWN
 from test_mirror import config, mirror_of, save, taken, tree
-from tiny import QUICK, WHOLE, rows_of, run_overrides
+from tiny import QUICK, rows_of, run_overrides
 
 from jaxtrain.runs import mirror
 from jaxtrain.runs.mirror import Store
@@ -125,7 +125,7 @@ def holds_no_secret(folder):
 
 @pytest.mark.slow
 def test_a_job_of_two_processes_goes_on_from_s3_alone(tmp_path, s3):
-    fields = QUICK | WHOLE | {"mesh__data": 2, "checkpoint__mirror__url": s3.bucket()}
+    fields = QUICK | {"mesh__data": 2, "checkpoint__mirror__url": s3.bucket()}
     job = ["jaxtrain.cli", "launch", "--processes", "2", "--devices-per-process", "1", "--"]
     killed_at(s3, "/tiny/6/", *job, *run_overrides(tmp_path / "one", **fields))
     shutil.rmtree(tmp_path / "one")

@@ -6,23 +6,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ray_cases import Cluster
+from ray_cases import ONE_DEVICE, Cluster
 from tiny import QUICK, rows_of, run_overrides
 
 from jaxtrain.cluster import ray_job
 from jaxtrain.main import main
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_job_moves_to_a_node_that_joins(tmp_path, monkeypatch, capfd):
-    fields = {"train__steps": 20, "train__batch_size": 16, "checkpoint__every": 5} | QUICK
+    fields = {"train__steps": 12, "train__batch_size": 8, "checkpoint__every": 3} | QUICK
     assert main(run_overrides(tmp_path / "host", **fields)) == 0
     monkeypatch.setattr(ray_job, "GROW", 1.0)
     monkeypatch.chdir(Path(__file__).parent)  # where the nodes find the module
-    saved, cluster = tmp_path / "nodes" / "tiny" / "checkpoints", Cluster([{}])
+    saved, cluster = tmp_path / "nodes" / "tiny" / "checkpoints", Cluster([ONE_DEVICE])
 
     def grow():
-        while not any(saved.glob("*5")):
+        while not any(saved.glob("3")):
             time.sleep(0.2)
         cluster.ask("add")
 
@@ -41,4 +42,4 @@ def test_a_job_moves_to_a_node_that_joins(tmp_path, monkeypatch, capfd):
     ]
     losses = [[row["loss"] for row in rows_of(path / "tiny")]
               for path in (tmp_path / "host", tmp_path / "nodes")]  # fmt: skip
-    assert len(losses[0]) == 20 and np.allclose(*losses, rtol=1e-4)
+    assert len(losses[0]) == 12 and np.allclose(*losses, rtol=1e-4)

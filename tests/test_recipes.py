@@ -217,6 +217,7 @@ def test_the_recipe_of_a_phase_of_the_data_ends_with_the_source_alone():
     assert (last.tokens, last.weights) == (None, {"books": 1.0})
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_the_recipes_of_an_event_and_of_a_step_transform_take_part_in_a_run(tmp_path, monkeypatch):
     event, transform = recipe("An event"), recipe("A step transform")

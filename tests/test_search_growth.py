@@ -73,6 +73,7 @@ def test_a_search_that_cannot_be_is_refused(tmp_path, capfd, more, message):
     assert message in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_real_proxy_runs_have_losses_of_their_own(tmp_path):
     _, words = arguments(tmp_path)

@@ -35,6 +35,7 @@ def test_a_shipped_config_says_how_to_run_it(name):
     assert text.startswith("# ") and "#   python -m jaxtrain.main --config " in text
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("name", SHIPPED)
 @pytest.mark.slow
 def test_a_shipped_config_takes_two_steps_when_shrunk(name, tmp_path, capfd):

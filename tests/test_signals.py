@@ -9,14 +9,22 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import QUICK, SAMPLES, assert_same_run, rows_of, run_overrides, steps_of, whole_overrides
+from tiny import (
+    QUICK,
+    assert_same_run,
+    on_one_device,
+    rows_of,
+    run_overrides,
+    steps_of,
+    whole_overrides,
+)
 
 from jaxtrain.main import main
 from jaxtrain.runs.metrics import MetricsWriter
 
 ROOT = Path(__file__).parents[1]
 
-THIRTY = {"train__steps": 30, "eval__every": "null", "sample__every": "null"} | SAMPLES | QUICK
+THIRTY = {"train__steps": 30, "eval__every": "null", "sample__every": "null"} | QUICK
 
 
 def started(directory, gate, step, **changes):
@@ -39,10 +47,12 @@ def wait_for(process, condition):
 @pytest.fixture(scope="module")
 def long(tmp_path_factory):
     directory = tmp_path_factory.mktemp("long")
-    assert main(run_overrides(directory, **THIRTY, checkpoint__every=5)) == 0
+    with on_one_device():
+        assert main(run_overrides(directory, **THIRTY, checkpoint__every=5)) == 0
     return directory / "tiny"
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on(long, tmp_path):
     run_dir, changes = tmp_path / "tiny", {"checkpoint__every": "null"}
@@ -110,6 +120,7 @@ def metrics_text(run_dir):
     return file.read_text() if file.is_file() else ""
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_sigkill_in_the_middle_of_a_save_resumes_from_the_checkpoint_before(long, tmp_path):
     run_dir = tmp_path / "tiny"

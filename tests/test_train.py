@@ -200,6 +200,7 @@ def test_the_model_is_saved_before_the_last_sample(copy, monkeypatch):
 # ---- the data --------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_source_that_has_had_its_epochs_is_said_once(tmp_path, capfd):
     """At its step, on the screen and in the metrics; and not again by the run that goes on."""
@@ -393,6 +394,7 @@ def test_memory_that_runs_out_later_is_explained(tmp_path, capfd, monkeypatch):
 # ---- the rest of the switches ----------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_old_checkpoints_go_and_some_are_kept(tmp_path):
     """Of a run of two phases: the rows of its first step are half as long, its programs two."""
@@ -407,6 +409,7 @@ def test_old_checkpoints_go_and_some_are_kept(tmp_path):
     assert programs[0]["step_bytes"] != programs[1]["step_bytes"]
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_packed_documents_and_no_validation(tmp_path):
     fields = {

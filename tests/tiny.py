@@ -1,8 +1,10 @@
 """The smallest models, batches and command lines that still use everything."""
 
 import shutil
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +186,7 @@ FEW_PARTS = {
     "model__value_embeddings": False, "model__residual_scales": False, "model__smear": False,
     "model__backout": False, "model__window_pattern": "L",
 }  # fmt: skip
+PLAIN_MODEL = {name.removeprefix("model__"): value for name, value in FEW_PARTS.items()}
 QUICK = {"optim__name": "adamw"} | FEW_PARTS
 SAMPLES = {"sample__prompts": "['']", "sample__tokens": 8}
 WHOLE = {"eval__every": 2, "sample__every": 4} | SAMPLES | FEW_PARTS  # of the fixture
@@ -222,6 +225,14 @@ def rows_of(run_dir, kind="train"):
     rows = read_rows(run_dir / "metrics.jsonl")
     keep = lambda name: name not in clock and not name.endswith("_s")
     return [{k: v for k, v in r.items() if keep(k)} for r in rows if r["kind"] == kind]
+
+
+@contextmanager
+def on_one_device():
+    """Runs that begin in here see one device."""
+    devices = jax.devices()[:1]
+    with mock.patch.object(jax, "devices", lambda *_: devices):
+        yield
 
 
 def weights_of(run_dir):

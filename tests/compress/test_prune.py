@@ -78,6 +78,7 @@ def test_a_target_that_is_none_is_refused(given, message):
         sparsify.check_shape("w", 6, TWO_FOUR)
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_is_pruned_and_trained_on_with_its_masks(whole, tmp_path, capsys):
     out = tmp_path / "pruned"

@@ -159,6 +159,7 @@ def test_nothing_removed_is_the_same_model_and_bad_sizes_are_one_line():
         shrink(saved_model(moe={"experts": 2}), [batch(1)], Size(2, 4, 128, 32))
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_shrunk_run_trains(tmp_path, monkeypatch):
     devices = jax.devices()[:1]  # a step of eight takes longer to compile

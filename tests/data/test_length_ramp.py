@@ -29,6 +29,7 @@ def test_a_ramp_and_stages_are_one_too_many(tmp_path, capfd):
     assert "data.length_ramp makes the stages" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_through_the_phases_is_the_same_when_it_is_resumed(tmp_path):
     """Steps of 256 tokens: two of rows of 16, and then of 32."""

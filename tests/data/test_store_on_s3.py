@@ -81,6 +81,7 @@ def test_rights_that_end_in_the_middle_are_one_line_and_nothing_is_lost(
     assert [*map(filesystem.cat_file, found[0])] == [*map(filesystem.cat_file, found[1])]
 
 
+@pytest.mark.usefixtures("one_device")
 def test_a_run_reads_a_bucket_as_it_reads_a_disk(s3, text, tmp_path):
     """The commands, as one gives them: `prepare` once, then `train`."""
     places = {"here": str(tmp_path / "cache"), "there": f"{s3.bucket()}/prepared"}

@@ -104,6 +104,7 @@ def test_int4_refuses_inputs_that_groups_do_not_divide():
         make_partition(config, specs, jnp.dtype(jnp.float32))
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_resumes_exports_and_holds_what_its_checkpoint_gives(tmp_path, capsys):
     start = random_run(tmp_path / "start", [*NANOCHAT, "data.train.path=tinyshakespeare"])

@@ -17,6 +17,7 @@ from tiny import (
     close,
     make_spec,
     mesh_of,
+    on_one_device,
     random_params,
     resolved,
     rows_of,
@@ -299,7 +300,8 @@ def dpo(whole, tmp_path_factory):
         directory, whole, pairs, "dpo", finetune__name="lora", finetune__rank=4,
         data__validation=validation, eval__every=3, optim__learning_rate=0.03,
     )  # fmt: skip
-    assert main(arguments) == 0
+    with on_one_device():
+        assert main(arguments) == 0
     return directory / "dpo", arguments
 
 
@@ -339,6 +341,7 @@ def test_the_reference_is_the_model_without_the_adapter(dpo, whole):
             np.testing.assert_allclose(each[document.marks].sum(), logp, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_resumed_is_uninterrupted(dpo):
     run, arguments = dpo
@@ -353,6 +356,7 @@ def test_resumed_is_uninterrupted(dpo):
     assert (run / "reference.npz").read_bytes() == known
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_lost_reference_is_missed(dpo, capsys):
     run, arguments = dpo
@@ -367,6 +371,7 @@ def test_a_lost_reference_is_missed(dpo, capsys):
     assert main(arguments) == 0
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kto", "orpo"])
 def test_all_parameters_learn_the_order(whole, tmp_path, name):

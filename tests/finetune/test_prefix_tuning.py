@@ -231,6 +231,7 @@ def tuning(directory, start, name, **changes):
     return [x for x in given if not x.startswith(("model.", "data.tokenizer", "optim.schedule"))]
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prompt", "projected prefix"])
 def test_a_run_is_a_model_an_adapter_and_a_start(kind, whole, tmp_path, capsys):

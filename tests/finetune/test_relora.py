@@ -100,6 +100,7 @@ def test_a_run_resumes_across_merges_and_the_warm_start(relora_run, tmp_path, la
     assert rows_of(copy) == rows_of(relora_run)
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_the_warm_start_is_a_run_in_full_rank_and_ends_as_a_model(tmp_path):
     more = {"train__steps": 2, "optim__schedule__name": "constant"}

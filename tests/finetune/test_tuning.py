@@ -14,6 +14,7 @@ from tiny import (
     batch,
     make_spec,
     mesh_of,
+    on_one_device,
     random_params,
     resolved,
     rows_of,
@@ -53,10 +54,12 @@ def tuned(whole, tmp_path_factory):
     more = {k.replace(".", "__"): v for k, v in LORA.items()}
     more |= {"finetune__dora": True, "finetune__base_quantization": "nf4", "eval__every": 3}
     arguments = tuning(directory, whole, "lora", **more)
-    assert main(arguments) == 0
+    with on_one_device():
+        assert main(arguments) == 0
     return directory / "lora", arguments
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_resumed_is_uninterrupted_and_checkpoints_hold_what_trains(tuned, whole):
     run, arguments = tuned
@@ -73,6 +76,7 @@ def test_resumed_is_uninterrupted_and_checkpoints_hold_what_trains(tuned, whole)
     assert size(run / "checkpoints" / "6") < size(whole / "checkpoints" / "6") / 2
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_what_comes_out_is_a_model_and_an_adapter(tuned, tmp_path, capsys):
     """The merged model generates and is evaluated as the run said; a checkpoint gives the same;

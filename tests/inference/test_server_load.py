@@ -57,7 +57,7 @@ def send_raw(server, body):
 def test_what_a_client_that_leaves_still_waits_for_is_cancelled():
     """Of its two requests one has ended."""
     thread, engine = object.__new__(EngineThread), Mock(spec=Engine)
-    answers = Mock(spec=UpdateStream, place={"ended": 0, "open": 1}, open={"open"})
+    answers = Mock(spec=UpdateStream, indices={"ended": 0, "open": 1}, open={"open"})
     thread.answers, thread.jobs = {"open": answers, "other": answers}, queue.SimpleQueue()
     thread.forget(answers)
     assert thread.answers == {"other": answers}

@@ -62,8 +62,21 @@ def assert_close(got, expected, tolerance):
         np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance, err_msg=name)
 
 
-# These cover what the others have one by one.
-@by_name(ATTENTION_SMALL)
+# What the others have one by one, some of these have together.
+TOGETHER = (
+    "window",
+    "mqa",
+    "packed_full",
+    "all",
+    "ragged_1",
+    "ragged_257",
+    "ragged_513",
+    "ragged_full",
+)
+TOGETHER += ("softcap_gqa", "packed_window_ragged", "d256")
+
+
+@by_name([s for s in ATTENTION_SMALL if s.name in TOGETHER])
 @pytest.mark.quick("all")
 def test_xla_equals_reference(shape):
     got = everything(xla.attention, shape, *inputs(shape, np.float32))

@@ -151,8 +151,9 @@ CASES = (
 MORE = tuple(
     (op, M, 768, 80, {"group": group, "dtype": dtype})
     for op in (w8a16_matmul, w4a16_matmul) for M in (1, 2, 8, 32)
-    for group in (32, 128, 192) for dtype in (jnp.bfloat16, jnp.float16)
-    if (op is w4a16_matmul or group == 32) and (dtype == jnp.bfloat16 or M == 8)
+    for group in (32, 192) for dtype in (jnp.bfloat16, jnp.float16)
+    if (group == 32 if op is w8a16_matmul or M in (1, 8) else group == 192)
+    and (dtype == jnp.float16) == (M == 8)
 )  # fmt: skip
 
 

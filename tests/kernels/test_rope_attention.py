@@ -50,7 +50,7 @@ def results(module: Any, given: tuple, heads: int, call: Call, **options: Any):
 
 CASES = {
     "joint": ((1, 128, 1, 1, 64), False, Call(window=None, scale=0.1)),
-    "gqa_window_value": ((2, 128, 2, 1, 64), True, Call(window=40, scale=0.1)),
+    "gqa_window_value": ((1, 128, 2, 1, 64), True, Call(window=40, scale=0.1)),
     "wide_value": ((1, 128, 1, 1, 128), True, Call(softcap=3.0, scale=0.1)),
 }
 
@@ -97,11 +97,11 @@ def test_packed_documents_equal_the_reference():
 
 @pytest.mark.slow
 def test_members_are_those_of_one_at_a_time():
-    given = arrays(2, 128, 2, 1, 64, True, BF16, b=2)
-    more = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), given)
+    given = arrays(1, 128, 1, 1, 64, True, BF16)
+    more = jax.tree.map(lambda x: jnp.stack([x, x[:, ::-1]]), given)
     options = {"interpret": INTERPRET, "tilings": (None, BackwardTiling(block_q=128, blocks=2))}
     call = lambda x, cos, sin, value: hopper.rope_attention(
-        x, cos, sin, value, 2, EPS, Call(scale=0.1), **options
+        x, cos, sin, value, 1, EPS, Call(scale=0.1), **options
     )
 
     def run(x, cos, sin, value, dy):

@@ -73,7 +73,7 @@ def test_a_frozen_layer_costs_no_backward_pass():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["muon", "adamw8bit", "soap", "lamb", "galore"])
+@pytest.mark.parametrize("name", ["muon", "adamw8bit", "soap", "galore"])
 @pytest.mark.quick("muon")
 def test_the_optimizer_moves_the_others_as_before_and_leaves_the_frozen(name):
     c, _, specs, params = build(depth=DEPTH, frozen_layers=FROZEN)
@@ -116,21 +116,17 @@ def test_gradients_may_have_fewer_bits_than_parameters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("more", "last"),
-    [({}, 3), ({"mesh__fsdp": 2, "mesh__data": 4}, 2)],  # inside a phase, and the end of one
-    ids=["data", "fsdp"],
-)
-def test_layers_freeze_phase_by_phase_and_a_run_resumes_inside(tmp_path, more, last):
-    whole = run_overrides(tmp_path / "whole", **PHASES, **more)
-    assert main(whole) == 0
-    copy = shutil.copytree(tmp_path / "whole" / "tiny", tmp_path / str(last) / "tiny")
-    for step in range(last + 1, 5):
-        shutil.rmtree(copy / "checkpoints" / str(step))
-    shutil.rmtree(copy / "model")
-    assert main(run_overrides(tmp_path / str(last), **PHASES, **more)) == 0
-    same(weights_of(copy), weights_of(tmp_path / "whole" / "tiny"))
-    assert rows_of(copy) == rows_of(tmp_path / "whole" / "tiny")
+def test_layers_freeze_phase_by_phase_and_a_run_resumes_inside(tmp_path):
+    more = {"mesh__fsdp": 2, "mesh__data": 4}
+    assert main(run_overrides(tmp_path / "whole", **PHASES, **more)) == 0
+    for last in (3, 2):  # inside a phase, and the end of one
+        copy = shutil.copytree(tmp_path / "whole" / "tiny", tmp_path / str(last) / "tiny")
+        for step in range(last + 1, 5):
+            shutil.rmtree(copy / "checkpoints" / str(step))
+        shutil.rmtree(copy / "model")
+        assert main(run_overrides(tmp_path / str(last), **PHASES, **more)) == 0
+        same(weights_of(copy), weights_of(tmp_path / "whole" / "tiny"))
+        assert rows_of(copy) == rows_of(tmp_path / "whole" / "tiny")
 
 
 def test_freezing_all_layers_is_refused(tmp_path, capfd):

@@ -236,12 +236,12 @@ def test_evaluation_is_the_plain_model():
     assert np.abs(run(graphdef, Forward(jax.random.key(0))) - plain).max() > 1e-3
 
 
-@pytest.mark.parametrize("form", ["mxfp8", "mxfp6_e2m3", "nvfp4", "int8_training", "switchback"])
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4", "switchback"])
 @pytest.mark.slow
 def test_gradients_are_near(form):
     """Nearer with more bits."""
     exact, (found, grads) = grads_of(), grads_of(weight_form=form)
-    most = 0.25 if "8" in form or form == "switchback" else 0.5 if "6" in form else 1.2
+    most = 1.2 if form == "nvfp4" else 0.25
     assert 1e-3 < distance(grads, exact[1]) < most
     assert abs(found[0] - exact[0][0]) < 0.1 * exact[0][0]
 
@@ -275,7 +275,7 @@ def test_sharded_is_one_device():
             state, metrics = make_step(task, mesh)(state, rows, hyperparams)
             return float(metrics["loss"]), float(metrics["grad_norm"])
 
-    mesh = mesh_of(fsdp=2, context=2, tensor=2)
+    mesh = mesh_of(context=2, tensor=2)
     np.testing.assert_allclose(step(mesh), step(mesh_of()), rtol=0.03)
 
 

@@ -83,9 +83,15 @@ def one_layer(name, monkeypatch):
     return resolved(**CASES[name] | {"depth": 2 if name == "experts" else 1})
 
 
-# The rest of the table takes long.
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", CASES)
+# Every form of the matrices of one model, and of each other model those of three: one beside the
+# matrix, two in its place, of which each model has others.
+OTHERS = [name for name in CASES if name != "new gate"]
+TABLE = [("new gate", form) for form in FORMS] + [(name, "lora") for name in OTHERS]
+TABLE += [(name, FORMS[1 + (2 * i + j) % (len(FORMS) - 1)])
+          for i, name in enumerate(OTHERS) for j in (0, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form"), TABLE)
 @pytest.mark.quick("new gate-lora")
 def test_a_matrix_of_a_block_works_in_every_form(name, form, monkeypatch):
     """Packed or changed, it is the whole matrix that it stands for; float8 rounds."""

@@ -87,6 +87,7 @@ def test_a_saved_model_and_its_export_hold_the_masked_weights(tmp_path):
     same(back.params["blocks"], saved.params["blocks"])
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_trains_dense_weights_and_saves_two_of_four(tmp_path):
     given = {"model__weight_form": "sparse_2_4", "optim__wrappers": "[{name: sr_ste}]"}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from test_docs import FENCE
 from tiny import (
+    PLAIN_MODEL,
     QUICK,
     assert_same_metrics,
     batch,
@@ -182,6 +183,7 @@ def test_a_cache_of_another_teacher_or_of_other_batches_is_refused(given, tmp_pa
     assert "objective.top_k 257: the vocabulary has 257" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_that_reads_a_cache_is_that_with_the_teacher_and_resumes(given, tmp_path):
     assert main(given(objective__cache="null", run__name="online")) == 0
@@ -203,7 +205,7 @@ def test_a_run_that_reads_a_cache_is_that_with_the_teacher_and_resumes(given, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("top_k", [None, 12], ids=["teacher", "cache"])
 def test_a_sharded_step_in_microbatches_is_that_of_one_device(top_k):
-    spec, hyperparams = make_spec(resolved(window_pattern="L", value_embeddings=False))
+    spec, hyperparams = make_spec(resolved(**PLAIN_MODEL))
     spec = spec._replace(objective=objective(weight=0.5))
     one = taught(batch(8))
     one = cached(one, top_k, 1.0) if top_k else one
@@ -252,6 +254,7 @@ SMALLER = {
 }
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
     """Its commands and its Python in order, at the smallest size."""

@@ -115,6 +115,7 @@ RUN = QUICK | {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_trains_validates_and_is_refused_where_a_decoder_is_needed(tmp_path, capsys):
     assert train(run_overrides(tmp_path, train__steps=4, checkpoint__every=2, **RUN)) == 0
@@ -135,6 +136,7 @@ def test_a_run_trains_validates_and_is_refused_where_a_decoder_is_needed(tmp_pat
         assert len(said.splitlines()) == 1 and "causal" in said, said
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_resumed_run_hides_the_same_tokens(tmp_path):
     overrides = run_overrides(tmp_path, train__steps=4, checkpoint__every=2, **RUN)

@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
-from tiny import batch, begin_random, build, make_spec, mesh_of, resolved, run_overrides
+from tiny import (
+    PLAIN_MODEL,
+    QUICK,
+    batch,
+    begin_random,
+    build,
+    make_spec,
+    mesh_of,
+    resolved,
+    run_overrides,
+)
 
 from jaxtrain.main import main
 from jaxtrain.objectives import LossOptions, ObjectiveConfig, make_objective
@@ -55,7 +65,7 @@ def test_the_loss_is_the_weighted_sum_over_distances(documents):
 
 @pytest.mark.slow
 def test_a_step_is_the_same_in_microbatches():
-    spec, hyperparams = make_spec(resolved(depth=1))
+    spec, hyperparams = make_spec(resolved(**PLAIN_MODEL | {"depth": 1}))
     spec = spec._replace(objective=make_objective(CONFIG, LossOptions()))
     mesh = mesh_of()
     with jax.set_mesh(mesh):
@@ -68,7 +78,7 @@ def test_a_step_is_the_same_in_microbatches():
 
 @pytest.mark.slow
 def test_a_step_in_pipeline_stages_is_that_of_one_device():
-    spec, hyperparams = make_spec(resolved(depth=2, window_pattern="L", value_embeddings=False))
+    spec, hyperparams = make_spec(resolved(**PLAIN_MODEL))
     spec = spec._replace(objective=make_objective(CONFIG, LossOptions()))
     found = []
     for mesh in (mesh_of(), mesh_of(pipeline=2)):
@@ -79,9 +89,10 @@ def test_a_step_in_pipeline_stages_is_that_of_one_device():
         np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-4)
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_logs_the_losses_further_on_and_validates_the_next_token(tmp_path):
-    overrides = run_overrides(tmp_path, train__steps=2, objective__name="multi_token")
+    overrides = run_overrides(tmp_path, train__steps=2, objective__name="multi_token", **QUICK)
     assert main(overrides) == 0
     rows = read_rows(tmp_path / "tiny" / "metrics.jsonl")
     first = next(row for row in rows if row["kind"] == "train")

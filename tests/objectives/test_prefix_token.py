@@ -4,7 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import VOCAB, assert_same_metrics, batch, build, make_spec, resolved, run_overrides
+from tiny import (
+    FEW_PARTS,
+    PLAIN_MODEL,
+    VOCAB,
+    assert_same_metrics,
+    batch,
+    build,
+    make_spec,
+    resolved,
+    run_overrides,
+)
 
 from jaxtrain.main import main
 from jaxtrain.objectives import LossOptions
@@ -50,14 +60,18 @@ def test_one_softmax_gives_both_losses(step, weight):
 
 @pytest.mark.slow
 def test_a_sharded_step_is_that_of_one_device():
-    spec, hyperparams = make_spec(resolved(window_pattern="L", value_embeddings=False))
+    spec, hyperparams = make_spec(resolved(**PLAIN_MODEL))
     spec = spec._replace(objective=make_prefix_token(PrefixTokenConfig(), OPTIONS))
     assert_same_metrics(spec, hyperparams, ("loss", "bpb", "prefix_gap", "grad_norm"))
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_validates_the_next_token_alone(tmp_path):
-    assert main(run_overrides(tmp_path, train__steps=6, objective__name="prefix_token")) == 0
+    assert (
+        main(run_overrides(tmp_path, train__steps=6, objective__name="prefix_token", **FEW_PARTS))
+        == 0
+    )
     rows = read_rows(tmp_path / "tiny" / "metrics.jsonl")
     steps = [row for row in rows if row["kind"] == "train"]
     assert abs(steps[0]["prefix_gap"]) < 0.5 and np.isfinite(steps[-1]["prefix_gap"])

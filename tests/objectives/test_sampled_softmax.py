@@ -4,7 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import VOCAB, assert_same_metrics, batch, build, make_spec, resolved, run_overrides
+from tiny import (
+    FEW_PARTS,
+    PLAIN_MODEL,
+    VOCAB,
+    assert_same_metrics,
+    batch,
+    build,
+    make_spec,
+    resolved,
+    run_overrides,
+)
 
 from jaxtrain.main import main
 from jaxtrain.objectives import LossOptions
@@ -69,17 +79,18 @@ def test_the_head_multiplies_the_sample_alone():
 
 @pytest.mark.slow
 def test_a_sharded_step_is_that_of_one_device():
-    spec, hyperparams = make_spec(resolved(window_pattern="L", value_embeddings=False))
+    spec, hyperparams = make_spec(resolved(**PLAIN_MODEL))
     objective = make_sampled_softmax(SampledSoftmaxConfig(negatives=16), LossOptions())
     spec = spec._replace(objective=objective, draws=True)
     # The draws are of a microbatch.
     assert_same_metrics(spec, hyperparams, ("loss", "bpb", "grad_norm"), micro=8)
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_learns_and_validates_the_full_softmax(tmp_path):
     objective = "{name: sampled_softmax, negatives: 64}"
-    assert main(run_overrides(tmp_path, train__steps=30, objective=objective)) == 0
+    assert main(run_overrides(tmp_path, train__steps=30, objective=objective, **FEW_PARTS)) == 0
     rows = read_rows(tmp_path / "tiny" / "metrics.jsonl")
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     last = [row for row in rows if row["kind"] == "validation"][-1]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import (
+    PLAIN_MODEL,
     QUICK,
     assert_same_metrics,
     batch,
@@ -71,7 +72,7 @@ def test_the_loss_is_that_of_the_tokens_with_the_largest_excess(refers):
 
 @pytest.mark.slow
 def test_a_sharded_step_in_microbatches_is_that_of_one_device():
-    spec, hyperparams = make_spec(resolved(window_pattern="L", value_embeddings=False))
+    spec, hyperparams = make_spec(resolved(**PLAIN_MODEL))
 
     def given(micro):
         one = batch(8, micro=micro)
@@ -81,6 +82,7 @@ def test_a_sharded_step_in_microbatches_is_that_of_one_device():
     assert_same_metrics(spec, hyperparams, names, given=given)
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_with_a_reference_run_and_its_resumption(tmp_path, capsys):
     assert main(run_overrides(tmp_path, **QUICK, train__steps=2, run__name="reference")) == 0

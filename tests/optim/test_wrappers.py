@@ -242,7 +242,7 @@ ALL_THREE = CAUTIOUS, {**AHEAD, "start_fraction": 0}, TAIL
 @pytest.fixture(scope="module")
 def trained():
     """(task, hyperparams, state after two steps on one device)."""
-    c = resolved(**LLAMA | {"depth": 2})
+    c = resolved(**LLAMA | {"depth": 1})
     task, hyperparams = make_spec(c, config("adamw", *ALL_THREE))
     return task, hyperparams, steps(task, hyperparams, mesh_of(), begin(task, mesh_of()), (0, 1))
 
@@ -315,6 +315,7 @@ def test_every_wrapper_is_tried_here():
     )  # tests/optim/test_masks.py has those
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_run_validates_and_exports_the_average_or_the_trained_weights(tmp_path):
     """The same run twice; a checkpoint gives the trained weights."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tiny import (
     LLAMA,
+    PLAIN_MODEL,
     batch,
     begin_random,
     build,
@@ -35,6 +36,7 @@ from jaxtrain.settings import UserError
 from jaxtrain.train.step import gradients, make_step
 
 goes_round = lambda repeats: LossOptions(pipeline_repeats=repeats)
+PLAIN_PARTS = {x: value for x, value in PLAIN_MODEL.items() if x != "window_pattern"}
 GPT = {"depth": 4, "kv_heads": 2, "window_pattern": "SL", "document_mask": True}
 
 
@@ -42,12 +44,10 @@ def documents(rows):
     return 1 + jnp.cumsum(jnp.asarray(rows.tokens_BT) % 16 == 0, axis=1, dtype=jnp.int32)
 
 
-# Chunks of 2, 2 and 1 layers whose windows differ, with 1, 1 and 1 value embeddings; and twice
-# round of 2, 1, 1 and 1.
+# Chunks of 2, 1, 1 and 1 layers whose windows differ, twice round, with value embeddings in some.
 UNLIKE = GPT | {"depth": 5, "window_pattern": "SSL"}
-TWICE_UNLIKE = pytest.param(UNLIKE, dict(pipeline=2, fsdp=2), 2, 2, marks=pytest.mark.slow)
-SHALLOW = UNLIKE | {"depth": 3}  # chunks of 2 layers and 1
-MIXED = GPT | {"depth": 3, "moe": {"experts": 4, "hidden": 32, "every": 2}}
+SHALLOW = UNLIKE | PLAIN_PARTS | {"depth": 3}  # chunks of 2 layers and 1
+MIXED = GPT | PLAIN_PARTS | {"depth": 2, "moe": {"experts": 4, "hidden": 32, "every": 2}}
 # Chunks that are alike, as with context they must be: no branch for a stage that waits.
 ALIKE = LLAMA | {"moe": {"experts": 4, "hidden": 32}}
 
@@ -55,16 +55,14 @@ ALIKE = LLAMA | {"moe": {"experts": 4, "hidden": 32}}
 @pytest.mark.parametrize(
     ("family", "sizes", "micro", "repeats"),
     [
-        pytest.param(LLAMA, dict(pipeline=2, data=2), 8, 1, marks=pytest.mark.slow),
-        (UNLIKE, dict(pipeline=3, fsdp=2), 2, 1),
-        TWICE_UNLIKE,
-        pytest.param(MIXED, dict(pipeline=2, data=2, expert=2), 4, 1, marks=pytest.mark.slow),
+        (LLAMA, dict(pipeline=2, data=2), 8, 1),
+        (UNLIKE, dict(pipeline=2, fsdp=2), 2, 2),
+        (MIXED, dict(pipeline=2, expert=2), 4, 1),
         (ALIKE, dict(pipeline=2, context=2, expert=2), 4, 1),
         (SHALLOW, dict(pipeline=2, fsdp=2, tensor=2), 4, 1),
     ],
     ids=[
         "llama",
-        "unlike",
         "unlike twice round",
         "experts",
         "experts and context",

@@ -4,7 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import LLAMA, batch, begin_random, build, close, make_spec, mesh_of, resolved, stacked
+from tiny import (
+    LLAMA,
+    PLAIN_MODEL,
+    batch,
+    begin_random,
+    build,
+    close,
+    make_spec,
+    mesh_of,
+    resolved,
+    stacked,
+)
 
 from jaxtrain.objectives import LossOptions
 from jaxtrain.objectives import next_token as objectives
@@ -13,8 +24,9 @@ from jaxtrain.parallel import pipeline_loss, place_batch
 from jaxtrain.train.step import make_step
 
 SCHEDULE = LossOptions(pipeline_schedule="1f1b")
+PLAIN_PARTS = {x: value for x, value in PLAIN_MODEL.items() if x != "window_pattern"}
 GPT = {"depth": 2, "kv_heads": 2, "window_pattern": "SL", "document_mask": True}
-UNLIKE = GPT | {"depth": 5, "window_pattern": "SSL"}
+UNLIKE = GPT | {"depth": 3, "window_pattern": "SSL"}  # chunks of 2 layers and 1
 
 
 def documents(rows):
@@ -24,10 +36,10 @@ def documents(rows):
 @pytest.mark.parametrize(
     ("family", "sizes", "micro"),
     [
-        (UNLIKE, dict(pipeline=3, fsdp=2), 2),
-        (GPT | {"depth": 4, "remat": "block"}, dict(pipeline=2), 1),
+        (UNLIKE, dict(pipeline=2, fsdp=2), 2),
+        (GPT | PLAIN_PARTS | {"remat": "block"}, dict(pipeline=2), 1),
         (LLAMA, dict(pipeline=2, data=2), 4),
-        (GPT | {"depth": 4}, dict(pipeline=2, data=2, tensor=2), 4),
+        (GPT | PLAIN_PARTS | {"depth": 4}, dict(pipeline=2, data=2, tensor=2), 4),
     ],
     ids=["unlike", "rows not divided, recomputed", "tied head", "tensor"],
 )

@@ -124,7 +124,9 @@ def test_rows_come_together_without_a_transpose():
 def test_parts_of_a_batch_side_by_side_are_one_batch(axes):
     """Loss and gradients, with the experts' loads, of two parts as of one; each has a device's own
     rows, so that nothing is sent to make them."""
-    model = resolved(**LLAMA | {"moe": {"experts": 4, "hidden": 32}} if "expert" in axes else LLAMA)
+    model = resolved(
+        **LLAMA | {"depth": 1, "moe": {"experts": 4, "hidden": 32}} if "expert" in axes else LLAMA
+    )
     task, mesh = make_spec(model)[0], mesh_of(**axes)
     params = random_params(task.specs)
     rows, factor = batch(8, micro=8), jnp.float32(0.1)

@@ -103,7 +103,7 @@ def test_a_sweep_on_a_cluster_of_this_host_comes_to_its_end(tmp_path):
     """What it finds is what a sweep in one process finds."""
     path = write_sweep(tmp_path, trials=2, parameters=RATE)
     assert command.main([str(path), "name=host", ADAMW]) == 0
-    line = [sys.executable, "-m", "jaxtrain.cli", "sweep", str(path), "name=nodes", "workers=2"]
+    line = [sys.executable, "-m", "jaxtrain.cli", "sweep", str(path), "name=nodes", "workers=1"]
     line += [ADAMW, "--ray", "local"]
     said = subprocess.run(line, capture_output=True, text=True, timeout=300)
     assert said.returncode == 0, said.stdout + said.stderr
