@@ -328,8 +328,9 @@ class FirstTokens(NamedTuple):
         return cls([], [], [])
 
     def add(self, other: "FirstTokens") -> None:
-        for mine, its in zip(self, other):
-            mine.extend(its)
+        self.ms.extend(other.ms)
+        self.steps.extend(other.steps)
+        self.host_ms.extend(other.host_ms)
 
     def columns(self, prefix: str, *shares: int) -> dict[str, float]:
         """Columns of a record: the medians, and the percentiles `shares` of the milliseconds."""
