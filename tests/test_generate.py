@@ -10,8 +10,8 @@ from tiny import resolved
 
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.resolve import resolve
-from jaxtrain.inference.engine.rows import DTYPES, row_values
-from jaxtrain.inference.engine.sampling import RowSampling, Sampler, SlotRows, sample_rows
+from jaxtrain.inference.engine.rows import SlotTable
+from jaxtrain.inference.engine.sampling import Sampler, sample_rows
 from jaxtrain.inference.generate import Sampling, kv_bytes_per_token
 
 P_V = np.array([0.4, 0.3, 0.2, 0.07, 0.03])
@@ -21,13 +21,11 @@ def shares(temperature=1.0, top_p=1.0, top_k=None, draws=4000):
     """How often each token is drawn."""
     logits_BV = jnp.tile(jnp.log(jnp.asarray(P_V, jnp.float32)), (draws, 1))
     how = Sampling(1, temperature, top_k, top_p)
-    rows = zip(*(row_values(how.params(i), 1, 0) for i in range(draws)))
-    names = RowSampling._fields
-    sampling = RowSampling(*(jnp.array(x, DTYPES[name]) for x, name in zip(rows, names)))
+    table = SlotTable(draws, len(P_V))
     texts = jnp.zeros((draws, 4), jnp.int32), jnp.ones(draws, jnp.int32)
-    allowed = jnp.full((draws, 1), 0xFFFFFFFF, jnp.uint32)
-    unbiased = jnp.full((draws, 1), len(P_V)), jnp.zeros((draws, 1))
-    slots = SlotRows(sampling, allowed, *unbiased)
+    for i in range(draws):
+        table.put(i, how.params(i), prompt=1)
+    slots = table.on_device()
     tokens_B = jax.jit(sample_rows, static_argnums=4)(logits_BV, slots, *texts, Sampler.ALL)
     return np.bincount(tokens_B.token_B, minlength=len(P_V)) / draws
 
