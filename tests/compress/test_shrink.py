@@ -161,9 +161,7 @@ def test_nothing_removed_is_the_same_model_and_bad_sizes_are_one_line():
 
 @pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
-def test_a_shrunk_run_trains(tmp_path, monkeypatch):
-    devices = jax.devices()[:1]  # a step of eight takes longer to compile
-    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+def test_a_shrunk_run_trains(tmp_path):
     assert train(run_overrides(tmp_path, train__steps=1, model__depth=2, **FEW_PARTS)) == 0
     cut = ["--depth", "1", "--heads", "2", "--hidden", "16", "--width", "24", "--rows", "2"]
     assert main([str(tmp_path / "tiny"), *cut, "--out", str(tmp_path / "small")]) == 0
