@@ -117,7 +117,8 @@ def slow_client(one, body, seconds):
 
     receive.body = False
 
-    async def send(message):  # as a server's: it waits first, and what is cancelled is not sent
+    async def send(message):
+        """Waits before it sends, as a server does: a cancelled message is not sent."""
         if sent:
             await asyncio.sleep(max(0.0, begun + seconds - time.monotonic()))
         sent.append(message)
