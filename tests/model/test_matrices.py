@@ -83,8 +83,8 @@ def one_layer(name, monkeypatch):
     return resolved(**CASES[name] | {"depth": 2 if name == "experts" else 1})
 
 
-# One model has all forms. Each other model has three: LoRA, and two that replace the matrix. The two
-# differ from model to model.
+# One model has all forms. Each other model has three: LoRA, and two that replace the matrix.
+# Those two differ from model to model.
 OTHERS = [name for name in CASES if name != "new gate"]
 TABLE = [("new gate", form) for form in FORMS] + [(name, "lora") for name in OTHERS]
 TABLE += [(name, FORMS[1 + (2 * i + j) % (len(FORMS) - 1)])
