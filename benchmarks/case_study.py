@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from benchmarks.record import describe
 from jaxtrain.data.files.reading import read_documents
 from jaxtrain.data.files.sources import JsonlSource
-from jaxtrain.runs.compare import read_run
+from jaxtrain.runs.compare import rate_of, read_run
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_json
 
@@ -115,7 +115,7 @@ def parts_of(study: Study, data: Path, out: Path) -> list[Part]:
 
 
 def last_validation(run: Path) -> dict[str, Any]:
-    """The last losses of a run, its training tokens, and its best rate."""
+    """The last losses of a run, its training tokens, and its median rate."""
     rows = read_run(run).rows
     checks = [row for row in rows if row["kind"] == "validation"]
     trained = [row for row in rows if row["kind"] == "train"]
@@ -123,7 +123,7 @@ def last_validation(run: Path) -> dict[str, Any]:
     last = checks[-1] if checks else trained[-1]
     return {name: last[name] for name in names if name in last} | {
         "tokens": trained[-1].get("tokens"),
-        "tokens_per_s": max((row.get("tokens_per_s") or 0) for row in trained),
+        "tokens_per_s": rate_of(trained),
     }
 
 

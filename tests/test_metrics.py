@@ -4,6 +4,8 @@ import math
 import re
 import struct
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import jax
@@ -20,16 +22,19 @@ from jaxtrain.settings import UserError
 
 
 class Late:
-    """A scalar that stays on the device until `ready`; counts how often it was waited for."""
+    """A scalar that stays on the device until `ready` is set."""
 
     def __init__(self, value):
-        self.value, self.ready, self.waits = value, False, 0
+        self.value, self.ready = value, threading.Event()
 
     def is_ready(self):
-        return self.ready
+        return self.ready.is_set()
+
+    def block_until_ready(self):
+        assert self.ready.wait(5)
 
     def __float__(self):
-        self.waits += not self.ready
+        assert self.is_ready()
         return float(self.value)
 
 
@@ -71,15 +76,26 @@ def test_push_waits_only_when_too_far_ahead(tmp_path):
     late = [Late(step) for step in range(1, 21)]
     for step in range(1, MAX_IN_FLIGHT + 1):
         assert writer.push(step, {"loss": late[step - 1]}) == []
-    assert sum(value.waits for value in late) == 0
-    rows = writer.push(9, {"loss": late[8]})
+    soon = threading.Timer(0.1, late[0].ready.set)
+    soon.start()
+    rows = writer.push(9, {"loss": late[8]})  # returns when the first step has ended
     assert [row["step"] for row in rows] == [1]
-    assert [value.waits for value in late] == [1] + [0] * 19
-    for value in late[1:5]:
-        value.ready = True
-    assert [row["step"] for row in writer.push(10, {"loss": late[9]})] == [2, 3, 4, 5]
-    assert [row["step"] for row in writer.flush()] == [6, 7, 8, 9, 10]
-    assert [value.waits for value in late[:10]] == [1] + [0] * 4 + [1] * 5
+    for value in late[1:]:
+        value.ready.set()
+    rows = writer.push(10, {"loss": late[9]}) + writer.flush()
+    assert [row["step"] for row in rows] == list(range(2, 11))
+    writer.close()
+
+
+def test_the_end_of_a_step_is_noted_while_the_host_is_busy(tmp_path):
+    writer = open_writer(tmp_path, every=1, total_steps=3)
+    writer.push(1, {"loss": 1.0})
+    late = Late(2.0)
+    threading.Timer(0.1, late.ready.set).start()
+    writer.push(2, {"loss": late})
+    time.sleep(0.6)  # as launching a long step keeps the host
+    (row, _) = writer.push(3, {"loss": 3.0})
+    assert row["step"] == 2 and 0.09 < row["steps_s"] < 0.4
     writer.close()
 
 
@@ -189,6 +205,7 @@ def test_the_end_is_recorded(tmp_path):
     assert last_status() == "interrupted"
     with pytest.raises(ValueError), open_writer(tmp_path, every=1) as writer:
         late = Late(7.0)
+        threading.Timer(0.1, late.ready.set).start()
         writer.push(1, {"loss": late})
         raise ValueError("no label in the batch")
     assert last_status() == "failed: ValueError: no label in the batch"

@@ -1,7 +1,8 @@
 """Metrics of a run: metrics.jsonl, TensorBoard, W&B and the progress line.
 
 Device scalars are pushed every step and fetched once they are ready. Logging therefore never blocks
-the host on the device, except to limit the steps in flight.
+the host on the device, except to limit the steps in flight. A thread notes when each step ends: the
+host learns of it late, for launching a long step blocks it until the device has run most of it.
 """
 
 import importlib
@@ -13,9 +14,10 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,6 +37,14 @@ Number = float | int
 MAX_IN_FLIGHT = 8  # steps the host may run ahead before `push` waits for the oldest
 # Names with these prefixes are logged with their last value, all others with their mean.
 STATES = ("lr", "loss_scale", "tokens", "data_", "sparsity", "mask_")
+
+
+class PendingStep(NamedTuple):
+    """A step in flight."""
+
+    step: int
+    values: Mapping[str, Any]
+    ended: Future[float]  # `time.perf_counter()` at its end, or the error of the step
 
 
 class MetricsWriter:
@@ -75,7 +85,8 @@ class MetricsWriter:
         )
         self._total, self._every = total_steps, config.every
         self._tokens_of = tokens_of or (lambda steps: steps * tokens_per_step)
-        self._pending: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._pending: deque[PendingStep] = deque()
+        self._clock = ThreadPoolExecutor(1, "end-of-steps")
         self._sums: dict[str, float] = {}
         self._count = 0  # steps summed since the last row
         self._step = start_step
@@ -130,7 +141,7 @@ class MetricsWriter:
 
         Returns the goodput fields for the row of the rollback.
         """
-        newest = max([self._step, *(taken for taken, _ in self._pending)])
+        newest = max([self._step, *(one.step for one in self._pending)])
         self._pending.clear()
         self._clear()
         self._step, self._stamp, self._begin = step, None, (0.0, step)
@@ -172,10 +183,10 @@ class MetricsWriter:
         for value in values.values():
             if isinstance(value, jax.Array):
                 value.copy_to_host_async()
-        self._pending.append((step, values))
+        self._pending.append(PendingStep(step, values, self._end_of(values)))
         rows = []
         while self._pending and (
-            len(self._pending) > MAX_IN_FLIGHT or _is_ready(self._pending[0][1])
+            len(self._pending) > MAX_IN_FLIGHT or self._pending[0].ended.done()
         ):
             rows += self._fetch()
         return rows
@@ -220,6 +231,7 @@ class MetricsWriter:
             end = self._row(self._step, "event") | {"event": "end", "status": status}
             self._log(end | self._spent(self._sums.get("wait_s")))
         finally:
+            self._clock.shutdown(wait=False, cancel_futures=True)
             if self._live:
                 self._live.stop()
             if self._tensorboard:
@@ -232,11 +244,19 @@ class MetricsWriter:
     def _row(self, step: int, kind: str) -> MetricsRow:
         return {"step": step, "kind": kind, "time": round(time.perf_counter() - self._zero, 3)}
 
+    def _end_of(self, values: Mapping[str, Any]) -> Future[float]:
+        """When a step ends, by a thread that waits for its values unless they are there."""
+        if not all(v.is_ready() for v in values.values() if hasattr(v, "is_ready")):
+            return self._clock.submit(_wait_for, values)
+        ended = Future[float]()
+        ended.set_result(time.perf_counter())
+        return ended
+
     def _fetch(self) -> list[MetricsRow]:
         """Wait for the oldest step in flight and add its values. Returns its row, if one is due."""
-        step, values = self._pending.popleft()
+        step, values, ended = self._pending.popleft()
+        now = ended.result()
         numbers = dict(_scalars(values))
-        now = time.perf_counter()
         if self._stamp is None:
             self._begin = (now, step)
             self._pauses["start_s"] = now - self._opened
@@ -330,8 +350,10 @@ def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-def _is_ready(values: Mapping[str, Any]) -> bool:
-    return all(v.is_ready() for v in values.values() if hasattr(v, "is_ready"))
+def _wait_for(values: Mapping[str, Any]) -> float:
+    """Wait for the arrays; returns the time at which the last one was ready."""
+    jax.block_until_ready(list(values.values()))
+    return time.perf_counter()
 
 
 def _plain(value: Any) -> Any:
