@@ -1,5 +1,6 @@
 """The ladder's page, docs/benchmarks/ladder.md, and its plot, generated from the records."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -225,7 +226,7 @@ def section(ladder: Ladder, records: Records) -> str:
 
 {base["device"]}, {f"`{data}`, " if data else ""}{steps} steps. The target is {target:.4f} bits
 per byte, the mean of the baseline's seeds ({losses}).{padded}
-{spread_text(ladder, records)}
+{spread_text(ladder, records)}{edge_text(ladder, records)}
 
 {summary(ladder, costs, records)}
 
@@ -263,6 +264,23 @@ def spread_text(ladder: Ladder, records: Records) -> str:
             "two phases are full of: those are faster than the table says."
         )
     return text
+
+
+def edge_text(ladder: Ladder, records: Records) -> str:
+    """A sentence on tuned values that are the first or last of those tried; empty without one."""
+    found = []
+    for end in (BASELINE, ladder.names[-1]):
+        rows = records.get((ladder.which, end), {}).get("tuned", [])
+        for _, tried in itertools.groupby(rows, key=lambda row: row["switch"].partition("=")[0]):
+            tried = sorted(tried, key=lambda row: float(row["switch"].partition("=")[2]))
+            best = min(tried, key=lambda row: row["bpb"] or math.inf)
+            if best in (tried[0], tried[-1]):
+                found.append(
+                    f"`{best['switch']}` is the {'lowest' if best is tried[0] else 'highest'}"
+                )
+    if not found:
+        return ""
+    return f"\nOf the values tried, {' and '.join(found)}: one beyond may be better."
 
 
 def summary(ladder: Ladder, costs: Sequence[Cost], records: Records) -> str:

@@ -376,3 +376,15 @@ def test_rungs_are_trained_and_recorded(tmp_path, monkeypatch):
     climb(asked._replace(record=False))  # nothing is left to train
     page = make_page(tmp_path / "ladder.md", tmp_path / "out", tmp_path / "ladder.png").read_text()
     assert f"| [{top}](" in page and ("In all" in page or "does not reach" in page)
+
+
+def test_the_page_says_when_the_best_value_is_the_last_that_was_tried():
+    ladder = read_ladders()["quick"]
+    row = lambda value, bpb: {"switch": f"optim.learning_rate={value}", "bpb": bpb}
+    records = {("quick", "baseline"): {"tuned": [row("2e-3", 3.5), row("4e-3", 3.4)]}}
+    text = ladder_page.edge_text(ladder, records)
+    assert "`optim.learning_rate=4e-3` is the highest: one beyond" in text
+    records = {
+        ("quick", "baseline"): {"tuned": [row("4e-3", 3.4), row("2e-3", None), row("8e-3", 3.6)]}
+    }
+    assert ladder_page.edge_text(ladder, records) == ""
