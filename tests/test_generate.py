@@ -25,7 +25,7 @@ def shares(temperature=1.0, top_p=1.0, top_k=None, draws=4000):
     texts = jnp.zeros((draws, 4), jnp.int32), jnp.ones(draws, jnp.int32)
     for i in range(draws):
         table.put(i, how.params(i), prompt=1)
-    slots = table.on_device()
+    slots = table.inputs()
     tokens_B = jax.jit(sample_rows, static_argnums=4)(logits_BV, slots, *texts, Sampler.ALL)
     return np.bincount(tokens_B.token_B, minlength=len(P_V)) / draws
 

@@ -32,7 +32,7 @@ def decode_text(slots, backend, **fields):
     params = cast(params, specs, jnp.dtype(jnp.bfloat16))
     take_apart(params, specs)
     engine = Engine(c, graphdef, params, letters(), options=OPTIONS._replace(slots=slots))
-    asked, table = engine.rows.on_device(), jnp.zeros((slots, 4), jnp.int32)
+    asked, table = engine.rows.inputs(), jnp.zeros((slots, 4), jnp.int32)
     step = functools.partial(device.decode_slots.__wrapped__, engine.models[0])
     how = {"steps": 1, "drafts": 0, "sampler": Sampler.TEMPERATURE}
     with on_target("cuda", (9, 0)), preferring(backend), jax.sharding.use_abstract_mesh(H200):

@@ -24,7 +24,7 @@ def shares(how, text=(), prompt=0, allowed=0b11111, sampler=Sampler.ALL):
     lengths_B = jnp.full(DRAWS, len(text), jnp.int32)
     for row in range(DRAWS):
         table.allow(row, np.uint32(0xFFFFFFE0 | allowed))
-    args = logits_BV, table.on_device(), texts_BC, lengths_B
+    args = logits_BV, table.inputs(), texts_BC, lengths_B
     return (
         np.bincount(
             jax.jit(sample_rows, static_argnums=4)(*args, sampler).token_B, minlength=len(P_V)
@@ -85,11 +85,11 @@ def test_parameters_of_a_row_are_the_same_on_the_device():
     table = SlotTable(3, 8)
     how = SamplingParams(max_tokens=2**30, temperature=0.7, top_k=5, seed=2**32 - 1, logprobs=3)
     table.put(1, how._replace(frequency_penalty=-0.25), prompt=2**20, adapter=4)
-    row = jax.tree.map(lambda x_B: x_B[1].item(), table.on_device().sampling)
+    row = jax.tree.map(lambda x_B: x_B[1].item(), table.inputs().sampling)
     ints = (row.top_k_B, row.seed_B, row.prompt_B, row.limit_B, row.top_B, row.adapter_B)
     assert ints == (5, 2**32 - 1, 2**20, 2**20 + 2**30, 3, 4)
     assert row.temperature_B == np.float32(0.7) and row.frequency_B == -0.25
-    idle = jax.tree.map(lambda x_B: x_B[2].item(), table.on_device().sampling)
+    idle = jax.tree.map(lambda x_B: x_B[2].item(), table.inputs().sampling)
     assert (idle.temperature_B, idle.repetition_B, idle.limit_B, idle.top_B) == (0, 1, 0, -1)
 
 
@@ -99,7 +99,7 @@ def test_a_draw_depends_on_its_row_alone():
         table.put(row, SamplingParams(max_tokens=9, seed=row // 2, temperature=1.0), 0)
     logits_BV = jax.random.normal(jax.random.key(0), (rows, 64))
     texts_BC, lengths_B = jnp.zeros((rows, 8), jnp.int32), jnp.arange(rows, dtype=jnp.int32)
-    args = logits_BV, table.on_device(), texts_BC, lengths_B
+    args = logits_BV, table.inputs(), texts_BC, lengths_B
     draw = jax.jit(sample_rows, static_argnums=4)
     together = draw(*args, Sampler.ALL).token_B
     for row in range(rows):

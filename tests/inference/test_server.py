@@ -236,7 +236,7 @@ class ScriptedEngine(Engine):
 
     said = 0
 
-    def steps_at_once(self):
+    def steps_at_once(self, todo):
         return 1
 
     def add(self, request):

@@ -34,7 +34,7 @@ def test_many_clients_get_their_own_answers(server, saved):
 class SlowEngine(Engine):
     """Takes its time for each token."""
 
-    def steps_at_once(self):
+    def steps_at_once(self, todo):
         return 1
 
     def step(self):

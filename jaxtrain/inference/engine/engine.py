@@ -181,6 +181,7 @@ class Engine:
                 self.admit()
                 self.prefill()
                 self.decode()
+            self.scheduler.prepare(self.options.prefill_rows)
             while (p := self.pending) and (p[0].first or p[0].step < self.steps):
                 self.read(p.popleft())
         ready, self.ready = self.ready, []
@@ -257,7 +258,7 @@ class Engine:
         key = self.compiler.pick(self.programs.prefilling(len(todo), longest, first))
         parts = [(one.in_slot, one.computed, min(one.left, o.chunk)) for one in todo]
         self.state, states_BD = self.programs.prefill(
-            key, self.state, self.rows.on_device(), self.scheduler.table_SW, parts
+            key, self.state, self.rows.inputs(), self.scheduler.table_SW, parts
         )
         for one, (_, _, count) in zip(todo, parts):
             one.computed += count
@@ -268,7 +269,7 @@ class Engine:
             key = self.compiler.pick(ProgramKey("sample_first", sampler=sampler))
             whole = [(i, one.in_slot, len(one.tokens)) for i, one in rows]
             self.state, sampled = self.programs.sample_first(
-                key, self.state, self.rows.on_device(), states_BD, whole
+                key, self.state, self.rows.inputs(), states_BD, whole
             )
             for _, one in rows:
                 one.decoding, one.ahead = True, 1
@@ -280,7 +281,7 @@ class Engine:
             self.scheduler.free_unseen(one)
         if not (todo := self.decodable):
             return
-        key = self.compiler.pick(self.decode_key())
+        key = self.compiler.pick(self.decode_key(todo))
         most = self.options.most(key.steps)
         for one in todo:
             self.allocate_or_preempt(one, most)
@@ -290,7 +291,7 @@ class Engine:
         self.state, sampled = self.programs.decode(
             key,
             self.state,
-            self.rows.on_device(),
+            self.rows.inputs(),
             self.scheduler.table_SW,
             [one.in_slot for one in todo],
         )
@@ -304,16 +305,15 @@ class Engine:
         """Running requests whose next token can be sampled now."""
         return [one for one in self.scheduler.running if one.can_go_on]
 
-    def decode_key(self) -> ProgramKey:
-        """The program that fits the running requests best."""
-        todo = self.decodable
+    def decode_key(self, todo: list[Sequence]) -> ProgramKey:
+        """The program that fits these requests best."""
         longest, sampler = max(one.length for one in todo), max(one.sampler for one in todo)
-        return self.programs.decoding(len(todo), self.steps_at_once(), longest, sampler)
+        return self.programs.decoding(len(todo), self.steps_at_once(todo), longest, sampler)
 
-    def steps_at_once(self) -> int:
+    def steps_at_once(self, todo: list[Sequence]) -> int:
         """Decode steps of the next call. One if a prompt waits for prefill, a grammar needs the
         host between steps, every request needs at most one more token, or pages are short."""
-        o, todo = self.options, self.decodable
+        o = self.options
         steps = self.pace.steps if o.adapt_steps else o.decode_steps
         waits = lambda one: one.matcher is not None or not one.decoding
         if self.more_prompts or any(map(waits, self.scheduler.running)):
@@ -352,7 +352,7 @@ class Engine:
         keys = self.programs.needed(asked, self.context)
         now = minimal_programs(keys) if background else keys
         with self.on_mesh():
-            state, rows = self.state, self.rows.on_device()
+            state, rows = self.state, self.rows.inputs()
         lower = lambda key: self.programs.lower(key, state, rows)
         self.compiler.start(now, [key for key in keys if key not in now], lower)
         self.compiler.wait(now)
@@ -361,14 +361,15 @@ class Engine:
     def lower(self, asked: Collection[Request] = ()) -> Iterator[jax.stages.Lowered]:
         """Yield the lowered programs that `warm_up` compiles."""
         with self.on_mesh():
-            rows = self.rows.on_device()
+            rows = self.rows.inputs()
             for key in self.programs.needed(asked, self.context):
                 yield self.programs.lower(key, self.state, rows)
 
     def decode_program(self) -> jax.stages.Lowered:
         """Lowered program of the next decode call for the running requests."""
         with self.on_mesh():
-            return self.programs.lower(self.decode_key(), self.state, self.rows.on_device())
+            key = self.decode_key(self.decodable)
+            return self.programs.lower(key, self.state, self.rows.inputs())
 
     # ---- tokens -------------------------------------------------------------------------------
 

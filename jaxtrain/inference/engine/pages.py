@@ -16,16 +16,27 @@ from jaxtyping import PyTree
 Digest = bytes
 
 
-def page_digests(tokens: Sequence[int], size: int, adapter: str | None = None) -> list[Digest]:
+def page_digests(
+    tokens: Sequence[int], size: int, adapter: str | None = None, known: Sequence[Digest] = ()
+) -> list[Digest]:
     """Digest of each full page of `size` tokens, over it and all tokens before it. adapter: name of
-    a LoRA adapter, which has its own keys and values."""
-    array, found = np.asarray(tokens, np.int32), list[Digest]()
-    before = b"" if adapter is None else hashlib.blake2b(adapter.encode(), digest_size=16).digest()
-    for i in range(len(array) // size):
-        page = array[i * size : (i + 1) * size].tobytes()
-        before = hashlib.blake2b(before + page, digest_size=16).digest()
+    a LoRA adapter, which has its own keys and values. known: digests of the first pages."""
+    count = len(tokens) // size
+    found = list(known[:count])
+    if len(found) == count:
+        return found
+    seed = b"" if adapter is None else _digest(adapter.encode())
+    before = found[-1] if found else seed
+    new = np.asarray(tokens[len(found) * size : count * size], np.int32).tobytes()
+    page = len(new) // (count - len(found))  # bytes
+    for at in range(0, len(new), page):
+        before = _digest(before + new[at : at + page])
         found.append(before)
     return found
+
+
+def _digest(data: bytes) -> Digest:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def affordable_pages(page: PyTree, wanted: int, params: PyTree, share: float) -> int:
@@ -72,15 +83,16 @@ class PagePool:
         """Allocate `count` pages. Returns None if fewer are available."""
         if count > self.available:
             return None
-        return [self._one() for _ in range(count)]
+        found = [self.free.pop() for _ in range(min(count, len(self.free)))]
+        found += [self._evict() for _ in range(count - len(found))]
+        for page in found:
+            self.uses[page] = 1
+        return found
 
-    def _one(self) -> int:
-        if self.free:
-            page = self.free.pop()
-        else:
-            page, _ = self.unused.popitem(last=False)
-            del self.page_of[self.digest_of.pop(page)]
-        self.uses[page] = 1
+    def _evict(self) -> int:
+        """The cached page that was used least recently, cached no longer."""
+        page, _ = self.unused.popitem(last=False)
+        del self.page_of[self.digest_of.pop(page)]
         return page
 
     def release(self, pages: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Sequence
+from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,13 +29,13 @@ ALL = 0xFFFFFFFF
 # Fields of SamplingParams that each program supports, or that do not concern it.
 CHEAP = {"max_tokens", "temperature", "min_p", "seed", "stop", "stop_tokens", "ignore_stop"}
 FIELDS = {Sampler.TEMPERATURE: CHEAP, Sampler.BEST: CHEAP | {"top_k", "top_p"}}
+PLAIN = SamplingParams()
 IDLE = row_values(SamplingParams(max_tokens=0, temperature=0), 0, 0)
 
 
 def sampler_of(s: SamplingParams) -> Sampler:
     """Cheapest program that supports a request's sampling parameters."""
-    default = SamplingParams()
-    asked = {name for name in s._fields if getattr(s, name) != getattr(default, name)}
+    asked = {name for name, value, default in zip(s._fields, s, PLAIN) if value != default}
     return next((one for one, fields in FIELDS.items() if asked <= fields), Sampler.ALL)
 
 
@@ -47,11 +48,11 @@ def pack_row(values: tuple[float | int, ...]) -> np.ndarray:
 
 
 class SlotTable:
-    """Sampling inputs of all slots, copied to the device after a change."""
+    """Sampling inputs of all slots. Those that few requests need are copied to the device after a
+    change; the small array that each request changes goes there with every call."""
 
     def __init__(self, slots: int, vocab_size: int):
         self.packed_SF = np.tile(pack_row(IDLE), (slots, 1))
-        self.packed_there: Array | None = None
         self.allowed_Sv = np.full((slots, -(-vocab_size // 32)), ALL, np.uint32)
         self.allowed_there: Array | None = None
         self.biased_Sn = np.full((slots, MOST_BIASED), OFF, np.int32)
@@ -79,7 +80,6 @@ class SlotTable:
 
     def _write(self, slot: int, values: tuple[float | int, ...]) -> None:
         self.packed_SF[slot] = pack_row(values)
-        self.packed_there = None
 
     def _bias(self, slot: int, pairs: Sequence[tuple[int, float]]) -> None:
         self.biased_Sn[slot], self.bias_Sn[slot] = OFF, 0
@@ -87,10 +87,9 @@ class SlotTable:
             self.biased_Sn[slot, i], self.bias_Sn[slot, i] = token, bias
         self.bias_there = None
 
-    def on_device(self) -> SlotRows:
-        """Sampling inputs of all slots, on the device."""
-        if (rows := self.packed_there) is None:
-            self.packed_there = rows = jnp.array(self.packed_SF)
+    def inputs(self) -> SlotRows:
+        """Sampling inputs of all slots, for a device call."""
+        rows = cast(Array, self.packed_SF.copy())  # jit copies it faster than jnp.array does
         if (allowed := self.allowed_there) is None:
             self.allowed_there = allowed = jnp.array(self.allowed_Sv)
         if (bias := self.bias_there) is None:

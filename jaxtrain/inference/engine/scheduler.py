@@ -4,6 +4,7 @@ Requests run in order of arrival. When pages run out, the youngest running reque
 pages are freed, and it waits at the head of the queue to be recomputed.
 """
 
+import itertools
 from collections import deque
 
 import numpy as np
@@ -28,12 +29,8 @@ class Scheduler:
         self.table_SW[:, :virtual] = pool.total + np.arange(virtual)
         self.slots: list[Sequence | None] = [None] * options.slots
         self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # sequences in slots, in order of arrival
         self.prefix_hits = self.prompt_tokens = self.preemptions = 0  # since the start
-
-    @property
-    def running(self) -> list[Sequence]:
-        """Sequences in slots, in order of arrival."""
-        return sorted((one for one in self.slots if one is not None), key=lambda s: s.arrival)
 
     @property
     def can_admit(self) -> bool:
@@ -46,6 +43,7 @@ class Scheduler:
         while self.can_admit and len(new) < most and self.allocate_prompt(self.waiting[0]):
             sequence, slot = self.waiting.popleft(), self.slots.index(None)
             self.slots[slot], sequence.slot = sequence, slot
+            self.running.append(sequence)  # whoever waits is younger
             self.write_page_table(sequence)
             new.append(sequence)
         return new
@@ -75,6 +73,12 @@ class Scheduler:
         self.prefix_hits += sequence.computed
         self.prompt_tokens += length
         return True
+
+    def prepare(self, most: int) -> None:
+        """Hash the prompts of the requests that join next, while the device works."""
+        if self.options.prefix_cache:
+            for one in itertools.islice(self.waiting, most):
+                one.hash_pages(self.options.page_size, len(one.tokens))
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Allocate pages for `tokens` more tokens of a running request. Returns False if too few
@@ -122,6 +126,7 @@ class Scheduler:
                 self.waiting.remove(sequence)
             return
         self.slots[sequence.slot] = None
+        self.running.remove(sequence)
         self.cache_pages(sequence)
         self.pool.release(sequence.pages)
         sequence.pages, sequence.slot, sequence.decoding = [], None, False

@@ -79,10 +79,13 @@ class Sequence:
 
     def hash_pages(self, size: int, cached: int) -> None:
         """Set `digests` to those of the full pages among the first `cached` tokens."""
-        self.digests = page_digests(self.tokens[:cached], size, self.request.adapter)
+        tokens, adapter = self.tokens[:cached], self.request.adapter
+        self.digests = page_digests(tokens, size, adapter, self.digests)
 
     def read(self, tokens: list[int], logprobs: list[TokenLogprob]) -> Update:
         """Append new tokens, up to one that ends the text."""
+        if self.matcher is None and not self.stream.stops and self.stops.isdisjoint(tokens):
+            return self.read_all(tokens, logprobs)
         text, kept, reason = "", 0, None
         for token in tokens:
             self.tokens.append(token)
@@ -106,6 +109,15 @@ class Sequence:
             new, stopped = self.stream.end()
             text, reason = text + new, "stop" if stopped else reason
         return self.update(text, kept, tokens, logprobs, reason)
+
+    def read_all(self, tokens: list[int], logprobs: list[TokenLogprob]) -> Update:
+        """As `read`, of tokens that only the length limit can cut off: less work for each."""
+        kept = tokens[: max(0, self.limit - len(self.tokens))]
+        self.tokens += kept
+        text, reason = self.stream.add_all(kept), None
+        if len(self.tokens) >= self.limit:
+            text, reason = text + self.stream.end()[0], "length"
+        return self.update(text, len(kept), tokens, logprobs, reason)
 
     def update(
         self,

@@ -22,6 +22,16 @@ class TextStream:
             piece, self.prefix = piece.removeprefix(self.prefix), b""
         return self._cut(self.decoder.decode(piece))
 
+    def add_all(self, tokens: Sequence[int]) -> str:
+        """Text that tokens add, if there are no stop strings."""
+        text, begin = "", 0
+        while self.prefix and begin < len(tokens):  # it is cut off the first piece that has bytes
+            text += self.add(tokens[begin])[0]
+            begin += 1
+        known = len(self.pieces)
+        new = b"".join(self.pieces[token] for token in tokens[begin:] if token < known)
+        return text + self.decoder.decode(new)
+
     def end(self) -> tuple[str, bool]:
         """Text that was held back, and whether it contains a stop string after all."""
         text, stopped = self._cut(self.decoder.decode(b"", final=True))
