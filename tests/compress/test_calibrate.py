@@ -10,7 +10,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from jaxtrain.compress import calibrate
+from jaxtrain.compress import calibrate, calibration_text
 from jaxtrain.model import attention, layers
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
@@ -28,7 +28,9 @@ def saved(tmp_path_factory):
 def rows_of(saved, tmp_path, count=8, **changes):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
-    return calibrate.calibration_rows(saved, saved.config, text, count, changes.get("length"))
+    return calibration_text.calibration_rows(
+        saved, saved.config, text, count, changes.get("length")
+    )
 
 
 def forward_inputs(saved, tokens_BT, monkeypatch):
@@ -152,11 +154,11 @@ def test_the_last_layer_ends_in_the_states_of_the_model(changes, tmp_path, monke
 @pytest.mark.slow
 def test_text_of_the_run_itself_and_refusals(whole, saved, tmp_path):
     run = load_saved(whole)
-    rows = calibrate.calibration_rows(run, run.config, None, 8, None)
+    rows = calibration_text.calibration_rows(run, run.config, None, 8, None)
     assert rows[0].tokens_BT.shape == (8, run.config.train.sequence_length)
     with pytest.raises(UserError, match="fills 28 sequences of 32 tokens, not 64"):
         rows_of(saved, tmp_path, 64)
     with pytest.raises(UserError, match="beyond the model's context of 32"):
         rows_of(saved, tmp_path, length=64)
     with pytest.raises(UserError, match="cannot be read: No such file"):
-        calibrate.calibration_rows(saved, saved.config, tmp_path / "none", 1, None)
+        calibration_text.calibration_rows(saved, saved.config, tmp_path / "none", 1, None)
