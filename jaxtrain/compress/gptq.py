@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.linalg import cholesky, solve_triangular
-from jaxtyping import Array, ArrayLike, Float, Float32, Float64, Int8
+from jaxtyping import Array, Float, Float32, Float64, Int8
 
 from jaxtrain.compress.sparsify import BLOCK, DAMPING
 
@@ -27,7 +28,9 @@ def group_steps(w_KN: Float[Array, "K N"]) -> Float[Array, " N"]:
     return jax.lax.reduce_precision(steps, 8, 7).astype(w_KN.dtype)
 
 
-def inverse_factor(hessian_KK: Float64[Array, "K K"], damping: float) -> Float64[Array, "K K"]:
+def inverse_factor(
+    hessian_KK: Float64[Array, "K K"], damping: float | Float64[Array, ""]
+) -> Float64[Array, "K K"]:
     """`sparsify.inverse_cholesky`: the upper triangular U with (H + damping mean(diag H) I)^-1 =
     U^T U, here without the inverse.
 
@@ -116,7 +119,7 @@ def solve(
                 code_N = jnp.clip(code_N, LEAST, MOST)
                 error_N = (x.w_SN[i] - code_N * step_N) / U_SS[i, i]
                 return BlockState(
-                    x.w_SN - U_SS[i][:, None] * error_N,  # U is zero for the inputs before i
+                    x.w_SN - jnp.outer(U_SS[i], error_N),  # U is zero for the inputs before i
                     x.codes_SN.at[i].set(code_N.astype(jnp.int8)),
                     x.errors_SN.at[i].set(error_N),
                 )
@@ -126,7 +129,7 @@ def solve(
         empty = jnp.zeros((size, N), jnp.int8), jnp.zeros((size, N))
         inner = BlockState(rows(state.w_KN, begin, size), *empty)
         state, inner = jax.lax.fori_loop(0, size // span, part, (state, inner))
-        later_SK = jnp.where(jnp.arange(K + more) >= begin + size, U_SK, 0.0)
+        later_SK = jnp.where(jnp.arange(K + more)[None] >= begin + size, U_SK, 0.0)
         write = jax.lax.dynamic_update_slice_in_dim
         return state._replace(
             w_KN=state.w_KN - later_SK.T @ inner.errors_SN,
@@ -141,8 +144,8 @@ def solve(
 
 
 def gptq_codes(
-    w_KN: Float[ArrayLike, "K N"],
-    hessian_KK: Float[ArrayLike, "K K"],
+    w_KN: Float[Array, "K N"] | Float[np.ndarray, "K N"],
+    hessian_KK: Float[Array, "K K"] | Float[np.ndarray, "K K"],
     group_size: int,
     act_order: bool = False,
     damping: float = DAMPING,

@@ -1,5 +1,6 @@
 """Statistics of the inputs of every matrix, against numpy on what the whole forward multiplies."""
 
+import dataclasses
 import functools
 import pickle
 
@@ -11,6 +12,8 @@ import tiny
 from flax import nnx
 
 from jaxtrain.compress import calibrate, calibration_text
+from jaxtrain.compress.methods import MethodOptions
+from jaxtrain.compress.quantize import solve
 from jaxtrain.model import attention, layers
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
@@ -73,6 +76,58 @@ def test_statistics_are_those_of_the_forward_pass(saved, tmp_path, monkeypatch):
         np.testing.assert_allclose(inputs.magnitude_K, np.abs(x_MK).sum(0), rtol=2e-4)
         np.testing.assert_allclose(inputs.amax_K, np.abs(x_MK).max(0), rtol=2e-4)
         np.testing.assert_allclose(inputs.hessian_KK, x_MK.T @ x_MK, **close)
+
+
+def test_the_beginning_of_a_text_has_the_tokens_of_the_whole(saved):
+    """Fewer letters are encoded where words never share a token, else all of them."""
+    text = "The quick  brown fox,\n jumps\u00a0over. " * 400
+    seen, whole = [], saved.tokenizer.encode(text)
+
+    def encode_batch(texts):
+        seen.extend(texts)
+        return saved.tokenizer.encode_batch(texts)
+
+    for by_word in (True, False):
+        change = {"by_word": by_word, "encode_batch": encode_batch}
+        tokenizer = dataclasses.replace(saved.tokenizer, **change)
+        for wanted in (1, 30, 1000, 10**6):
+            found = calibration_text.first_tokens(tokenizer, text, wanted)
+            assert len(found) >= min(wanted, len(whole))
+            np.testing.assert_array_equal(found, whole[: len(found)])
+    parts = [part for part in seen if part != text]
+    assert len(parts) == 3 and all(text[len(part)] == " " != part[-1] for part in parts)
+
+
+def programs_of(work):
+    """How many programs the work compiled, or took from the cache on disk."""
+    found = []
+
+    def listen(event, seconds, **_):
+        found.extend([event] if "backend_compile" in event else [])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        work()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gptq", "awq", "w8a8"])
+@pytest.mark.quick("gptq")
+def test_more_layers_compile_no_more_programs(tmp_path, method):
+    """One for each kind of layer and each shape of matrix, whose operations are no programs of
+    their own. The layers of both models are of the same two kinds."""
+    text = np.random.default_rng(0).integers(0, 255, (8, 32), np.int32)
+    counts = []
+    for depth in (2, 6):
+        run = tiny.random_run(tmp_path / f"{depth}", [*FIELDS, f"model.depth={depth}"])
+        model, rows = load_saved(run), [calibration_text.TokenRows(text)] * 2
+        jax.clear_caches()
+        work = lambda: solve(model, rows, method, MethodOptions(16))
+        counts.append(programs_of(work))
+    assert counts[0] == counts[1] and counts[0] >= 3
 
 
 class Nodes:
@@ -143,6 +198,7 @@ def test_the_last_layer_ends_in_the_states_of_the_model(changes, tmp_path, monke
         return lambda *a: streams.append(layer(*a)) or streams[-1]
 
     monkeypatch.setattr(calibrate.LayerRunner, "run", spied)
+    monkeypatch.setattr(calibrate.LayerRunner, "compile", lambda *_: None)  # of what is spied on
     calibrate.calibrate(saved, batches)
     model = nnx.merge(saved.graphdef, jax.tree.map(jnp.asarray, saved.params))
     tokens_BT = jnp.asarray(batches[0].tokens_BT)
