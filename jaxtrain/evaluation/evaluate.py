@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, count, islice, takewhile
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import SupportsFloat
 
@@ -209,7 +209,9 @@ def evaluate(saved: Saved, config: Resolved, remote: RemoteModel | None = None) 
 def sum_blocks(blocks: Iterable[list[float] | None]) -> dict[str, float]:
     """The metrics of a split from the sums of its blocks, in order; None after the last one."""
     total = np.zeros(len(objectives.EvaluationSums._fields))
-    for sums in takewhile(lambda one: one is not None, blocks):
+    for sums in blocks:
+        if sums is None:
+            break
         total += sums
     return figures_of(total)
 
