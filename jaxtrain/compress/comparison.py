@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxtrain.config.resolve import Resolved
-from jaxtrain.evaluation.evaluate import HeldOut, evaluate
+from jaxtrain.evaluation.evaluate import ValidationProgram, evaluate
 from jaxtrain.runs.saved import Saved
 from jaxtrain.weights.contract import dequantize, flatten, is_weight
 from jaxtrain.weights.float8_storage import StoredFloat8Weight
@@ -20,7 +20,7 @@ from jaxtrain.weights.quantized import Int8Weight, NF4Weight, QuantizedWeight
 ARRAYS = (Int4Weight, Int8Weight, NF4Weight, StoredFloat8Weight)
 
 
-class Comparison:
+class BeforeAfter:
     """Validates a model, and then its quantized form.
 
     A thread tokenizes the text and compiles the program while the model is quantized. Matrices that
@@ -32,11 +32,11 @@ class Comparison:
         self.saved, self.config = saved, config
         pool = ThreadPoolExecutor(1, thread_name_prefix="comparison")
         run = contextvars.copy_context().run  # includes the preferred kernels
-        self.held_out: Future[HeldOut] = pool.submit(run, self.prepare)
+        self.held_out: Future[ValidationProgram] = pool.submit(run, self.prepare)
         pool.shutdown(wait=False)
 
-    def prepare(self) -> HeldOut:
-        held_out = HeldOut(self.saved, self.config)
+    def prepare(self) -> ValidationProgram:
+        held_out = ValidationProgram(self.saved, self.config)
         held_out.compile(self.saved)
         return held_out
 

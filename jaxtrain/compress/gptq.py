@@ -54,7 +54,7 @@ def block_size(group_size: int, act_order: bool) -> int:
     return next(n for n in range(BLOCK, 0, -1) if group_size % n == 0)
 
 
-class State(NamedTuple):
+class GptqState(NamedTuple):
     """Where the loop over blocks is. step_N: of the group that the last input belongs to."""
 
     w_KN: Float64[Array, "K N"]
@@ -72,7 +72,7 @@ class BlockState(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("group_size", "act_order"))
-def solve(
+def solve_gptq(
     w_KN: Float[Array, "K N"],
     hessian_KK: Float[Array, "K K"],
     damping: Float64[Array, ""],
@@ -94,12 +94,12 @@ def solve(
     rows = lambda x, begin, count: jax.lax.dynamic_slice_in_dim(x, begin, count)
     step_of_input_KN = jnp.pad(steps_GN[order // group_size], ((0, more), (0, 0)))
 
-    def block(b: Array, state: State) -> State:
+    def block(b: Array, state: GptqState) -> GptqState:
         begin = b * size
         U_SK = rows(U_KK, begin, size)
         U_SS = jax.lax.dynamic_slice_in_dim(U_SK, begin, size, axis=1)
 
-        def part(p: Array, both: tuple[State, BlockState]) -> tuple[State, BlockState]:
+        def part(p: Array, both: tuple[GptqState, BlockState]) -> tuple[GptqState, BlockState]:
             outer, inner = both
             first = begin + p * span
             if not act_order:  # scales from the weights updated so far
@@ -107,8 +107,8 @@ def solve(
                     step_N = group_steps(rows(inner.w_SN, p * span, group_size))
                 else:  # the group begins with a block
                     ahead = rows(outer.w_KN, first // group_size * group_size, group_size)
-                    begins = first % group_size == 0
-                    step_N = jnp.where(begins, group_steps(ahead), outer.step_N)
+                    is_new = first % group_size == 0
+                    step_N = jnp.where(is_new, group_steps(ahead), outer.step_N)
                 steps = outer.steps_GN.at[first // group_size].set(step_N, mode="drop")
                 outer = outer._replace(steps_GN=steps, step_N=step_N)
 
@@ -137,7 +137,7 @@ def solve(
         )
 
     w_KN = jnp.pad(w_KN[order], ((0, more), (0, 0)))
-    start = State(w_KN, jnp.zeros(w_KN.shape, jnp.int8), steps_GN, steps_GN[0])
+    start = GptqState(w_KN, jnp.zeros(w_KN.shape, jnp.int8), steps_GN, steps_GN[0])
     state = jax.lax.fori_loop(0, (K + more) // size, block, start)
     codes_KN = jnp.zeros((K, N), jnp.int8).at[order].set(state.codes_KN[:K])
     return codes_KN, state.steps_GN.astype(jnp.float32)
@@ -161,4 +161,4 @@ def gptq_codes(
     device = None if jax.default_backend() in ("cpu", "gpu") else jax.devices("cpu")[0]
     with jax.enable_x64(True):
         w, hessian = jax.device_put((w_KN, hessian_KK), device)
-        return solve(w, hessian, jnp.float64(damping), min(group_size, len(w)), act_order)
+        return solve_gptq(w, hessian, jnp.float64(damping), min(group_size, len(w)), act_order)

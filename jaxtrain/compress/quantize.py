@@ -19,7 +19,7 @@ from jaxtrain.cluster.runtime import compute_dtype, start
 from jaxtrain.compress.arguments import quantize_parser
 from jaxtrain.compress.calibrate import Inputs, Matrix, visit_layers
 from jaxtrain.compress.calibration_text import TokenRows, calibration_rows
-from jaxtrain.compress.comparison import Comparison
+from jaxtrain.compress.comparison import BeforeAfter
 from jaxtrain.compress.fold import Fold, fold_layer, folds_of
 from jaxtrain.compress.methods import METHODS, MethodOptions
 from jaxtrain.compress.stages import Advance, Stages
@@ -258,7 +258,7 @@ def held_bytes(saved: Saved) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
-def sizes(saved: Saved, file: Path) -> Figures:
+def byte_sizes(saved: Saved, file: Path) -> dict[str, int]:
     """Bytes on disk and in memory. file: of the weights, if it exists."""
     disk = file.stat().st_size if file.is_file() else 0
     return {"disk_bytes": disk, "memory_bytes": held_bytes(saved)}
@@ -266,7 +266,7 @@ def sizes(saved: Saved, file: Path) -> Figures:
 
 def measure(saved: Saved, config: Resolved, file: Path) -> Figures:
     """Validation metrics and sizes. file: of the weights, if it exists."""
-    return evaluate(saved, config) | sizes(saved, file)
+    return evaluate(saved, config) | byte_sizes(saved, file)
 
 
 def open_core(folder: Path | None, rules: Rules) -> Bundle:
@@ -332,16 +332,16 @@ def main(argv: list[str] | None = None) -> int:
     options = options_of(a, saved.config)
     calibration = Calibration(a.calibration, a.sequences, a.length)
     asked = text_config(saved.config, a.text)
-    comparison = Comparison(saved, asked)
+    comparison = BeforeAfter(saved, asked)
     with ray_cluster(a.ray):
         config, params = quantize_saved(saved, a.method, options, a.head, calibration, stages)
     with stages.stage("text before"):
-        before = comparison.before() | sizes(saved, saved.tokenizer_dir / WEIGHTS)
+        before = comparison.before() | byte_sizes(saved, saved.tokenizer_dir / WEIGHTS)
     with stages.stage("save"):
         save_quantized(a.out, saved, config, params)
         small = load_saved(a.out)
     with stages.stage("text after"):
-        after = comparison.after(small) | sizes(small, a.out / WEIGHTS)
+        after = comparison.after(small) | byte_sizes(small, a.out / WEIGHTS)
     if bundle:
         with stages.stage("CORE before"):
             before |= core_score(saved, bundle, a.out / "tasks_before.json", rules)

@@ -200,7 +200,7 @@ def evaluate(saved: Saved, config: Resolved, remote: RemoteModel | None = None) 
     sums are added in order, so the results are those of one host.
     """
     if remote is None:
-        return HeldOut(saved, config).figures(saved)
+        return ValidationProgram(saved, config).figures(saved)
     check_text_loss(saved, config)
     prepared = prepare_validation(saved, config).directory
     return sum_blocks(NodeModels(partial(load_block_sums, remote, prepared)).map(count()))
@@ -246,7 +246,7 @@ def prepare_validation(saved: Saved, config: Resolved) -> data.TokenStore:
     return prepared.validation
 
 
-class HeldOut:
+class ValidationProgram:
     """The validation split of `config.data`, and the program that scores a saved model on it.
 
     Other parameters of the same shapes are scored by the same program. Raises UserError as
@@ -298,7 +298,7 @@ class HeldOut:
 
 def make_block_sums(saved: Saved, config: Resolved) -> BlockSums:
     """Put a model on its devices, to validate blocks of batches."""
-    return HeldOut(saved, config).block_sums(saved)
+    return ValidationProgram(saved, config).block_sums(saved)
 
 
 def data_for(saved: Saved, config: Resolved) -> data.DataConfig:

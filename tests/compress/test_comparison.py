@@ -10,7 +10,7 @@ from tiny import byte_model, random_run
 from jaxtrain.cli import main
 from jaxtrain.compress import comparison, stages
 from jaxtrain.compress.quantize import text_config
-from jaxtrain.evaluation.evaluate import HeldOut, evaluate
+from jaxtrain.evaluation.evaluate import ValidationProgram, evaluate
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
 
@@ -22,9 +22,9 @@ def test_the_figures_are_those_of_the_packed_model(method, tmp_path, monkeypatch
     fields = ["data.train.path=tinyshakespeare", "model.depth=2", "train.precision=float32"]
     run, text = random_run(tmp_path / "run", byte_model(32, *fields)), tmp_path / "text.txt"
     text.write_text("To be, or not to be, that is the question.\n" * 20)
-    made, init = [], HeldOut.__init__
+    made, init = [], ValidationProgram.__init__
     spied = lambda self, *rest: made.append(init(self, *rest))
-    monkeypatch.setattr(HeldOut, "__init__", spied)
+    monkeypatch.setattr(ValidationProgram, "__init__", spied)
     out = tmp_path / "small"
     line = ["quantize", str(run), "--method", method, "--out", str(out), "--text", str(text)]
     read = method in ("gptq", "awq", "w8a8")
@@ -45,7 +45,7 @@ def test_the_figures_are_those_of_the_packed_model(method, tmp_path, monkeypatch
 def test_an_error_of_the_thread_is_raised_where_its_result_is_read(tmp_path):
     run = random_run(tmp_path / "run", byte_model(32, "model.depth=1", "data.validation.name=none"))
     saved = load_saved(run)
-    compared = comparison.Comparison(saved, saved.config)
+    compared = comparison.BeforeAfter(saved, saved.config)
     with pytest.raises(UserError, match="data.validation is none"):
         compared.before()
 
@@ -54,12 +54,13 @@ def test_a_stage_in_a_file_is_a_line_and_more_as_time_passes(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(stages.time, "monotonic", lambda: now[0])
     shown = stages.Stages("quantize")
-    shown.console = Console(file=io.StringIO())
+    file = io.StringIO()
+    shown.console = Console(file=file)
     with shown.stage("layers") as advance:
         for i in range(1, 13):
             now[0] += 4
             advance(i, 12)
-    lines = shown.console.file.getvalue().splitlines()
+    lines = file.getvalue().splitlines()
     assert lines[:2] == ["quantize layers", "quantize layers 3 of 12, 36 s left"]
     assert len(lines) == 4 and shown.seconds == {"layers": 48.0}
     assert shown.summary() == "seconds  layers 48.0; 48.0 in all"
