@@ -102,7 +102,7 @@ def programs_of(work):
     """How many programs the work compiled, or took from the cache on disk."""
     found = []
 
-    def listen(event, seconds, **_):
+    def listen(event, duration_secs, **_):
         found.extend([event] if "backend_compile" in event else [])
 
     jax.monitoring.register_event_duration_secs_listener(listen)
