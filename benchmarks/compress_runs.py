@@ -21,7 +21,7 @@ from benchmarks.importing import SHAPES
 from jaxtrain import data
 from jaxtrain.cluster.runtime import compute_dtype, start
 from jaxtrain.compress import prune
-from jaxtrain.compress.calibrate import calibration_rows
+from jaxtrain.compress.calibration_text import calibration_rows
 from jaxtrain.compress.methods import METHODS, MethodOptions
 from jaxtrain.compress.quantize import (
     Calibration,

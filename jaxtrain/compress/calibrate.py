@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +21,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxtrain import data
 from jaxtrain.cluster.ray_cluster import current_cluster
 from jaxtrain.cluster.ray_models import NodeModels
 from jaxtrain.cluster.runtime import compute_dtype, start
-from jaxtrain.config.resolve import Resolved
+from jaxtrain.compress.calibration_text import TokenRows
+from jaxtrain.inference.engine.compiler import compile_all
 from jaxtrain.model import ResolvedModel, Transformer, cast, split
 from jaxtrain.model.attention import attend_rows
 from jaxtrain.model.fused_ops import PLAIN, Stream
@@ -38,7 +37,6 @@ from jaxtrain.settings import UserError
 from jaxtrain.weights.contract import Weight
 from jaxtrain.weights.params import Params, is_block_matrix, path_name
 
-BATCH = 8  # most sequences in one batch through a layer
 BLOCK = 4  # batches per unit of work of a node
 
 
@@ -59,14 +57,6 @@ class Matrix(NamedTuple):
     stack_index: int  # index in its stack over layers
     w_KN: np.ndarray
     inputs: Inputs
-
-
-class TokenRows(NamedTuple):
-    """A batch of sequences; positions and segment ids as in a training batch."""
-
-    tokens_BT: Any
-    positions_BT: Any = None
-    segments_BT: Any = None
 
 
 class LayerBatch(NamedTuple):
@@ -99,74 +89,6 @@ class LayerResult(NamedTuple):
 
 # (layer index, its matrices by name) -> the changed arrays of the layer, by name
 Visit = Callable[[int, dict[str, Matrix]], dict[str, np.ndarray]]
-
-
-# ---- text --------------------------------------------------------------------------------------
-
-
-def calibration_rows(
-    saved: Saved, config: Resolved, text: Path | None, sequences: int, length: int | None
-) -> list[TokenRows]:
-    """`sequences` sequences of `length` tokens (default train.sequence_length), in batches.
-
-    text: a UTF-8 file; None: the beginning of the training text of `config.data`. Raises UserError
-    for a text that is too short.
-    """
-    length = length or config.train.sequence_length
-    if length > config.model.context_length:
-        raise UserError(
-            f"--length {length} is beyond the model's context of {config.model.context_length}"
-        )
-    sizes = [n for n in range(1, min(BATCH, sequences) + 1) if sequences % n == 0]
-    if text is None:
-        rows = list(stored_rows(saved, config, sequences, length))
-    else:
-        rows = list(file_rows(saved, text, sequences, length))
-    if len(rows) < sequences:
-        raise UserError(
-            f"{text or 'data.train'}: the calibration text fills {len(rows)} sequences of {length} "
-            f"tokens, not {sequences}; name a longer text, or lower --sequences"
-        )
-    batches = range(0, sequences, sizes[-1])
-    stack = lambda *xs: np.stack(xs)
-    return [jax.tree.map(stack, *rows[i : i + sizes[-1]]) for i in batches]
-
-
-def file_rows(saved: Saved, text: Path, sequences: int, length: int) -> Iterator[TokenRows]:
-    """Full rows of one text, which starts with BOS."""
-    try:
-        words = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = f"{error.strerror}" if isinstance(error, OSError) else "it is not UTF-8"
-        raise UserError(f"the calibration text {text} cannot be read: {reason}") from None
-    ids = np.concatenate([[saved.tokenizer.bos_id], saved.tokenizer.encode(words)])
-    for i in range(min(sequences, len(ids) // length)):
-        yield TokenRows(ids[i * length : (i + 1) * length].astype(np.int32))
-
-
-def stored_rows(saved: Saved, config: Resolved, sequences: int, length: int) -> Iterator[TokenRows]:
-    """Full rows from the beginning of the training split; equally many per source of a mixture."""
-    prepared = data.prepare(config.data)
-    if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
-        raise UserError(
-            "data.tokenizer differs from the tokenizer that the model was trained with; name a "
-            "text with --text FILE"
-        )
-    stores = prepared.train if isinstance(prepared.train, dict) else {"": prepared.train}
-    missing = sequences
-    for left, store in zip(range(len(stores), 0, -1), stores.values()):
-        wanted = -(-missing // left)
-        batches = data.validation_batches(
-            store, batch_size=1, sequence_length=length, segments=config.model.document_mask
-        )
-        for batch in batches:
-            if not wanted:
-                break
-            if np.all(batch.weights_BT > 0) or store.marked:
-                positions = None if batch.positions_BT is None else batch.positions_BT[0]
-                segments = None if batch.segments_BT is None else batch.segments_BT[0]
-                yield TokenRows(batch.tokens_BT[0], positions, segments)
-                wanted, missing = wanted - 1, missing - 1
 
 
 # ---- layers ------------------------------------------------------------------------------------
@@ -247,7 +169,7 @@ class LayerRunner:
         self.abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
         self.dtype = compute_dtype(precision)
         self.modules = self.model.modules()
-        self.jitted: dict[tuple[LayerSpec, bool], Callable[..., Any]] = {}
+        self.jitted: dict[tuple[LayerSpec, bool], jax.stages.Wrapped] = {}
         self.shares_kv = any(spec.kv_from for spec in self.model.plan)
 
         @jax.jit
@@ -259,7 +181,7 @@ class LayerRunner:
 
         self.embed = embed
 
-    def run(self, spec: LayerSpec, hessian: bool) -> Callable[..., Any]:
+    def run(self, spec: LayerSpec, hessian: bool) -> jax.stages.Wrapped:
         """A compiled (weights, kv of another layer, stream, x0, rows) -> (stream, kv, statistics by
         name)."""
         if (spec, hessian) in self.jitted:
@@ -287,10 +209,36 @@ class LayerRunner:
         """The weights of one layer."""
         return picked(index, places, nnx.merge(self.graphdef, params).stack())
 
+    def with_leaves(self, leaves: list[Any], index: int, places: dict[str, int]) -> LayerWeights:
+        """The weights of one layer from their leaves."""
+        template = jax.eval_shape(lambda p: self.pick(p, index, places), self.abstract)
+        return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+    def layers(self) -> Iterator[tuple[int, LayerSpec, dict[str, int]]]:
+        """Each layer's index, spec, and the indices of its parts in their stacks."""
+        places = dict.fromkeys(nnx.merge(self.graphdef, self.abstract).stack().parts, 0)
+        for index, spec in enumerate(self.model.plan):
+            own = {name: places[name] for name in spec.parts}
+            places |= {name: stack_index + 1 for name, stack_index in own.items()}
+            yield index, spec, own
+
+    def compile(self, params: Params, stream: Stream, rows: TokenRows, hessian: bool) -> None:
+        """Compile the programs of all layers in parallel, except of those that read another
+        layer's keys and values. There is one for each kind of layer."""
+
+        def lowered() -> Iterator[jax.stages.Lowered]:
+            kinds = {spec: (index, own) for index, spec, own in self.layers()}
+            for spec, (index, own) in kinds.items():
+                if not spec.kv_from:
+                    leaves = jax.tree.leaves(self.pick(params, index, own))
+                    weights = self.with_leaves(leaves, index, own)
+                    yield self.run(spec, hessian).lower(weights, None, stream, stream.x_BTD, rows)
+
+        compile_all(lowered())
+
     def pass_block(self, block: list[LayerBatch], call: LayerCall) -> LayerResult:
         """Run a block of batches through a layer."""
-        template = jax.eval_shape(lambda p: self.pick(p, call.index, call.places), self.abstract)
-        weights = jax.tree.unflatten(jax.tree.structure(template), call.leaves)
+        weights = self.with_leaves(call.leaves, call.index, call.places)
         run = self.run(self.model.plan[call.index], call.hessian)
         outputs, found = [], {}
         for one in block:
@@ -338,7 +286,12 @@ def make_pass_blocks(saved: Saved, layers: LayerRunner) -> PassBlocks:
     if current_cluster() is not None:
         model = saved.config.model, saved.tokenizer.vocab_size, layers.dtype.name
         return NodeModels(functools.partial(load_layers, *model)).map
-    return lambda blocks, call: (layers.pass_block(block, call) for block in blocks)
+
+    def here(blocks: Iterable[list[LayerBatch]], call: LayerCall) -> Iterator[LayerResult]:
+        call = call._replace(leaves=jax.device_put(call.leaves))  # once, not for each batch
+        return (layers.pass_block(block, call) for block in blocks)
+
+    return here
 
 
 def visit_layers(
@@ -357,10 +310,9 @@ def visit_layers(
     streams = [layers.embed(params, rows) for rows in batches]
     x0s = [stream.x_BTD for stream in streams]
     kvs: list[list[Any]] = [[] for _ in batches]
-    places = dict.fromkeys(nnx.merge(layers.graphdef, params).stack().parts, 0)
-    for index, spec in enumerate(layers.model.plan):
-        own = {name: places[name] for name in spec.parts}
-        places |= {name: stack_index + 1 for name, stack_index in own.items()}
+    if current_cluster() is None:
+        layers.compile(params, streams[0], batches[0], hessian)
+    for index, spec, own in layers.layers():
         sources = [kv[index - spec.kv_from] if spec.kv_from else None for kv in kvs]
         each = map(LayerBatch, batches, streams, x0s, sources)
         blocks = [list(block) for block in itertools.batched(each, BLOCK)]

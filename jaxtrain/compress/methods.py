@@ -9,8 +9,8 @@ depend on that class only, not on the method.
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from jaxtrain.compress.awq import best_scales, scaled_int4
@@ -41,8 +41,8 @@ Quantizer = Callable[
 class Method(NamedTuple):
     """quantize(matrix [K, N], statistics of its inputs or None, options).
 
-    options: those that it reads. inputs: it needs input statistics of the blocks' matrices, which
-    are host arrays; hessian: X^T X too. activations: the matmul quantizes its inputs, so no
+    options: those that it reads. inputs: it needs input statistics of the blocks' matrices;
+    hessian: X^T X too. activations: the matmul quantizes its inputs, so no
     dequantized array is equivalent. scales: input scales of concatenated matrices, if they can be
     folded (`fold`).
     """
@@ -66,6 +66,9 @@ def nf4(w_KN: Float[Array, "K N"], _: Inputs | None, options: MethodOptions) -> 
     return quantize_nf4(w_KN)
 
 
+pack = jax.jit(pack_int4, static_argnums=2)  # its operations one by one are programs each
+
+
 def gptq(
     w_KN: Float[Array, "K N"], inputs: Inputs | None, options: MethodOptions
 ) -> QuantizedWeight:
@@ -73,9 +76,8 @@ def gptq(
     if inputs is None or inputs.hessian_KK is None:
         return quantize_int4(w_KN, options.group_size)
     group = group_of(len(w_KN), options.group_size)
-    hessian_KK = np.asarray(inputs.hessian_KK, np.float64)
-    codes, steps = gptq_codes(np.asarray(w_KN), hessian_KK, group, options.act_order)
-    return pack_int4(jnp.asarray(codes), jnp.asarray(steps, jnp.float32), w_KN.dtype.name)
+    codes, steps = gptq_codes(w_KN, inputs.hessian_KK, group, options.act_order)
+    return pack(codes, steps, w_KN.dtype.name)
 
 
 def activation_aware(

@@ -12,7 +12,8 @@ from jax.tree_util import KeyPath
 
 from jaxtrain.cluster.runtime import start
 from jaxtrain.compress.arguments import prune_parser
-from jaxtrain.compress.calibrate import Matrix, TokenRows, calibration_rows, visit_layers
+from jaxtrain.compress.calibrate import Matrix, visit_layers
+from jaxtrain.compress.calibration_text import TokenRows, calibration_rows
 from jaxtrain.compress.sparsify import (
     METHODS,
     InputStatistics,

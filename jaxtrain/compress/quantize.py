@@ -17,15 +17,12 @@ import numpy as np
 from jaxtrain.cluster.ray_cluster import ray_cluster
 from jaxtrain.cluster.runtime import compute_dtype, start
 from jaxtrain.compress.arguments import quantize_parser
-from jaxtrain.compress.calibrate import (
-    Inputs,
-    Matrix,
-    TokenRows,
-    calibration_rows,
-    visit_layers,
-)
+from jaxtrain.compress.calibrate import Inputs, Matrix, visit_layers
+from jaxtrain.compress.calibration_text import TokenRows, calibration_rows
+from jaxtrain.compress.comparison import BeforeAfter
 from jaxtrain.compress.fold import Fold, fold_layer, folds_of
 from jaxtrain.compress.methods import METHODS, MethodOptions
+from jaxtrain.compress.stages import Advance, Stages
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import DataConfig, open_bundle
 from jaxtrain.data.config import SourceValidation
@@ -55,6 +52,7 @@ from jaxtrain.weights.stored import stored_bytes
 Solved = dict[tuple[str, int], QuantizedWeight]  # by a matrix's name and index in its stack
 Figures = dict[str, float]  # bpb, perplexity, loss, disk_bytes, memory_bytes; core if asked for
 ABSMAX = MethodOptions()
+array_of = jax.jit(dequantize)
 
 
 class Calibration(NamedTuple):
@@ -87,12 +85,17 @@ def named_error(name: str) -> Iterator[None]:
 
 
 def solve(
-    saved: Saved, batches: list[TokenRows], method: str, options: MethodOptions = ABSMAX
+    saved: Saved,
+    batches: list[TokenRows],
+    method: str,
+    options: MethodOptions = ABSMAX,
+    advance: Advance = lambda *_: None,
 ) -> tuple[Solved, Params]:
     """Quantize layer by layer with a method that reads a calibration text. Returns the quantized
     matrices, and the parameters with all changes, such as gains that input scales are folded into.
 
-    A layer's inputs come from the quantized layers before it, as in GPTQ. Raises UserError for
+    A layer's inputs come from the quantized layers before it, as in GPTQ. advance: called after
+    each layer. Raises UserError for
     experts, whose inputs are not recorded.
     """
     if saved.config.model.moe:
@@ -116,7 +119,7 @@ def solve(
             return scales(w_KN, inputs, fold, options)
 
     def visit(index: int, matrices: dict[str, Matrix]) -> dict[str, np.ndarray]:
-        seen = {name: jax.device_get(m.inputs) for name, m in matrices.items()}
+        seen = {name: m.inputs for name, m in matrices.items()}
         arrays = {name: m.w_KN for name, m in matrices.items()}
         arrays |= {name: x[index] for name, x in vectors.items()}
         changed = fold_layer(folds, arrays, seen, scales_of)
@@ -127,7 +130,8 @@ def solve(
                 inputs = None if name in whole else seen[name]
                 weight = METHODS[method].quantize(w_KN, inputs, options)
             solved[name, matrix.stack_index] = weight
-            changed[name] = np.asarray(dequantize(weight))
+            changed[name] = np.asarray(array_of(weight))
+        advance(index + 1, saved.config.model.depth)
         return changed
 
     return solved, visit_layers(saved, batches, visit, METHODS[method].hessian)
@@ -188,6 +192,7 @@ def quantize_saved(
     options: MethodOptions = ABSMAX,
     head: bool = False,
     calibration: Calibration = TRAINING_TEXT,
+    stages: Stages | None = None,
 ) -> tuple[Resolved, Params]:
     """Quantize a loaded model; returns the configuration and the parameters to save.
 
@@ -206,13 +211,15 @@ def quantize_saved(
             "multiplies latents by other matrices than the forward pass; take --method int8"
         )
     saved, solved = apply_weight_form(saved), None
-    params = saved.params
+    params, stages = saved.params, stages or Stages("quantize", quiet=True)
     if METHODS[method].inputs:
-        rows = calibration_rows(saved, saved.config, *calibration)
-        solved, params = solve(saved, rows, method, options)
-    return quantized_model(
-        saved, quantize_params(params, saved.specs, method, options, head, solved)
-    )
+        with stages.stage("calibration text"):
+            rows = calibration_rows(saved, saved.config, *calibration)
+        with stages.stage("layers") as advance:
+            solved, params = solve(saved, rows, method, options, advance)
+    with stages.stage("pack"):
+        params = quantize_params(params, saved.specs, method, options, head, solved)
+        return quantized_model(saved, params)
 
 
 def trained_group(config: Resolved) -> int:
@@ -251,10 +258,15 @@ def held_bytes(saved: Saved) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
+def byte_sizes(saved: Saved, file: Path) -> dict[str, int]:
+    """Bytes on disk and in memory. file: of the weights, if it exists."""
+    disk = file.stat().st_size if file.is_file() else 0
+    return {"disk_bytes": disk, "memory_bytes": held_bytes(saved)}
+
+
 def measure(saved: Saved, config: Resolved, file: Path) -> Figures:
     """Validation metrics and sizes. file: of the weights, if it exists."""
-    disk = file.stat().st_size if file.is_file() else 0
-    return evaluate(saved, config) | {"disk_bytes": disk, "memory_bytes": held_bytes(saved)}
+    return evaluate(saved, config) | byte_sizes(saved, file)
 
 
 def open_core(folder: Path | None, rules: Rules) -> Bundle:
@@ -312,22 +324,30 @@ def main(argv: list[str] | None = None) -> int:
     rules = Rules(a.limit)
     bundle = open_core(a.bundle, rules) if a.core else None
     start()
-    saved = load_saved(a.run, a.step)
+    stages = Stages("quantize")
+    with stages.stage("model"):
+        saved = load_saved(a.run, a.step)
     if bundle:
         check_decoder(saved.config.model)
     options = options_of(a, saved.config)
     calibration = Calibration(a.calibration, a.sequences, a.length)
     asked = text_config(saved.config, a.text)
+    comparison = BeforeAfter(saved, asked)
     with ray_cluster(a.ray):
-        config, params = quantize_saved(saved, a.method, options, a.head, calibration)
-    before = measure(saved, asked, saved.tokenizer_dir / WEIGHTS)
-    save_quantized(a.out, saved, config, params)
-    small = load_saved(a.out)
-    after = measure(small, asked, a.out / WEIGHTS)
+        config, params = quantize_saved(saved, a.method, options, a.head, calibration, stages)
+    with stages.stage("text before"):
+        before = comparison.before() | byte_sizes(saved, saved.tokenizer_dir / WEIGHTS)
+    with stages.stage("save"):
+        save_quantized(a.out, saved, config, params)
+        small = load_saved(a.out)
+    with stages.stage("text after"):
+        after = comparison.after(small) | byte_sizes(small, a.out / WEIGHTS)
     if bundle:
-        before |= core_score(saved, bundle, a.out / "tasks_before.json", rules)
-        after |= core_score(small, bundle, a.out / "tasks.json", rules)
-    write_figures(a.out, str(a.run), a.method, options, params, before, after)
+        with stages.stage("CORE before"):
+            before |= core_score(saved, bundle, a.out / "tasks_before.json", rules)
+        with stages.stage("CORE after"):
+            after |= core_score(small, bundle, a.out / "tasks.json", rules)
+    write_figures(a.out, str(a.run), a.method, options, params, before, after, stages)
     return 0
 
 
@@ -339,14 +359,17 @@ def write_figures(
     params: Params,
     before: Figures,
     after: Figures,
+    stages: Stages,
 ) -> None:
     """Print a summary; write quantization.json and quantization.md."""
     leaves = flatten(params).items()
     weights = {name: x for name, x in leaves if isinstance(x, QuantizedWeight)}
-    sizes = {name: stored_bytes(x) for name, x in weights.items()}
-    facts = {"model": run, "method": method, "matrices": sizes, "before": before, "after": after}
+    stored = {name: stored_bytes(x) for name, x in weights.items()}
+    facts = {"model": run, "method": method, "matrices": stored, "before": before, "after": after}
+    facts["seconds"] = {name: round(x, 2) for name, x in stages.seconds.items()}
     write_json(out / "quantization.json", facts | options._asdict())
     title = f"# {run}, quantized by {method}\n\n"
     write_whole(out / "quantization.md", f"{title}{figures_table(before, after)}\n")
     print(f"quantized {len(weights)} stacks of matrices by {method} into {out}")
     print(figures_table(before, after))
+    print(stages.summary())

@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxtrain import data
-from jaxtrain.compress.calibrate import Matrix, TokenRows, visit_layers
+from jaxtrain.compress.calibrate import Matrix, visit_layers
+from jaxtrain.compress.calibration_text import TokenRows
 from jaxtrain.model import ResolvedModel
 from jaxtrain.model.attention import GATE_CHANNELS
 from jaxtrain.model.transformer import SMEAR_CHANNELS

@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, count, islice, takewhile
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import SupportsFloat
 
@@ -45,7 +45,14 @@ from jaxtrain.parallel import make_mesh, place_batch
 from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
 from jaxtrain.runs.job import facts
 from jaxtrain.runs.report import write_report
-from jaxtrain.runs.saved import Saved, folder_of, load_resolved, load_saved, place_params
+from jaxtrain.runs.saved import (
+    Saved,
+    folder_of,
+    load_resolved,
+    load_saved,
+    params_shardings,
+    place_params,
+)
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.fetch import send_results
 from jaxtrain.weights.params import Params, Specs
@@ -192,14 +199,19 @@ def evaluate(saved: Saved, config: Resolved, remote: RemoteModel | None = None) 
     remote: the same model for the nodes of a Ray cluster, which share the blocks of batches. Their
     sums are added in order, so the results are those of one host.
     """
-    check_text_loss(saved, config)
     if remote is None:
-        blocks = map(make_block_sums(saved, config), count())
-    else:
-        prepared = prepare_validation(saved, config).directory
-        blocks = NodeModels(partial(load_block_sums, remote, prepared)).map(count())
+        return ValidationProgram(saved, config).figures(saved)
+    check_text_loss(saved, config)
+    prepared = prepare_validation(saved, config).directory
+    return sum_blocks(NodeModels(partial(load_block_sums, remote, prepared)).map(count()))
+
+
+def sum_blocks(blocks: Iterable[list[float] | None]) -> dict[str, float]:
+    """The metrics of a split from the sums of its blocks, in order; None after the last one."""
     total = np.zeros(len(objectives.EvaluationSums._fields))
-    for sums in takewhile(lambda one: one is not None, blocks):
+    for sums in blocks:
+        if sums is None:
+            break
         total += sums
     return figures_of(total)
 
@@ -234,25 +246,59 @@ def prepare_validation(saved: Saved, config: Resolved) -> data.TokenStore:
     return prepared.validation
 
 
+class ValidationProgram:
+    """The validation split of `config.data`, and the program that scores a saved model on it.
+
+    Other parameters of the same shapes are scored by the same program. Raises UserError as
+    `evaluate` does.
+    """
+
+    def __init__(self, saved: Saved, config: Resolved):
+        check_text_loss(saved, config)
+        self.store, self.mesh = prepare_validation(saved, config), make_mesh(config.mesh)
+        self.trained = saved.config.model_copy(update={"eval": config.eval})
+        with jax.set_mesh(self.mesh):
+            self.scorer = make_validation_step(
+                saved.graphdef,
+                saved.specs,
+                compute_dtype(config.train.precision),
+                jnp.asarray(saved.tokenizer.token_bytes()),
+            )
+            objective = self.trained.objective
+            self.change = make_row_change(objective, saved.tokenizer, self.trained.data.seed)
+
+    def batches(self) -> Iterator[data.Batch]:
+        return held_out_batches(self.store, self.trained, self.mesh, self.change)
+
+    def compile(self, saved: Saved) -> None:
+        """Compile the program ahead of its use, without parameters on the devices."""
+        where = params_shardings(saved, self.mesh)
+        described = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        params = jax.tree.map(described, saved.params, where)
+        with jax.set_mesh(self.mesh):
+            lower_scorer(self.scorer, params, None, self.batches(), self.mesh)()
+
+    def block_sums(self, saved: Saved) -> BlockSums:
+        """Put a model on its devices, to validate blocks of batches."""
+        with jax.set_mesh(self.mesh):
+            params = place_params(saved, self.mesh)
+        scorer = partial(self.scorer, frozen=None)  # as it is lowered, or jit compiles once more
+
+        def add(batches: Iterable[data.Batch]) -> objectives.EvaluationSums:
+            with jax.set_mesh(self.mesh):
+                sums = objectives.zero_sums()
+                return validation_sums(scorer, params, batches, self.mesh, None, sums)
+
+        return BlockSums(self.batches, add)
+
+    def figures(self, saved: Saved) -> dict[str, float]:
+        """Loss, perplexity and bits per byte of a model."""
+        return sum_blocks(map(self.block_sums(saved), count()))
+
+
 def make_block_sums(saved: Saved, config: Resolved) -> BlockSums:
     """Put a model on its devices, to validate blocks of batches."""
-    store, mesh = prepare_validation(saved, config), make_mesh(config.mesh)
-    with jax.set_mesh(mesh):
-        scorer = make_validation_step(
-            saved.graphdef,
-            saved.specs,
-            compute_dtype(config.train.precision),
-            jnp.asarray(saved.tokenizer.token_bytes()),
-        )
-        trained = saved.config.model_copy(update={"eval": config.eval})
-        change = make_row_change(trained.objective, saved.tokenizer, trained.data.seed)
-        params = place_params(saved, mesh)
-
-    def add(batches: Iterable[data.Batch]) -> objectives.EvaluationSums:
-        with jax.set_mesh(mesh):
-            return validation_sums(scorer, params, batches, mesh, None, objectives.zero_sums())
-
-    return BlockSums(lambda: held_out_batches(store, trained, mesh, change), add)
+    return ValidationProgram(saved, config).block_sums(saved)
 
 
 def data_for(saved: Saved, config: Resolved) -> data.DataConfig:

@@ -181,6 +181,11 @@ def is_quantized(saved: Saved) -> bool:
 
 def place_params(saved: Saved, mesh: Mesh) -> Params:
     """Shard the parameters over a mesh; quantized matrices stay packed."""
+    return shard_from_host(saved.params, params_shardings(saved, mesh))
+
+
+def params_shardings(saved: Saved, mesh: Mesh) -> Params:
+    """Shardings of the parameters over a mesh."""
 
     def sharding_of(
         spec: ParamSpec, x: jax.Array | np.ndarray | QuantizedWeight
@@ -189,8 +194,7 @@ def place_params(saved: Saved, mesh: Mesh) -> Params:
             return packed_shardings(x, spec, mesh)
         return NamedSharding(mesh, partition_spec(spec.axes, spec.shape, mesh))
 
-    where = jax.tree.map(sharding_of, saved.specs, saved.params)
-    return shard_from_host(saved.params, where)
+    return jax.tree.map(sharding_of, saved.specs, saved.params)
 
 
 def folder_of(path: Path) -> Path:

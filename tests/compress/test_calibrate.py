@@ -1,5 +1,6 @@
 """Statistics of the inputs of every matrix, against numpy on what the whole forward multiplies."""
 
+import dataclasses
 import functools
 import pickle
 
@@ -10,7 +11,9 @@ import pytest
 import tiny
 from flax import nnx
 
-from jaxtrain.compress import calibrate
+from jaxtrain.compress import calibrate, calibration_text
+from jaxtrain.compress.methods import MethodOptions
+from jaxtrain.compress.quantize import solve
 from jaxtrain.model import attention, layers
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
@@ -28,7 +31,9 @@ def saved(tmp_path_factory):
 def rows_of(saved, tmp_path, count=8, **changes):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
-    return calibrate.calibration_rows(saved, saved.config, text, count, changes.get("length"))
+    return calibration_text.calibration_rows(
+        saved, saved.config, text, count, changes.get("length")
+    )
 
 
 def forward_inputs(saved, tokens_BT, monkeypatch):
@@ -71,6 +76,56 @@ def test_statistics_are_those_of_the_forward_pass(saved, tmp_path, monkeypatch):
         np.testing.assert_allclose(inputs.magnitude_K, np.abs(x_MK).sum(0), rtol=2e-4)
         np.testing.assert_allclose(inputs.amax_K, np.abs(x_MK).max(0), rtol=2e-4)
         np.testing.assert_allclose(inputs.hessian_KK, x_MK.T @ x_MK, **close)
+
+
+def test_the_beginning_of_a_text_has_the_tokens_of_the_whole(saved):
+    """Fewer letters are encoded where words never share a token, else all of them."""
+    text = "The quick  brown fox,\n jumps\u00a0over. " * 400
+    seen, whole = [], saved.tokenizer.encode(text)
+
+    def encode_batch(texts):
+        seen.extend(texts)
+        return saved.tokenizer.encode_batch(texts)
+
+    for by_word in (True, False):
+        change = {"by_word": by_word, "encode_batch": encode_batch}
+        tokenizer = dataclasses.replace(saved.tokenizer, **change)
+        for wanted in (1, 30, 1000, 10**6):
+            found = calibration_text.first_tokens(tokenizer, text, wanted)
+            assert len(found) >= min(wanted, len(whole))
+            np.testing.assert_array_equal(found, whole[: len(found)])
+    parts = [part for part in seen if part != text]
+    assert len(parts) == 3 and all(text[len(part)] == " " != part[-1] for part in parts)
+
+
+def programs_of(work):
+    """How many programs the work compiled, or took from the cache on disk."""
+    found = []
+
+    def listen(event, duration_secs, **_):
+        found.extend([event] if "backend_compile" in event else [])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        work()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gptq", "awq", "w8a8"])
+def test_more_layers_compile_no_more_programs(tmp_path, method):
+    """One for each kind of layer and each shape of matrix, whose operations are no programs of
+    their own. The layers of both models are of the same two kinds."""
+    text = np.random.default_rng(0).integers(0, 255, (8, 32), np.int32)
+    counts = []
+    for depth in (2, 4):
+        run = tiny.random_run(tmp_path / f"{depth}", [*FIELDS, f"model.depth={depth}"])
+        model, rows = load_saved(run), [calibration_text.TokenRows(text)] * 2
+        jax.clear_caches()
+        counts.append(programs_of(functools.partial(solve, model, rows, method, MethodOptions(16))))
+    assert counts[0] == counts[1] and counts[0] >= 3
 
 
 class Nodes:
@@ -141,6 +196,7 @@ def test_the_last_layer_ends_in_the_states_of_the_model(changes, tmp_path, monke
         return lambda *a: streams.append(layer(*a)) or streams[-1]
 
     monkeypatch.setattr(calibrate.LayerRunner, "run", spied)
+    monkeypatch.setattr(calibrate.LayerRunner, "compile", lambda *_: None)  # of what is spied on
     calibrate.calibrate(saved, batches)
     model = nnx.merge(saved.graphdef, jax.tree.map(jnp.asarray, saved.params))
     tokens_BT = jnp.asarray(batches[0].tokens_BT)
@@ -152,11 +208,11 @@ def test_the_last_layer_ends_in_the_states_of_the_model(changes, tmp_path, monke
 @pytest.mark.slow
 def test_text_of_the_run_itself_and_refusals(whole, saved, tmp_path):
     run = load_saved(whole)
-    rows = calibrate.calibration_rows(run, run.config, None, 8, None)
+    rows = calibration_text.calibration_rows(run, run.config, None, 8, None)
     assert rows[0].tokens_BT.shape == (8, run.config.train.sequence_length)
     with pytest.raises(UserError, match="fills 28 sequences of 32 tokens, not 64"):
         rows_of(saved, tmp_path, 64)
     with pytest.raises(UserError, match="beyond the model's context of 32"):
         rows_of(saved, tmp_path, length=64)
     with pytest.raises(UserError, match="cannot be read: No such file"):
-        calibrate.calibration_rows(saved, saved.config, tmp_path / "none", 1, None)
+        calibration_text.calibration_rows(saved, saved.config, tmp_path / "none", 1, None)

@@ -10,7 +10,8 @@ from flax import nnx
 from tiny import LLAMA, random_run
 
 from jaxtrain.cli import main
-from jaxtrain.compress.calibrate import TokenRows, visit_layers
+from jaxtrain.compress.calibrate import visit_layers
+from jaxtrain.compress.calibration_text import TokenRows
 from jaxtrain.compress.fold import fold_layer, folds_of
 from jaxtrain.compress.methods import MethodOptions
 from jaxtrain.compress.quantize import (

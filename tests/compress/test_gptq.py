@@ -1,10 +1,12 @@
 """GPTQ: less error at a matrix's output than round to nearest, and its arithmetic."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxtrain.compress import gptq
+from jaxtrain.compress.sparsify import inverse_cholesky
 from jaxtrain.weights.int4 import pack_int4, quantize_int4
 
 
@@ -52,12 +54,12 @@ def test_gptq_without_correlation_is_round_to_nearest():
 def test_gptq_is_that_of_one_input_at_a_time(group):
     """Blocks of 128 inputs give what updating all inputs behind at once does."""
     w, _, H = correlated(K=768 if group == 256 else 288, N=5, tokens=900)
-    U, left = gptq.inverse_cholesky(H, 0.01), w.copy()
+    U, left = inverse_cholesky(H, 0.01), w.copy()
     codes, steps = gptq.gptq_codes(w, H, group)
     different = 0
     for i in range(len(w)):
         if i % group == 0:
-            step = gptq.group_steps(left[i : i + group])
+            step = np.asarray(gptq.group_steps(jnp.asarray(left[i : i + group])), np.float64)
             np.testing.assert_allclose(steps[i // group], step, rtol=0.02)
         code = np.clip(np.round(left[i] / step), -8, 7)
         different += np.sum(code != codes[i])
@@ -65,10 +67,20 @@ def test_gptq_is_that_of_one_input_at_a_time(group):
     assert different <= 0.01 * w.size  # of a tie that another BLAS breaks otherwise
 
 
+def test_the_factor_is_that_of_the_inverse():
+    _, _, H = correlated()
+    H[3] = H[:, 3] = 0
+    with jax.enable_x64(True):
+        U = gptq.inverse_factor(jnp.asarray(H), 0.01)
+    assert U.dtype == np.float64
+    np.testing.assert_allclose(U, inverse_cholesky(H, 0.01), rtol=1e-9, atol=1e-12)
+    np.testing.assert_array_equal(U, np.triu(U))
+
+
 def test_inputs_that_are_always_zero_are_left_out():
     w, _, H = correlated()
     H[3] = H[:, 3] = 0
     codes, steps = gptq.gptq_codes(w, H, 32)
-    assert not codes[3].any() and np.isfinite(steps).all()
+    assert not codes[3].any() and jnp.isfinite(steps).all()
     zero = gptq.gptq_codes(np.zeros((32, 4)), np.zeros((32, 32)), 32)
     assert not zero[0].any() and not zero[1].any()

@@ -11,7 +11,7 @@ from tiny import byte_model, close, random_params, random_run, resolved, tokens
 
 from jaxtrain.cli import main
 from jaxtrain.compress import arguments
-from jaxtrain.compress.calibrate import TokenRows
+from jaxtrain.compress.calibration_text import TokenRows
 from jaxtrain.compress.methods import METHODS, MethodOptions
 from jaxtrain.compress.quantize import quantize_params, quantize_saved, solve
 from jaxtrain.evaluation.model import load

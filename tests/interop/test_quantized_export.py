@@ -15,7 +15,7 @@ from test_families import logits_of
 from tiny import LLAMA, random_run
 
 from jaxtrain.cli import main
-from jaxtrain.compress.calibrate import TokenRows
+from jaxtrain.compress.calibration_text import TokenRows
 from jaxtrain.compress.methods import METHODS, MethodOptions
 from jaxtrain.compress.quantize import quantize_params, solve
 from jaxtrain.interop.compressed_tensors import pack_int32, quantization_config
