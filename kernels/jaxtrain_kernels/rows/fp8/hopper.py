@@ -25,7 +25,6 @@ from jaxtrain_kernels.rows.hopper.launch import broadcast_lanes, like, rows_layo
 ROWS = 64  # per block
 PAIRS = ROWS // 2  # rows n and n + PAIRS share 16-bit elements
 COLUMNS = 64  # that a warpgroup transposes at a time
-SLOTS = 2  # of the transpose, so that TMA writes one while the next is made
 WARPGROUPS = 2  # per block
 PAD = 8  # elements between rows in shared memory, so that ldmatrix has no bank conflicts
 E4M3 = jnp.float8_e4m3fn
@@ -123,13 +122,12 @@ def _forward(options, x_BTD, y_BTD, x0_BTD, scales_2, multiplier):
 
         def transpose_columns(n: Any, _: None) -> None:
             columns = pl.ds((n * WARPGROUPS + warpgroup) * COLUMNS, COLUMNS)
-            tiles = [halves.at[warpgroup, lax.rem(n, SLOTS), half] for half in (0, 1)]
-            plgpu.wait_smem_to_gmem(2 * (SLOTS - 1), wait_read_only=True)
             both = plgpu.load(packed.at[:, columns].T, layout=hopper.MATRIX)
-            for tile, byte in zip(tiles, (both & jnp.uint16(0xFF), both >> jnp.uint16(8))):
+            for half, byte in enumerate((both & jnp.uint16(0xFF), both >> jnp.uint16(8))):
+                tile = halves.at[warpgroup, half]
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of this tile, not of the other
                 tile[...] = lax.bitcast_convert_type(byte.astype(jnp.uint8), E4M3)
-            plgpu.commit_smem()
-            for half, tile in enumerate(tiles):
+                plgpu.commit_smem()
                 at = pl.ds(row + half * PAIRS, PAIRS)
                 plgpu.copy_smem_to_gmem(tile, qt_ref.at[columns, at])
 
@@ -156,7 +154,7 @@ def _forward(options, x_BTD, y_BTD, x0_BTD, scales_2, multiplier):
         out_type=out_type,
         scratch_types=dict(
             packed=plgpu.SMEM((PAIRS, D + PAD), jnp.uint16),
-            halves=hopper.tiles((WARPGROUPS, SLOTS, 2, COLUMNS, PAIRS), E4M3),
+            halves=hopper.tiles((WARPGROUPS, 2, COLUMNS, PAIRS), E4M3),
         ),
         grid=(blocks,),
         grid_names=("block",),
