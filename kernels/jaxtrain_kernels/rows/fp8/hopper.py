@@ -26,6 +26,7 @@ ROWS = 64  # per block
 PAIRS = ROWS // 2  # rows n and n + PAIRS share 16-bit elements
 COLUMNS = 64  # that a warpgroup transposes at a time
 WARPGROUPS = 2  # per block
+BARRIER = WARPGROUPS + 1  # a named barrier; those before it are the warpgroups' own
 PAD = 8  # elements between rows in shared memory, so that ldmatrix has no bank conflicts
 E4M3 = jnp.float8_e4m3fn
 
@@ -137,7 +138,7 @@ def _forward(options, x_BTD, y_BTD, x0_BTD, scales_2, multiplier):
         for half in (0, 1):
             most = lax.fori_loop(0, steps, functools.partial(norm_half, half), most)
         most_ref[pl.ds((block * WARPGROUPS + warpgroup) * norm.ROWS, norm.ROWS)] = most
-        hopper.bar_sync(1, WARPGROUPS)
+        hopper.bar_sync(BARRIER, WARPGROUPS)
         lax.fori_loop(0, D // (COLUMNS * WARPGROUPS), transpose_columns, None)
         plgpu.wait_smem_to_gmem(0)
 
