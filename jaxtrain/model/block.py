@@ -95,8 +95,8 @@ class Block(nnx.Module):
             x_BTD = constrain(x_BTD + y_BTD, "batch", "sequence", None)
             h_BTD = self.pre_norm(x_BTD, self.ffn_gain, self.ffn_shift)
         else:
-            added = add_norm(x_BTD, y_BTD, self.config.norm_eps, fused.norm, amax)
-            x_BTD, h_BTD, _, cast = added
+            given = x_BTD, y_BTD, self.config.norm_eps, fused.norm
+            x_BTD, h_BTD, cast = add_norm(*given, amax)
         balance_B = None
         if isinstance(network, MixtureOfExperts):
             experts = lambda h: network(h, fused.relu2, fused.ffn)

@@ -124,7 +124,8 @@ def prenorm(
     if scales is None:
         if branch_BTD is None:
             return Normed(x_BTD, None, x0_BTD)
-        return add_norm(x_BTD, branch_BTD, eps, norm, amax)._replace(x0_BTD=x0_BTD)
+        x_BTD, h_BTD, cast = add_norm(x_BTD, branch_BTD, eps, norm, amax)
+        return Normed(x_BTD, h_BTD, x0_BTD, cast)
     if amax is not None:
         arrays = x_BTD, branch_BTD, x0_BTD, scales, amax
         return Normed(*norm_quantized(*arrays, eps=eps, implementation=norm))
@@ -138,13 +139,14 @@ def add_norm(
     eps: float,
     norm: str | None,
     amax: Array | None = None,
-) -> Normed:
-    """The stream with a branch added, and its RMS norm. amax: as of `prenorm`."""
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Fp8Input | None]:
+    """The stream with a branch added, its RMS norm, and the norm's cast. amax: as of `prenorm`."""
     if amax is not None:
         arrays = x_BTD, y_BTD, None, None, amax
-        return Normed(*norm_quantized(*arrays, eps=eps, implementation=norm))
+        s_BTD, h_BTD, _, cast = norm_quantized(*arrays, eps=eps, implementation=norm)
+        return s_BTD, h_BTD, cast
     run = lambda *arrays: kernels.residual_norm(*arrays, eps=eps, implementation=norm)
-    return Normed(*parallel.shard_map_tokens(run, x_BTD, y_BTD), None)
+    return *parallel.shard_map_tokens(run, x_BTD, y_BTD), None
 
 
 def check_cast(norm: str | None, amax: Array | None) -> None:

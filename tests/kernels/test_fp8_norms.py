@@ -1,6 +1,7 @@
 """Norms that write float8: every backend against a norm and a cast by themselves."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ SCALES = jnp.float32(1.1), jnp.float32(0.3)
 MULTIPLIER = jnp.float32(256)
 
 
-def given(name, B=1, T=128, D=256, dtype=BF16):
+def given(name, B=1, T=128, D=256, dtype=BF16) -> Any:
     """(x, y, x0, scales) of a norm: after a branch, of a layer's start, of the first layer."""
     rng = np.random.default_rng(0)
     x, y, x0 = (jnp.asarray(rng.standard_normal((B, T, D)), dtype) for _ in range(3))
@@ -32,15 +33,20 @@ def given(name, B=1, T=128, D=256, dtype=BF16):
     return x, y if name == "mixed" else None, x0, SCALES
 
 
-def floats(tree):
+def floats(tree: Any) -> list[Any]:
     return [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
 
 
-def by_itself(x, y, x0, scales, interpret=False):
+def by_itself(x, y, x0, scales, interpret: Any = False) -> Any:
     """(s, h, x0) of the kernel that writes h in 16 bits."""
     if scales is None:
-        return *norms.residual_norm(x, y, eps=EPS, interpret=interpret), None
+        made: Any = norms.residual_norm(x, y, eps=EPS, interpret=interpret)
+        return *made, None
     return norms.mixed_norm(x, y, x0, *scales, eps=EPS, interpret=interpret)
+
+
+def ours(x, y, x0, scales) -> Any:
+    return hopper.norm_quantized(x, y, x0, scales, MULTIPLIER, eps=EPS, interpret=INTERPRET)
 
 
 def with_gradients(run, arrays, x_scale):
@@ -60,7 +66,6 @@ def with_gradients(run, arrays, x_scale):
 def test_mosaic_is_the_norm_and_its_cast_bit_for_bit_without_races(name, shape, capfd):
     """Values, gradients and the maximum; rows of one batch entry end inside of a tile."""
     arrays = given(name, *shape)
-    ours = lambda *a: hopper.norm_quantized(*a, MULTIPLIER, eps=EPS, interpret=INTERPRET)
     s, h, x0, q_MK, q_KM, seen = ours(*arrays)
     plain = by_itself(*arrays, interpret=INTERPRET)
     for found, wanted in zip(floats((s, h, x0)), floats(plain), strict=True):
@@ -77,9 +82,9 @@ def test_mosaic_is_the_norm_and_its_cast_bit_for_bit_without_races(name, shape, 
 @pytest.mark.slow
 def test_mosaics_gradients_are_the_norms(name):
     arrays = given(name, 1, 64, 128)
-    ours = lambda *a: hopper.norm_quantized(*a, MULTIPLIER, eps=EPS, interpret=INTERPRET)[:3]
     plain = functools.partial(by_itself, interpret=INTERPRET)
-    found, wanted = (with_gradients(run, arrays, 1e-2) for run in (ours, plain))
+    first = lambda x, y, x0, scales: ours(x, y, x0, scales)[:3]
+    found, wanted = (with_gradients(run, arrays, 1e-2) for run in (first, plain))
     for one, other in zip(found[0] + found[1], wanted[0] + wanted[1], strict=True):
         np.testing.assert_array_equal(one, other)
         assert np.abs(one).max() > 0
@@ -124,8 +129,9 @@ def test_it_lowers_for_hopper_at_the_models_sizes(name):
     struct = lambda x: jax.ShapeDtypeStruct((16, 2048, 1536) if x.ndim else (), x.dtype)
     arrays = jax.tree.map(struct, given(name))
 
-    def run(*arrays):
-        made = norm_quantized(*arrays, jnp.float32(4), eps=EPS, implementation="mosaic")
+    def run(x, y, x0, scales):
+        amax = jnp.float32(4)
+        made = norm_quantized(x, y, x0, scales, amax, eps=EPS, implementation="mosaic")
         return made.s_BTD, made.cast
 
     with on_target("cuda", (9, 0)):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import jaxprs_in_params
 from jaxtrain_kernels import rows
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.rows import fp8
@@ -33,7 +34,11 @@ def step_of(fp8_norms, dtype=jnp.float32, rows_of=4, **changes):
         (loss, _), grads, seen = gradients(task, params, tokens, jnp.float32(1), extras=extras)
         return loss, grads, seen["amax_history"]
 
-    return jax.jit(slopes)(random_params(task.specs), batch(rows_of, micro=rows_of))
+    return jax.jit(slopes)(params_of(task, dtype), batch(rows_of, micro=rows_of))
+
+
+def params_of(task, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype), random_params(task.specs))
 
 
 def assert_same(found, plain, error=0.0):
@@ -85,6 +90,33 @@ def interpreted(module):
     run = {n: functools.partial(getattr(module, n), interpret=INTERPRET)
            for n in names if hasattr(module, n)}  # fmt: skip
     return SimpleNamespace(supports=lambda *_: None, **run)
+
+
+@pytest.mark.slow
+def test_on_hopper_products_do_not_cast_what_a_norm_has_cast():
+    found = []
+    for fp8_norms in (False, True):
+        fields = SHAPE | FP8 | {"attention": "xla", "fp8_norms": fp8_norms}
+        task, _ = make_spec(resolved(**fields), dtype=jnp.bfloat16)
+        past = {"amax_history": model_fp8.init_amax_history(task.specs, 2)}
+        run = lambda p, b, task=task, past=past: gradients(task, p, b, jnp.float32(1), extras=past)
+        with on_target("cuda", (9, 0)):
+            traced = jax.make_jaxpr(run)(params_of(task, jnp.bfloat16), batch(4, micro=4))
+        names = list(kernel_names(traced.jaxpr))
+        found.append((names.count("_cast"), names.count("_norm_cast")))
+    # Of each layer's twelve, those of the inputs of the projections to queries, keys and values
+    # (each by itself) and to the hidden layer.
+    assert found == [(2 * 12, 0), (2 * 8, 2 * 2)]
+
+
+def kernel_names(jaxpr):
+    """Of each cast, by itself or in a norm."""
+    for equation in jaxpr.eqns:
+        if (name := equation.params.get("name")) in ("_cast", "_norm_cast"):
+            yield name
+        else:
+            for inner in jaxprs_in_params(equation.params):
+                yield from kernel_names(inner)
 
 
 @pytest.mark.slow

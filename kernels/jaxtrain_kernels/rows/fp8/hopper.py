@@ -53,8 +53,12 @@ def norm_quantized(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _norm_quantized(options, x_BTD, y_BTD, x0_BTD, scales, multiplier):
+    return _outputs(options, x_BTD, y_BTD, x0_BTD, scales, multiplier)
+
+
+def _outputs(options, x_BTD, y_BTD, x0_BTD, scales, multiplier):
     pair = None if scales is None else norm.stacked(*scales)
-    s_BTD, r_R, q_RD, q_DR, most_S = _forward(options, x_BTD, y_BTD, x0_BTD, pair, multiplier)
+    s_BTD, r_R, q_RD, q_DR, most_S = _norm_cast(options, x_BTD, y_BTD, x0_BTD, pair, multiplier)
     # No kernel writes h: XLA computes what is read of it.
     r_BT1 = r_R.reshape(*s_BTD.shape[:-1], 1)
     h_BTD = (s_BTD.astype(jnp.float32) * r_BT1).astype(s_BTD.dtype)
@@ -62,7 +66,7 @@ def _norm_quantized(options, x_BTD, y_BTD, x0_BTD, scales, multiplier):
 
 
 def _norm_quantized_fwd(options, x_BTD, y_BTD, x0_BTD, scales, multiplier):
-    out = _norm_quantized(options, x_BTD, y_BTD, x0_BTD, scales, multiplier)
+    out = _outputs(options, x_BTD, y_BTD, x0_BTD, scales, multiplier)
     return out, (out[0], x0_BTD, scales, None if y_BTD is None else y_BTD[:0])
 
 
@@ -82,7 +86,7 @@ _norm_quantized.defvjp(_norm_quantized_fwd, _norm_quantized_bwd)
 
 
 @hopper.jit_kernel("options")
-def _forward(options, x_BTD, y_BTD, x0_BTD, scales_2, multiplier):
+def _norm_cast(options, x_BTD, y_BTD, x0_BTD, scales_2, multiplier):
     """Return s, 1 / rms(s) of each row, the norm in e4m3 in both layouts, and maxima of it."""
     D = x_BTD.shape[-1]
     layout, largest = rows_layout(D), float(jnp.finfo(E4M3).max)
