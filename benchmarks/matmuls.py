@@ -15,7 +15,7 @@ from jaxtrain_kernels.grouped_matmul import BACKENDS as GROUPED_BACKENDS
 from jaxtrain_kernels.matmul import hopper
 
 from benchmarks import integer_chain, integers
-from benchmarks.casts import casts
+from benchmarks.casts import casts, norm_casts
 from benchmarks.epilogues import epilogue_rows
 from benchmarks.kernels import Row, chosen, error_of, growing, measured, sized
 from benchmarks.timing import rotating
@@ -90,7 +90,7 @@ def matmul_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
     shapes, backends = chosen("matmul", names, known, BACKENDS)
     for part, all_shapes, small in (
         (dense, DENSE, small_dense), (hidden_casts, DENSE, small_dense),
-        (hidden_products, DENSE, small_dense),
+        (hidden_products, DENSE, small_dense), (stream_norms, DENSE, small_dense),
         (grouped, GROUPED, small_grouped), (muon, STACKS, small_stacks),
         (integers.product_rows, integers.PRODUCTS, integers.small_product),
         (integer_chain.chain_rows, integer_chain.CHAINS, integer_chain.small_chain),
@@ -178,6 +178,11 @@ def hidden_casts(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
 def hidden_products(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
     """The matmuls into a hidden layer and into its gradient, with their casts."""
     return epilogue_rows(s.name, (s.M, s.K, s.N), backends, dtype)
+
+
+def stream_norms(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
+    """The norms of a stream as wide as the input, with their casts."""
+    return norm_casts(s.name, (s.M, s.K), backends, dtype)
 
 
 def dense_inputs(op: str, s: Dense, dtype: Any, key: jax.Array) -> Arrays:

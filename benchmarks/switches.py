@@ -28,7 +28,7 @@ ALONE = {
     "symmetric": ("optim.symmetric=true",),
 }
 FP8 = ("model.fp8=blocks",)
-EPILOGUE = ("model.fp8_epilogue=true",)
+EPILOGUE, NORMS = ("model.fp8_epilogue=true",), ("model.fp8_norms=true",)
 QKV, HEAD = ("model.kernels.qkv=mosaic",), ("model.kernels.loss=fp8_head",)
 # In addition to all kernels.
 MORE = {
@@ -48,7 +48,10 @@ def variants() -> dict[str, tuple[str, ...]]:
     more |= {"fp8_delayed and qkv": (*delayed, *QKV)}
     more |= {"fp8_delayed and epilogue": (*delayed, *EPILOGUE)}
     more |= {"fp8_delayed and all": (*delayed, *QKV, *HEAD)}
-    more |= {"fp8_delayed and all with epilogue": (*delayed, *QKV, *HEAD, *EPILOGUE)}
+    every = (*delayed, *QKV, *HEAD)
+    more |= {"fp8_delayed and all with epilogue": (*every, *EPILOGUE)}
+    more |= {"fp8_delayed and all with norms": (*every, *NORMS)}
+    more |= {"fp8_delayed and all with both": (*every, *EPILOGUE, *NORMS)}
     return {"bf16": (), "xla": NONE, **alone, "fp8": FP8, "fp8_delayed": delayed, **more}
 
 

@@ -1,10 +1,10 @@
-"""The bench of float8 products with the casts in their epilogue."""
+"""The bench of float8 products with the casts in their epilogue, and of norms that cast."""
 
 import jax.numpy as jnp
 import pytest
 from jaxtrain_kernels.matmul.fp8_epilogue import hopper
 
-from benchmarks import epilogues, timing
+from benchmarks import casts, epilogues, timing
 
 
 @pytest.mark.slow
@@ -16,6 +16,20 @@ def test_each_product_has_a_row_with_its_error(monkeypatch):
     assert names == [("fp8_product_relu2", "xla"), ("fp8_product_relu2_grad", "xla")]
     assert all(row["ms"] > 0 and row["error"] < 1e-2 for row in rows)
     assert not list(epilogues.epilogue_rows("small", (64, 128, 64), backends, jnp.float32))
+
+
+@pytest.mark.slow
+def test_norms_with_a_cast_have_rows_in_one_pass_and_apart(monkeypatch):
+    monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.02)
+    dtype = jnp.dtype(jnp.bfloat16)
+    rows = list(casts.norm_casts("small", (64, 128), {"xla", "mosaic"}, dtype))
+    names = [(row["name"], row["backend"]) for row in rows]
+    kinds = ("residual", "residual apart", "mixed", "mixed apart")
+    assert names == [(f"norm_cast {kind}", "xla") for kind in kinds]
+    assert all(row["ms"] > 0 for row in rows)
+    # 64 x 128 values: two or three arrays read and one written in 16 bits, two in 8.
+    sizes = [row["ms"] * row["gbps"] * 1e6 for row in rows]
+    assert [round(size) for size in sizes] == [64 * 128 * n for n in (8, 8, 10, 10)]
 
 
 @pytest.mark.parametrize("gradient", [False, True])

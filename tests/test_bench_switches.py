@@ -32,6 +32,10 @@ def test_each_variant_switches_what_it_says():
     assert not every.model.fp8_epilogue and not delayed.fp8_epilogue
     for name in ("fp8_delayed and epilogue", "fp8_delayed and all with epilogue"):
         assert (configs[name].model.fp8_epilogue, configs[name].model.fp8_history) == (True, 16)
+    both = configs["fp8_delayed and all with both"].model
+    assert (both.fp8_epilogue, both.fp8_norms) == (True, True) and both.kernels.qkv == "mosaic"
+    norms = configs["fp8_delayed and all with norms"].model
+    assert (norms.fp8_epilogue, norms.fp8_norms) == (False, True) and not every.model.fp8_norms
     apart = configs["bf16 and three arrays"].model.kernels
     assert (apart.qkv, apart.loss) == ("xla", None)
     assert configs["bf16 and polar_express_4"].optim.orthogonalize == "polar_express_4"
@@ -51,7 +55,7 @@ def test_one_process_measures_them_all(monkeypatch):
 
     monkeypatch.setattr(switches, "bench_step", bench_step)
     with on_target("cuda", (9, 0)):
-        assert len(list(switches.bench_switches("gpt_d12", ["model.depth=2"]))) == 16
+        assert len(list(switches.bench_switches("gpt_d12", ["model.depth=2"]))) == 18
         assert calls[0] == ("bf16", ["model.depth=2"])
         assert calls[1] == ("xla", ["model.depth=2", *switches.NONE])
         calls.clear()

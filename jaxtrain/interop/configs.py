@@ -23,8 +23,9 @@ from jaxtrain.settings import UserError
 # Fields about initialization and execution, which do not change what a model computes.
 EXECUTION = {
     "init", "base_width", "embedding_dtype", "attention", "deterministic_attention", "kernels",
-    "scan_layers", "fp8", "fp8_hidden", "fp8_epilogue", "fp8_history", "remat", "remat_short",
-    "stochastic_depth", "frozen_layers", "token_dropping", "ffn_tiles", "document_mask",
+    "scan_layers", "fp8", "fp8_hidden", "fp8_epilogue", "fp8_norms", "fp8_history", "remat",
+    "remat_short", "stochastic_depth", "frozen_layers", "token_dropping", "ffn_tiles",
+    "document_mask",
 }  # fmt: skip
 # Fields that a family may express through other fields; `lost_features` compares their effect.
 DERIVED = {

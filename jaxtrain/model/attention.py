@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtrain_kernels import Fp8Input
 from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
@@ -18,7 +19,14 @@ from jaxtrain.model.layers import Rotary, add_bias, declare_bias, lookup, rms_no
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
-from jaxtrain.weights.contract import dense, dense_of, dequantize, matmul_joined
+from jaxtrain.weights.contract import (
+    dense,
+    dense_of,
+    dequantize,
+    input_amax,
+    matmul_joined,
+    reading,
+)
 from jaxtrain.weights.params import declare
 
 GATE_CHANNELS = 12
@@ -71,7 +79,8 @@ def takes_whole_rows(attend: Attend) -> bool:
 
 
 class LayerInputs(NamedTuple):
-    """Inputs of every layer besides the residual stream."""
+    """Inputs of every layer besides the residual stream. cast: the layer's normed input in float8,
+    if its norm has cast it."""
 
     x0_BTD: Array
     tokens_BT: Array | None  # None for virtual tokens
@@ -82,6 +91,7 @@ class LayerInputs(NamedTuple):
     attend: Attend
     fused: FusedOps
     key: Array | None = None  # PRNG key of the step; None in evaluation
+    cast: Fp8Input | None = None
 
 
 class ValueEmbedding(nnx.Module):
@@ -166,6 +176,10 @@ class Attention(KeyValueProjection):
         self.q_gain = declare_head_gain(c, L) if c.qk_norm_gain else None
         self.config = c
 
+    def input_amax(self) -> Array | None:
+        """See `weights.contract.input_amax`; None if keys and values are another layer's."""
+        return None if self.config.share_kv else input_amax(self.q, self.k, self.v)
+
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
@@ -203,7 +217,7 @@ class Attention(KeyValueProjection):
         B, T, _ = x_BTD.shape
         project = self if source is None or isinstance(source, tuple) else source
         own = () if isinstance(source, tuple) else (project.k, project.v)
-        product = dense_of(x_BTD, self.q, *own)
+        product = dense_of(x_BTD, self.q, *own, cast=inputs.cast)
         q_BTNH = add_bias(product(self.q), self.q_bias).reshape(B, T, c.heads, c.qk_dim)
         rope = inputs.short_rope if spec.short_rope else inputs.rope
         wide = max(c.qk_dim, c.head_dim)  # kernels take heads of one size
@@ -249,7 +263,8 @@ class Attention(KeyValueProjection):
         """
         c, (B, T, _) = self.config, x_BTD.shape
         rope = inputs.short_rope if spec.short_rope else inputs.rope
-        y_BTC = matmul_joined(x_BTD, *(matrix.get_value() for matrix in (self.q, self.k, self.v)))
+        matrices = (reading(matrix, inputs.cast) for matrix in (self.q, self.k, self.v))
+        y_BTC = matmul_joined(x_BTD, *matrices)
         if y_BTC is None or rope is None:
             return None
         qkv_BTCH = y_BTC.reshape(B, T, -1, c.head_dim)

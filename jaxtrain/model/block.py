@@ -13,7 +13,7 @@ from jaxtrain.model.attention import (
     ValueEmbedding,
 )
 from jaxtrain.model.config import ResolvedModel
-from jaxtrain.model.fused_ops import add_norm
+from jaxtrain.model.fused_ops import add_norm, check_cast
 from jaxtrain.model.init import SCHEMES, constant
 from jaxtrain.model.kv_cache import KeysValues, LayerCache
 from jaxtrain.model.latent_attention import LatentAttention
@@ -87,20 +87,23 @@ class Block(nnx.Module):
         y_BTD = y_BTD if self.attention_adapter is None else self.attention_adapter(y_BTD)
         y_BTD = self.post_norm(y_BTD, self.attention_post_gain, self.attention_post_shift)
         y_BTD = scaled(y_BTD, self.attention_scale)
+        network, cast = ffn or self.ffn, None
+        assert network is not None
+        amax = network.input_amax() if isinstance(network, FeedForward) else None
+        check_cast(fused.norm, amax)
         if fused.norm == "xla":
             x_BTD = constrain(x_BTD + y_BTD, "batch", "sequence", None)
             h_BTD = self.pre_norm(x_BTD, self.ffn_gain, self.ffn_shift)
         else:
-            x_BTD, h_BTD = add_norm(x_BTD, y_BTD, self.config.norm_eps, fused.norm)
-        network = ffn or self.ffn
-        assert network is not None
-        feed = remat.checkpoint_sublayer(
-            "ffn", lambda h: network(h, fused.relu2, fused.ffn), spec.remat
-        )
+            given = x_BTD, y_BTD, self.config.norm_eps, fused.norm
+            x_BTD, h_BTD, cast = add_norm(*given, amax)
         balance_B = None
         if isinstance(network, MixtureOfExperts):
-            y_BTD, balance_B = feed(h_BTD)
+            experts = lambda h: network(h, fused.relu2, fused.ffn)
+            y_BTD, balance_B = remat.checkpoint_sublayer("ffn", experts, spec.remat)(h_BTD)
         else:
+            feed = lambda h: network(h, fused.relu2, fused.ffn, cast)
+            feed = remat.checkpoint_sublayer("ffn", feed, spec.remat)
             y_BTD = remat.tiled(feed, h_BTD, self.config.ffn_tiles)
         y_BTD = y_BTD if self.ffn_adapter is None else self.ffn_adapter(y_BTD)
         y_BTD = self.post_norm(y_BTD, self.ffn_post_gain, self.ffn_post_shift)

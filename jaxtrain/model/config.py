@@ -226,6 +226,11 @@ class ModelFields[Size: int | None](Settings):
         "epilogue of the matmul that computes them (own Hopper kernel), which saves one memory "
         "pass",
     )
+    fp8_norms: bool = Field(
+        False,
+        description="cast the input of float8 matmuls in the norm that computes it (own Hopper "
+        "kernel), which saves one memory pass per norm",
+    )
     fp8_history: int | None = Field(
         None,
         ge=1,

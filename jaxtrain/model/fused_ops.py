@@ -3,11 +3,13 @@
 from typing import Any, NamedTuple
 
 import jax
+from jaxtrain_kernels import Fp8Input
 from jaxtrain_kernels import rows as kernels
 from jaxtrain_kernels.attention.call import Call
 from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.matmul import few_rows
 from jaxtrain_kernels.rope_attention import hopper as mosaic_attention
+from jaxtrain_kernels.rows.fp8 import norm_quantized
 from jaxtyping import Array, Float
 
 from jaxtrain import parallel
@@ -15,6 +17,7 @@ from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
 from jaxtrain.parallel.axes import current_mesh
+from jaxtrain.settings import UserError
 
 PLAIN = FusedOps.model_validate("xla")
 
@@ -89,33 +92,70 @@ class Stream(NamedTuple):
         return self.x_BTD if self.branch_BTD is None else self.x_BTD + self.branch_BTD
 
 
-def prenorm(
-    stream: Stream, x0_BTD: Array, scales: tuple[Array, Array] | None, eps: float, norm: str | None
-) -> tuple[Array, Array | None, Array | None]:
-    """A layer's first pass: scale the stream x, mix in x0, norm; returns (x, RMS norm of x, x0).
+class Normed(NamedTuple):
+    """The stream x, its RMS norm h, and the embedding x0; cast: h in float8, if requested."""
 
-    scales: of the stream and of x0, if the model has them. With XLA's fusion the norm is None.
+    x_BTD: Array
+    h_BTD: Array | None
+    x0_BTD: Array | None
+    cast: Fp8Input | None = None
+
+
+def prenorm(
+    stream: Stream,
+    x0_BTD: Array,
+    scales: tuple[Array, Array] | None,
+    eps: float,
+    norm: str | None,
+    amax: Array | None = None,
+) -> Normed:
+    """A layer's first pass: scale the stream x, mix in x0, norm.
+
+    scales: of the stream and of x0, if the model has them. amax: with which the norm is cast as
+    well, None: not at all. With XLA's fusion the norm is None.
     """
     x_BTD, branch_BTD, own_BTD, _ = stream
     x0_BTD = x0_BTD if own_BTD is None else own_BTD
     if norm == "xla":
+        check_cast(norm, amax)
         if scales is not None:
             x_BTD = (scales[0] * x_BTD + scales[1] * x0_BTD).astype(x0_BTD.dtype)
-        return x_BTD, None, None
+        return Normed(x_BTD, None, None)
     if scales is None:
         if branch_BTD is None:
-            return x_BTD, None, x0_BTD
-        return *add_norm(x_BTD, branch_BTD, eps, norm), x0_BTD
+            return Normed(x_BTD, None, x0_BTD)
+        x_BTD, h_BTD, cast = add_norm(x_BTD, branch_BTD, eps, norm, amax)
+        return Normed(x_BTD, h_BTD, x0_BTD, cast)
+    if amax is not None:
+        arrays = x_BTD, branch_BTD, x0_BTD, scales, amax
+        return Normed(*norm_quantized(*arrays, eps=eps, implementation=norm))
     run = lambda *arrays: kernels.mixed_norm(*arrays, eps=eps, implementation=norm)
-    return parallel.shard_map_tokens(run, x_BTD, branch_BTD, x0_BTD, *scales)
+    return Normed(*parallel.shard_map_tokens(run, x_BTD, branch_BTD, x0_BTD, *scales))
 
 
 def add_norm(
-    x_BTD: Float[Array, "B T D"], y_BTD: Float[Array, "B T D"], eps: float, norm: str | None
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-    """The stream with a branch added, and its RMS norm."""
+    x_BTD: Float[Array, "B T D"],
+    y_BTD: Float[Array, "B T D"],
+    eps: float,
+    norm: str | None,
+    amax: Array | None = None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Fp8Input | None]:
+    """The stream with a branch added, its RMS norm, and the norm's cast. amax: as of `prenorm`."""
+    if amax is not None:
+        arrays = x_BTD, y_BTD, None, None, amax
+        s_BTD, h_BTD, _, cast = norm_quantized(*arrays, eps=eps, implementation=norm)
+        return s_BTD, h_BTD, cast
     run = lambda *arrays: kernels.residual_norm(*arrays, eps=eps, implementation=norm)
-    return parallel.shard_map_tokens(run, x_BTD, y_BTD)
+    return *parallel.shard_map_tokens(run, x_BTD, y_BTD), None
+
+
+def check_cast(norm: str | None, amax: Array | None) -> None:
+    """Raise UserError if a norm should be cast and XLA fuses the norms."""
+    if norm == "xla" and amax is not None:
+        raise UserError(
+            "model.fp8_norms needs the norm kernel, and model.kernels.norm is xla here (RMSNorm "
+            "without gain has a kernel on a Hopper GPU): leave it out"
+        )
 
 
 def residual_out(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtrain_kernels import Fp8Input
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.model.config import ResolvedModel
@@ -12,7 +13,13 @@ from jaxtrain.model.fused_ops import relu2
 from jaxtrain.model.init import SCHEMES, constant, normal
 from jaxtrain.model.rope import Divisors, RopeScaling, frequencies
 from jaxtrain.parallel import constrain, embedding_grad, embedding_lookup
-from jaxtrain.weights.contract import dense, dense_of, feed_forward_relu2
+from jaxtrain.weights.contract import (
+    dense,
+    dense_of,
+    feed_forward_relu2,
+    input_amax,
+    reading,
+)
 from jaxtrain.weights.params import declare
 
 
@@ -154,15 +161,25 @@ class FeedForward(nnx.Module):
         self.gate_bias = declare_bias(L, F, "hidden") if c.ffn_bias and c.ffn in GATED else None
         self.down_bias = declare_bias(L, D, None) if c.ffn_bias else None
 
+    def input_amax(self) -> Array | None:
+        """See `weights.contract.input_amax`."""
+        return input_amax(self.up, *([self.gate] if self.kind in GATED else []))
+
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], relu2_by: str | None = None, by: str | None = None
+        self,
+        x_BTD: Float[Array, "B T D"],
+        relu2_by: str | None = None,
+        by: str | None = None,
+        cast: Fp8Input | None = None,
     ) -> Float[Array, "B T D"]:
+        """cast: of x, for matrices that have an `input_amax`."""
         if self.kind == "relu2" and self.up_bias is None and relu2_by is None:
-            matrices = self.up.get_value(), self.down.get_value()
+            matrices = reading(self.up, cast), self.down.get_value()
             if (y_BTD := feed_forward_relu2(x_BTD, *matrices, by)) is not None:
                 return y_BTD
         act = ACTIVATIONS[self.kind]
-        product = dense_of(x_BTD, self.up, *([self.gate] if self.kind in GATED else []))
+        gates = [self.gate] if self.kind in GATED else []
+        product = dense_of(x_BTD, self.up, *gates, cast=cast)
         up_BTF = constrain(product(self.up), "batch", "tokens", "hidden")
         up_BTF = add_bias(up_BTF, self.up_bias)
         if self.kind in GATED:

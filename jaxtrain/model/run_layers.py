@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxtrain.model import prefix, remat
-from jaxtrain.model.attention import LayerInputs
+from jaxtrain.model.attention import Attention, LayerInputs
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import Stream, fastest, prenorm, residual_out
 from jaxtrain.model.kv_cache import Cache, KeysValues, LayerCache, PagedCache, StackedPages
@@ -167,15 +167,18 @@ def apply_layer[Source](
     """Scale the stream, add the embedding back in, run the block."""
     c, fused, (layer, parts, kv) = modules.config, inputs.fused, pick(source)
     scales = (layer["residual_scale"], layer["x0_scale"]) if c.residual_scales else None
-    x_BTD, h_BTD, x0_BTD = prenorm(stream, inputs.x0_BTD, scales, c.norm_eps, fused.norm)
     encode = lambda weights: in_form(weights, c.weight_form, inputs.key, layer["index"])
     module = lambda name, weights: nnx.merge(modules.graphdefs[name], encode(weights))
     block = module("block", parts["block"] if "block" in parts else layer["block"])
+    amax = block.attention.input_amax() if isinstance(block.attention, Attention) else None
+    given = stream, inputs.x0_BTD, scales, c.norm_eps, fused.norm
+    x_BTD, h_BTD, x0_BTD, cast = prenorm(*given, amax)
     own = {name: module(name, part) for name, part in parts.items() if name != "block"}
     attend = prefix.with_prefix_kv(layer.get("virtual"), inputs.attend, inputs.positions_BT)
+    inputs = inputs._replace(attend=attend, cast=cast)
     out = block(
-        x_BTD, spec, inputs._replace(attend=attend), own.get("value_embed"), cache, h_BTD,
-        own.get(spec.ffn), kv or own.get("kv"),
+        x_BTD, spec, inputs, own.get("value_embed"), cache, h_BTD, own.get(spec.ffn),
+        kv or own.get("kv"),
     )  # fmt: skip
     balance_B = stream.balance_B
     balance_B = balance_B if out.balance_B is None else balance_B + out.balance_B

@@ -26,15 +26,19 @@ from jaxtrain.weights.params import Params, Specs
 class Float8(StepTransform):
     """history: length of the amax history in steps (delayed scaling); None: current scaling.
     keep_hidden: the backward pass reads hidden activations in 16 bits. epilogue: the GEMM that
-    computes a hidden activation casts it in its epilogue."""
+    computes a hidden activation casts it in its epilogue. norms: norms cast what they compute."""
 
     name = "amax_history"
     rewinds = True
 
     def __init__(
-        self, history: int | None = None, keep_hidden: bool = True, epilogue: bool = False
+        self,
+        history: int | None = None,
+        keep_hidden: bool = True,
+        epilogue: bool = False,
+        norms: bool = False,
     ):
-        self.history, self.keep_hidden, self.epilogue = history, keep_hidden, epilogue
+        self.history, self.options = history, (keep_hidden, epilogue, norms)
         self.has_state = history is not None
 
     def init(self, params: Params, specs: Specs) -> AmaxHistory | None:
@@ -49,8 +53,7 @@ class Float8(StepTransform):
     def wrap_params(
         self, params: Params, specs: Specs, prepared: Fp8Copies, statistics: AmaxHistory | None
     ) -> Params:
-        options = self.keep_hidden, self.epilogue
-        return with_fp8(params, prepared, specs, statistics, *options)
+        return with_fp8(params, prepared, specs, statistics, *self.options)
 
     def after_gradients(
         self, state: AmaxHistory | None, seen: AmaxHistory, grad_scale: jax.Array
@@ -63,4 +66,5 @@ class Float8(StepTransform):
 
 def float8(c: Resolved, dtype: jnp.dtype) -> Float8 | None:
     m = c.model
-    return Float8(m.fp8_history, not m.fp8_hidden, m.fp8_epilogue) if m.fp8 else None
+    options = not m.fp8_hidden, m.fp8_epilogue, m.fp8_norms
+    return Float8(m.fp8_history, *options) if m.fp8 else None

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtrain_kernels import Fp8Input
 from jaxtrain_kernels.matmul.few_rows import MANY, few_rows_matmul
 from jaxtyping import Array, Float
 
@@ -43,6 +44,15 @@ class Weight(abc.ABC):
     ) -> Float[Array, "*B N"] | None:
         """x times this and other matrices, concatenated by columns; None if the form cannot."""
         return None
+
+    def input_amax(self) -> Array | None:
+        """The amax with which the norm that computes the matmul's input may cast it to float8; None
+        if this form reads the input itself."""
+        return None
+
+    def with_input(self, cast: Fp8Input) -> "Weight":
+        """This matrix for an input that is already cast; only for forms with an `input_amax`."""
+        return self
 
     @abc.abstractmethod
     def dequantize(self) -> Float[Array, "K N"]:
@@ -109,17 +119,34 @@ def feed_forward_relu2(
     return parallel.feed_forward_relu2(x, up, down, implementation)
 
 
-def dense(x: Float[Array, "*B K"], param: nnx.Param) -> Float[Array, "*B N"]:
-    """x times a module's matrix, in any form that the step or fine-tuning gave it."""
-    return matmul(x, param.get_value())
+def input_amax(*params: nnx.Param) -> Array | None:
+    """The amax with which a norm may cast the input of all these matrices; None if one reads it."""
+    matrices = [param.get_value() for param in params]
+    found = [w.input_amax() if isinstance(w, Weight) else None for w in matrices]
+    return None if any(amax is None for amax in found) else found[0]
 
 
-def dense_of(x: Float[Array, "*B K"], *params: nnx.Param) -> Callable[[nnx.Param], Array]:
+def reading(param: nnx.Param, cast: Fp8Input | None) -> Array | Weight:
+    """A module's matrix, which reads the cast instead of its input if there is one."""
+    weight = param.get_value()
+    return weight if cast is None or not isinstance(weight, Weight) else weight.with_input(cast)
+
+
+def dense(
+    x: Float[Array, "*B K"], param: nnx.Param, cast: Fp8Input | None = None
+) -> Float[Array, "*B N"]:
+    """x times a module's matrix, in any form that the step or fine-tuning gave it. cast: of x."""
+    return matmul(x, reading(param, cast))
+
+
+def dense_of(
+    x: Float[Array, "*B K"], *params: nnx.Param, cast: Fp8Input | None = None
+) -> Callable[[nnx.Param], Array]:
     """`dense` of x as a function of any of these matrices. If x has few rows, one kernel call
     computes all."""
     matrices = [param.get_value() for param in params]
     if not has_few_rows(x) or any(map(is_weight, matrices)):
-        return functools.partial(dense, x)
+        return functools.partial(dense, x, cast=cast)
     found = dict(zip(map(id, params), few_rows_matmul(x, *matrices), strict=True))
     return lambda param: found[id(param)]
 

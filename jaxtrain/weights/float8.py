@@ -42,8 +42,8 @@ class AmaxHistory(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["w_KN", "fp8", "amax"],
-    meta_fields=["keep_hidden", "epilogue"],
+    data_fields=["w_KN", "fp8", "amax", "cast"],
+    meta_fields=["keep_hidden", "epilogue", "norms"],
 )
 @dataclasses.dataclass(frozen=True)
 class Fp8Weight(Weight):
@@ -51,7 +51,8 @@ class Fp8Weight(Weight):
 
     amax: with delayed scaling, of the input and of the output's gradient. keep_hidden: hidden
     layers are saved for the backward pass in 16 bits, not in float8 alone. epilogue: hidden layers
-    are cast in the epilogue of the matmuls that produce them.
+    are cast in the epilogue of the matmuls that produce them. norms: the norm that produces the
+    input casts it. cast: of the input, if it has been cast.
     """
 
     w_KN: Any
@@ -59,12 +60,14 @@ class Fp8Weight(Weight):
     amax: Any = None
     keep_hidden: bool = True
     epilogue: bool = False
+    norms: bool = False
+    cast: kernels.Fp8Input | None = None
 
     def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         amax_2 = None if self.amax is None else jnp.stack(self.amax)
         y_MN = kernels.fp8_matmul(
             x.reshape(-1, x.shape[-1]), self.w_KN, w_fp8=self.fp8, amax_2=amax_2,
-            implementation=cast_backend(),
+            x_cast=self.cast, implementation=cast_backend(),
         )  # fmt: skip
         return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
 
@@ -82,7 +85,18 @@ class Fp8Weight(Weight):
         x, w_KN = gradients_together(x, w_KN)
         seen = [matrix.amax for matrix in matrices if matrix.amax is not None]
         amax = tuple(map(shared_maximum, zip(*seen))) if len(seen) == len(matrices) else None
-        return Fp8Weight(w_KN, None, amax).matmul(x)
+        return Fp8Weight(w_KN, None, amax, cast=self.cast).matmul(x)
+
+    def input_amax(self) -> Array | None:
+        """With `norms`, that of earlier steps. Raises UserError on a mesh."""
+        if not self.norms or self.amax is None:
+            return None
+        if current_mesh() is not None:
+            raise UserError("model.fp8_norms runs on one device: set it to false on a mesh")
+        return jax.lax.stop_gradient(self.amax[0])
+
+    def with_input(self, cast: kernels.Fp8Input) -> "Fp8Weight":
+        return dataclasses.replace(self, cast=cast)
 
     def feed_forward_relu2(
         self, x: Float[Array, "B T K"], down: Array | Weight, implementation: str | None
@@ -101,7 +115,7 @@ class Fp8Weight(Weight):
             raise UserError("model.fp8_epilogue runs on one device: set it to false on a mesh")
         run = functools.partial(
             kernels.fp8_feed_forward_relu2, x, self.w_KN, down.w_KN, copies=(self.fp8, down.fp8),
-            amax_22=amax_22, constrain=pinned, keep_hidden=self.keep_hidden,
+            amax_22=amax_22, x_cast=self.cast, constrain=pinned, keep_hidden=self.keep_hidden,
             implementation=cast_backend() or implementation,
         )  # fmt: skip
         try:
@@ -164,23 +178,24 @@ def with_fp8(
     amax: AmaxHistory | None = None,
     keep_hidden: bool = True,
     epilogue: bool = False,
+    norms: bool = False,
 ) -> Params:
     """The parameters, with an Fp8Weight, with the given options, for each that has a copy.
 
     Among matrices with the same input, one reports its amax: the gradients of several would add up.
     """
-    reported = set()
+    reported, options = set(), (keep_hidden, epilogue, norms)
 
     def put(path: tuple[Any, ...], param: Array, spec: ParamSpec, copy: Any) -> Any:
         if copy is None or amax is None:
-            return param if copy is None else Fp8Weight(param, copy, None, keep_hidden, epilogue)
+            return param if copy is None else Fp8Weight(param, copy, None, *options)
         name = path_name(path)
         tensor = reads(name, spec)
         most_L = amax.inputs[tensor]
         most_L = jax.lax.stop_gradient(most_L) if tensor in reported else most_L
         reported.add(tensor)
         maxima = most_L, amax.gradients[name]
-        return Fp8Weight(param, copy, maxima, keep_hidden, epilogue)
+        return Fp8Weight(param, copy, maxima, *options)
 
     return jax.tree_util.tree_map_with_path(put, params, specs, copies)
 

@@ -17,6 +17,7 @@ from jaxtrain_kernels.matmul.fp8 import (
     E4M3,
     E5M2,
     Fp8,
+    Fp8Input,
     fp8_product,
     fp8_quantize,
     fp8_quantize_function,
@@ -32,6 +33,7 @@ def fp8_feed_forward_relu2(
     *,
     copies: tuple[Fp8, Fp8] | None = None,
     amax_22: Float[Array, "2 2"] | None = None,
+    x_cast: Fp8Input | None = None,
     constrain: Callable[[Array], Array] = lambda h: h,
     keep_hidden: bool = True,
     epilogue: str | None = None,
@@ -42,6 +44,7 @@ def fp8_feed_forward_relu2(
     copies: both matrices, already quantized to e4m3; the arguments themselves then only receive the
     gradient. amax_22: delayed scaling. For W_up and W_down, it holds the amax of the matmul's input
     and of its output's gradient in earlier steps; its cotangent is the amaxes of this call.
+    x_cast: as of `fp8_matmul`.
     constrain: sharding constraint on the hidden layer and the activation's gradient under a mesh.
     keep_hidden: save the hidden layer in x's dtype for the backward. Otherwise the backward takes
     the root of the activation's float8 copy, which is saved anyway: 2 bytes per hidden value less,
@@ -58,7 +61,7 @@ def fp8_feed_forward_relu2(
         weights = jax.lax.stop_gradient((w_up_DF, w_down_FD))
         copies = quantize(weights[0]), quantize(weights[1])
     options = NetworkOptions(implementation, constrain, keep_hidden, epilogue)
-    return _network(options, x, (w_up_DF, w_down_FD), copies, amax_22)
+    return _network(options, x, (w_up_DF, w_down_FD), copies, amax_22, x_cast)
 
 
 class NetworkOptions(NamedTuple):
@@ -69,17 +72,17 @@ class NetworkOptions(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _network(options, x, weights, copies, amax_22):
-    return _forward(options, x, weights, copies, amax_22)[0]
+def _network(options, x, weights, copies, amax_22, x_cast):
+    return _forward(options, x, weights, copies, amax_22, x_cast)[0]
 
 
-def _forward(options, x, weights, copies, amax_22):
+def _forward(options, x, weights, copies, amax_22, x_cast):
     up, down = copies
     most_x, most_a = (None, None) if amax_22 is None else amax_22[:, 0]
     cast = functools.partial(
         fp8_quantize_function, dtype=E4M3, implementation=options.implementation
     )
-    x_fp8, seen_x = cast(itself, (_rows(x),), amax=most_x)
+    x_fp8, seen_x = x_cast or cast(itself, (_rows(x),), amax=most_x)
     of_hidden = x_fp8.q_MK, up.q_KM, x_fp8.scale * up.scale
     if options.epilogue is None or most_a is None:
         h_MF = _pinned(options.constrain, fp8_product(*of_hidden, x.dtype), x)
@@ -124,7 +127,7 @@ def _backward(options, saved, dy):
     maxima_22 = None
     if amax_22 is not None:
         maxima_22 = jnp.stack([jnp.stack([seen[0], seen_dh]), jnp.stack([seen[1], seen_dy])])
-    return dx_MD.reshape(dy.shape), (d_up, d_down), None, maxima_22
+    return dx_MD.reshape(dy.shape), (d_up, d_down), None, maxima_22, None
 
 
 _network.defvjp(_forward, _backward)

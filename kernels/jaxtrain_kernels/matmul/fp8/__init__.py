@@ -38,6 +38,13 @@ class Fp8(NamedTuple):
     scale: Array
 
 
+class Fp8Input(NamedTuple):
+    """A matmul's input, cast to e4m3 by the pass that computed it, and its amax."""
+
+    fp8: Fp8
+    seen: Array
+
+
 def fp8_unsupported(where: Target | None = None) -> str | None:
     """Why the device has no float8 matmuls; None if it has, or (a CPU) emulates them for tests."""
     platform, capability, _ = where or target()
@@ -136,6 +143,7 @@ def fp8_matmul(
     *,
     w_fp8: Fp8 | None = None,
     amax_2: Float[Array, "2"] | None = None,
+    x_cast: Fp8Input | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "M N"]:
     """x w in x's dtype, accumulated in float32, with all three matmuls in float8.
@@ -144,21 +152,23 @@ def fp8_matmul(
     amax_2: delayed scaling: amaxes of x and of y's gradient in earlier steps, to scale by (0 = no
     scale yet). Its cotangent is these amaxes in this call; the caller keeps the amax history in its
     training state.
+    x_cast: x, already cast with the scale of its amax in amax_2; x itself then only receives the
+    gradient, and is not read.
     implementation: of `fp8_quantize`. Raises NotImplementedError on a device without float8.
     """
     if w_fp8 is None:
         w_fp8 = fp8_quantize(lax.stop_gradient(w_KN), E4M3, implementation=implementation)
-    return _matmul(implementation, x_MK, w_KN, w_fp8, amax_2)
+    return _matmul(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(implementation, x_MK, w_KN, w_fp8, amax_2):
-    return _forward(implementation, x_MK, w_KN, w_fp8, amax_2)[0]
+def _matmul(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast):
+    return _forward(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast)[0]
 
 
-def _forward(implementation, x_MK, w_KN, w_fp8, amax_2):
+def _forward(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast):
     amax = None if amax_2 is None else amax_2[0]
-    x_fp8, seen = fp8_quantize_function(itself, (x_MK,), E4M3, amax, implementation)
+    x_fp8, seen = x_cast or fp8_quantize_function(itself, (x_MK,), E4M3, amax, implementation)
     y_MN = fp8_product(x_fp8.q_MK, w_fp8.q_KM, x_fp8.scale * w_fp8.scale, x_MK.dtype)
     # The backward needs only the transpose of x. An empty array carries w's dtype.
     return y_MN, (x_fp8.q_KM, x_fp8.scale, w_KN[:0], w_fp8.q_MK, w_fp8.scale, amax_2, seen)
@@ -171,7 +181,7 @@ def _backward(implementation, saved, dy_MN):
     dx_MK = fp8_product(dy.q_MK, w_KN, dy.scale * w_scale, dy_MN.dtype, exact=True)
     dw_KN = fp8_product(x_KM, dy.q_KM, x_scale * dy.scale, like_w.dtype, exact=True)
     maxima = None if amax_2 is None else jnp.stack([seen, seen_dy])
-    return dx_MK, dw_KN, None, maxima
+    return dx_MK, dw_KN, None, maxima, None
 
 
 _matmul.defvjp(_forward, _backward)

@@ -30,32 +30,32 @@ def _residual_fwd(options, x_BTD, y_BTD):
     return (s_BTD, h_BTD), s_BTD
 
 
-def _residual_bwd(options, s_BTD, cotangents):
+def residual_bwd(options, s_BTD, cotangents):
     ds_BTD, dh_BTD = cotangents
     (dx_BTD,) = _backward(options, s_BTD, ds_BTD, dh_BTD, None, None, None)
     return dx_BTD, dx_BTD
 
 
-residual_norm.defvjp(_residual_fwd, _residual_bwd)
+residual_norm.defvjp(_residual_fwd, residual_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def mixed_norm(options, x_BTD, y_BTD, x0_BTD, a, b):
     """Backend of the public function."""
-    s_BTD, h_BTD = _forward(options, x_BTD, y_BTD, x0_BTD, _pair(a, b))
+    s_BTD, h_BTD = _forward(options, x_BTD, y_BTD, x0_BTD, stacked(a, b))
     return s_BTD, h_BTD, x0_BTD
 
 
 def _mixed_fwd(options, x_BTD, y_BTD, x0_BTD, a, b):
-    s_BTD, h_BTD = _forward(options, x_BTD, y_BTD, x0_BTD, _pair(a, b))
+    s_BTD, h_BTD = _forward(options, x_BTD, y_BTD, x0_BTD, stacked(a, b))
     return (s_BTD, h_BTD, x0_BTD), (s_BTD, x0_BTD, a, b, None if y_BTD is None else y_BTD[:0])
 
 
-def _mixed_bwd(options, saved, cotangents):
+def mixed_bwd(options, saved, cotangents):
     s_BTD, x0_BTD, a, b, like_y = saved
     ds_BTD, dh_BTD, dx0_BTD = cotangents
     dx_BTD, dx0_BTD, ds_R, d0_R = _backward(
-        options, s_BTD, ds_BTD, dh_BTD, x0_BTD, dx0_BTD, _pair(a, b)
+        options, s_BTD, ds_BTD, dh_BTD, x0_BTD, dx0_BTD, stacked(a, b)
     )
     # <g, s> and <g, x0> for g = d loss / d s. x + y was not saved: it is (s - b x0) / a.
     of_s, of_x0 = jnp.sum(ds_R), jnp.sum(d0_R)
@@ -63,11 +63,23 @@ def _mixed_bwd(options, saved, cotangents):
     return dx_BTD, None if like_y is None else dx_BTD, dx0_BTD, da, of_x0.astype(b.dtype)
 
 
-mixed_norm.defvjp(_mixed_fwd, _mixed_bwd)
+mixed_norm.defvjp(_mixed_fwd, mixed_bwd)
 
 
-def _pair(a, b):
+def stacked(a, b):
+    """Both scales in float32, as the kernels read them."""
     return jnp.stack([a.astype(jnp.float32), b.astype(jnp.float32)])
+
+
+def summed(
+    arrays: dict[str, hopper.Ref], here: pl.Slice, layout: hopper.RegisterLayout
+) -> jax.Array:
+    """x + y, or a (x + y) + b x0, of the rows `here`; arrays: those given of x, y, x0, scales."""
+    values = {name: load(ref.at[here], layout) for name, ref in arrays.items() if name != "scales"}
+    s = values["x"] + values["y"] if "y" in values else values["x"]
+    if "scales" in arrays:
+        s = arrays["scales"][0] * s + arrays["scales"][1] * values["x0"]
+    return s
 
 
 @hopper.jit_kernel("options")
@@ -81,11 +93,7 @@ def _forward(options, x_BTD, y_BTD, x0_BTD, scales_2):
     def norm_forward(block, *refs):
         arrays, (s_ref, h_ref) = dict(zip(given, refs)), refs[-2:]
         here = pl.ds(block * ROWS, ROWS)
-        values = {name: load(arrays[name].at[here], layout) for name in given if name != "scales"}
-        s = values["x"] + values["y"] if "y" in values else values["x"]
-        if "scales" in given:
-            s = arrays["scales"][0] * s + arrays["scales"][1] * values["x0"]
-        s = s.astype(x_BTD.dtype)
+        s = summed(arrays, here, layout).astype(x_BTD.dtype)
         s_ref[here] = s
         s = s.astype(jnp.float32)
         scale = lax.rsqrt(jnp.sum(s * s, 1) * (1 / D) + options.eps)
