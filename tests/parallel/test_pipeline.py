@@ -46,6 +46,7 @@ def documents(rows):
 
 # Chunks of 2, 1, 1 and 1 layers whose windows differ, twice round, with value embeddings in some.
 UNLIKE = GPT | {"depth": 5, "window_pattern": "SSL"}
+SHALLOW = UNLIKE | PLAIN_PARTS | {"depth": 3}  # chunks of 2 layers and 1
 MIXED = GPT | PLAIN_PARTS | {"depth": 2, "moe": {"experts": 4, "hidden": 32, "every": 2}}
 # Chunks that are alike, as with context they must be: no branch for a stage that waits.
 ALIKE = LLAMA | {"moe": {"experts": 4, "hidden": 32}}
@@ -56,14 +57,16 @@ ALIKE = LLAMA | {"moe": {"experts": 4, "hidden": 32}}
     [
         (LLAMA, dict(pipeline=2, data=2), 8, 1),
         (UNLIKE, dict(pipeline=2, fsdp=2), 2, 2),
-        (MIXED, dict(pipeline=2, expert=2, tensor=2), 4, 1),
+        (MIXED, dict(pipeline=2, expert=2), 4, 1),
         (ALIKE, dict(pipeline=2, context=2, expert=2), 4, 1),
+        (SHALLOW, dict(pipeline=2, fsdp=2, tensor=2), 4, 1),
     ],
     ids=[
         "llama",
         "unlike twice round",
-        "experts and tensor",
+        "experts",
         "experts and context",
+        "tensor",
     ],
 )
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def documents(rows):
         (UNLIKE, dict(pipeline=3, fsdp=2), 2),
         (GPT | PLAIN_PARTS | {"remat": "block"}, dict(pipeline=2), 1),
         (LLAMA, dict(pipeline=2, data=2), 4),
-        (GPT, dict(pipeline=2, data=2, tensor=2), 4),
+        (GPT | {"depth": 4}, dict(pipeline=2, data=2, tensor=2), 4),
     ],
     ids=["unlike", "rows not divided, recomputed", "tied head", "tensor"],
 )

@@ -70,7 +70,7 @@ def test_the_logits_of_the_standard_parametrization_grow_and_those_of_mup_do_not
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
     words = [
         "quickstart", "data.tokenizer={name: bytes}", "model.depth=1", "model.head_dim=8",
-        "train.sequence_length=16", "train.batch_size=8", "--widths", "16", "64",
+        "train.sequence_length=16", "train.batch_size=8", "--widths", "16", "32", "64",
         "--seeds", "1", "--steps", "3", *assignments(**FEW_PARTS),
     ]  # fmt: skip
     found = {}
