@@ -105,7 +105,6 @@ def frozen(tmp_path_factory):
     return directory / "tiny"
 
 
-@pytest.mark.usefixtures("one_device")
 def test_a_run_whose_first_layer_freezes_says_so(tmp_path):
     freezing = {"train__autofreeze": "{every: 1, percentile: 90, max_layers: 1}"}
     fields = FREEZING | freezing | {"model__depth": 2, "train__steps": 4, "checkpoint__keep": 1}
