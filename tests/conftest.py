@@ -21,7 +21,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
     sys.pycache_prefix = str(Path(__file__).parents[1] / ".cache" / "bytecode")
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
-# Before the first import of the packages under test: their annotations are checked at every call.
+# Before the first import of the packages under test: their annotations are checked at calls.
 if os.environ.get("JAXTRAIN_TYPES") or not os.environ.get("JAXTRAIN_SLOW"):
     annotations.install("jaxtrain", "jaxtrain_kernels")
 
@@ -98,6 +98,10 @@ def mark_slow_cases(config, items):
         marker = next(iter(items_of.values())).get_closest_marker("quick")
         if missing := set(marker.args) - items_of.keys():
             raise pytest.UsageError(f"{name}: quick names cases that are not there: {missing}")
+
+
+def pytest_runtest_setup():
+    annotations.begin_test()
 
 
 def pytest_collection_finish():

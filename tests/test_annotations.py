@@ -1,4 +1,4 @@
-"""The annotations of the packages under test are checked at every call."""
+"""The annotations of the packages under test are checked at the first calls in each test."""
 
 import importlib
 import sys
@@ -74,6 +74,17 @@ def test_a_function_in_another_is_checked_the_first_times_alone(checked):
             checked.outer("2")
     assert checked.outer("2") == "2"
     annotations.made.clear()
+
+
+def test_the_first_calls_in_each_test_are_checked(checked):
+    annotations.begin_test()
+    for _ in range(annotations.CALLS):
+        with pytest.raises(BeartypeCallHintViolation):
+            checked.length([1])
+    assert checked.length([1]) == 1
+    annotations.begin_test()
+    with pytest.raises(BeartypeCallHintViolation):
+        checked.length([1])
 
 
 def test_what_is_right_passes(checked):

@@ -234,12 +234,9 @@ prefix kernels.norm remat_short
 kernels.rope kernels.qkv kernels.relu2 scan_layers frozen_layers
 weight_form.group_size qk_head_dim
 weight_form.activations ffn_tiles
-moe.experts moe.aux_loss moe.every
-moe.top_k moe.z_loss
-moe.hidden moe.remat moe.score_function
-moe.shared_experts moe.balance_bias
-mla.kv_rank mla.rope_dim
-mla.q_rank mla.nope_dim
+moe.experts moe.aux_loss moe.every moe.top_k moe.z_loss
+moe.hidden moe.remat moe.score_function moe.shared_experts moe.balance_bias
+mla.kv_rank mla.rope_dim mla.q_rank mla.nope_dim
 """
 GROUPS = [tuple(line.split()) for line in MODELS.strip().splitlines()]
 GROUPS += [(name,) for name in DECODERS if not any(name in group for group in GROUPS)]

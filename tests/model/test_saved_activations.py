@@ -120,7 +120,7 @@ def test_the_mean_gradient_approaches_the_exact_one(remat):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", COMPRESSIONS)
+@pytest.mark.parametrize("remat", ["actnn4", "int8", "int2"])
 def test_gradients_are_near_in_a_scan_too(remat):
     """Nearer with more bits; the same key, the same bits."""
     exact = gradients_of("none", depth=2)(jax.random.key(0))[1]

@@ -91,8 +91,7 @@ def test_an_export_writes_the_weights_out_for_each_layer(tmp_path):
 
 LATENT = {"model__qk_norm": False, "model__value_embeddings": False}
 RUNS = {
-    "weights": {"model__share_layers": "adjacent"},
-    "keys and values": {"model__share_kv": "adjacent"},
+    "both": {"model__share_layers": "adjacent", "model__share_kv": "adjacent"},
     "latents": LATENT | {"model__mla": "{kv_rank: 16, rope_dim: 4}"},
 }
 

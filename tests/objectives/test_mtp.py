@@ -278,7 +278,7 @@ def test_a_model_without_modules_gets_new_ones(tmp_path):
 
 
 SPLITS = [
-    ({}, 2), ({"data": 2}, 4), ({"fsdp": 2, "tensor": 2}, 4), ({"context": 2}, 8),
+    ({}, 2), ({"fsdp": 2, "tensor": 2}, 4), ({"context": 2}, 8),
 ]  # fmt: skip
 
 

@@ -109,13 +109,13 @@ def test_a_fault_of_every_run_stops_the_sweep_and_spends_no_trial(tmp_path, caps
 @pytest.mark.usefixtures("one_device")
 def test_a_killed_worker_loses_nothing(tmp_path, capfd):
     """SIGKILL in the middle of a trial: another one takes its place, and the trials stay."""
-    steps = ["train.steps=24", "checkpoint.every=4", ADAMW]
+    steps = ["train.steps=12", "checkpoint.every=2", ADAMW]
     path = write_sweep(tmp_path, trials=2, parameters=RATE)
     assert main([str(path), "name=whole", *steps]) == 0
     run_dir = tmp_path / "runs" / "killed" / "trial-0000-seed1"
 
     def kill():
-        wait_for(lambda: (run_dir / "checkpoints" / "8").is_dir())
+        wait_for(lambda: (run_dir / "checkpoints" / "4").is_dir())
         os.kill(worker_of(run_dir), signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
@@ -133,7 +133,7 @@ def test_a_killed_worker_loses_nothing(tmp_path, capfd):
     ]
     assert [t["scores"] for t in whole] == [t["scores"] for t in killed]  # bit for bit
     starts = [row for row in events_of(run_dir) if row.get("event") == "start"]
-    assert len(starts) == 2 and starts[1]["step"] >= 8
+    assert len(starts) == 2 and starts[1]["step"] >= 4
 
 
 def worker_of(run_dir):
