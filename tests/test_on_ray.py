@@ -118,14 +118,21 @@ def run(tmp_path, corpus):
 
 
 @pytest.mark.usefixtures("one_device")
-def test_scores_are_those_of_one_host(tmp_path, cluster, run, small, monkeypatch):
+def test_scores_are_the_same_after_a_node_was_killed(tmp_path, cluster, run, small, monkeypatch):
     monkeypatch.setattr(score, "JOB_BATCHES", 2)
+    killed = []
+
+    def progress(stage, done, total):
+        if stage == "score" and done > total / 3 and not killed:
+            killed.append(cluster.ask("kill"))
+
     saved = load_saved(run)
     names, remote = ["perplexity", "el2n"], RemoteModel(str(run), None, (), ())
     score.score(saved, saved.config, names, tmp_path / "host.jsonl.zst")
     with on_ray.ray_cluster(cluster.address):
         out = tmp_path / "nodes.jsonl.zst"
-        score.score(saved, saved.config, names, out, remote=remote)
+        score.score(saved, saved.config, names, out, progress=progress, remote=remote)
+    assert killed == [2] and cluster.ask("add") == 3
     assert (tmp_path / "host.jsonl.zst").read_bytes() == out.read_bytes()
 
 
