@@ -116,7 +116,10 @@ class ValueEmbedding(nnx.Module):
         self, x_BTD: Float[Array, "B T D"], tokens_BT: Int[Array, "B T"]
     ) -> Float[Array, "B T KH"]:
         gate_cK = dequantize(self.gate.get_value())
-        gate_BTK = 3 * jax.nn.sigmoid(x_BTD[..., : gate_cK.shape[0]] @ gate_cK)
+        # Whole on each device: XLA would divide the channels, and exchange them by a
+        # collective-permute, which a stage of a pipeline must not have.
+        x_BTc = constrain(x_BTD, "batch", "tokens", None)[..., : gate_cK.shape[0]]
+        gate_BTK = 3 * jax.nn.sigmoid(x_BTc @ gate_cK)
         rows = lookup(self.table[...], tokens_BT)
         split = rows.reshape(*rows.shape[:2], gate_cK.shape[1], -1)
         return (gate_BTK[..., None] * split).reshape(rows.shape)
