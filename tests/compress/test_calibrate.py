@@ -48,7 +48,8 @@ def forward_inputs(saved, tokens_BT, monkeypatch):
 
         for module in (attention, layers):
             monkeypatch.setattr(module, "dense", dense)
-            monkeypatch.setattr(module, "dense_of", lambda x, *_: functools.partial(dense, x))
+            of = lambda x, *_, cast=None: functools.partial(dense, x)
+            monkeypatch.setattr(module, "dense_of", of)
         monkeypatch.setattr(layers, "feed_forward_relu2", lambda *_: None)
         nnx.merge(saved.graphdef, params)(tokens_BT)
         return seen
