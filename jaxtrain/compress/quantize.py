@@ -366,7 +366,6 @@ def write_figures(
     weights = {name: x for name, x in leaves if isinstance(x, QuantizedWeight)}
     stored = {name: stored_bytes(x) for name, x in weights.items()}
     facts = {"model": run, "method": method, "matrices": stored, "before": before, "after": after}
-    facts["seconds"] = {name: round(x, 2) for name, x in stages.seconds.items()}
     write_json(out / "quantization.json", facts | options._asdict())
     title = f"# {run}, quantized by {method}\n\n"
     write_whole(out / "quantization.md", f"{title}{figures_table(before, after)}\n")
