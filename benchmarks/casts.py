@@ -24,7 +24,7 @@ CASES = (
 
 
 def casts(
-    name: str, shape: tuple[int, int], backends: set[str], dtype: Any
+    name: str, shape: tuple[int, int], backends: set[str], dtype: jnp.dtype
 ) -> Iterator[dict[str, Any]]:
     """Rows for casts of tensors [M, F] by a given scale; `measured` ones also return the amax.
 
@@ -57,7 +57,7 @@ def cast(backend: str, function: Any, to: Any, measure: bool) -> Callable[..., A
 
 
 def norm_casts(
-    name: str, shape: tuple[int, int], backends: set[str], dtype: Any
+    name: str, shape: tuple[int, int], backends: set[str], dtype: jnp.dtype
 ) -> Iterator[dict[str, Any]]:
     """Rows for norms of x + y, and of a (x + y) + b x0, and their casts: in one pass, or `apart`.
 

@@ -180,7 +180,7 @@ def hidden_products(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
     return epilogue_rows(s.name, (s.M, s.K, s.N), backends, dtype)
 
 
-def stream_norms(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
+def stream_norms(s: Dense, backends: set[str], dtype: jnp.dtype) -> Iterator[Row]:
     """The norms of a stream as wide as the input, with their casts."""
     return norm_casts(s.name, (s.M, s.K), backends, dtype)
 

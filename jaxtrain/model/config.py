@@ -223,14 +223,9 @@ class ModelFields[Size: int | None](Settings):
     fp8_epilogue: bool = Field(
         False,
         description="cast squared-ReLU hidden activations and their gradients to float8 in the "
-        "epilogue of the matmul that computes them (own Hopper kernel), which saves one memory "
-        "pass",
+        "epilogue of the matmul that computes them (own Hopper kernel)",
     )
-    fp8_norms: bool = Field(
-        False,
-        description="cast the input of float8 matmuls in the norm that computes it (own Hopper "
-        "kernel), which saves one memory pass per norm",
-    )
+    fp8_norms: bool = Field(False, description="norms cast the input of float8 matmuls themselves")
     fp8_history: int | None = Field(
         None,
         ge=1,

@@ -30,11 +30,11 @@ def test_the_figures_are_those_of_the_packed_model(method, tmp_path, monkeypatch
     read = method in ("gptq", "awq", "w8a8")
     assert main([*line, *(["--sequences", "8", "--calibration", str(text)] if read else [])]) == 0
     assert len(made) == (2 if method in ("awq", "w8a8") else 1)
-    said = json.loads((out / "quantization.json").read_text())
+    recorded = json.loads((out / "quantization.json").read_text())
     for model, when in ((load_saved(run), "before"), (load_saved(out), "after")):
         for name, value in evaluate(model, text_config(model.config, text)).items():
-            assert said[when][name] == pytest.approx(value, rel=2e-6)
-    assert said["before"]["loss"] != said["after"]["loss"]
+            assert recorded[when][name] == pytest.approx(value, rel=2e-6)
+    assert recorded["before"]["loss"] != recorded["after"]["loss"]
     names = ["model", *(["calibration text", "layers"] if read else []), "pack"]
     shown = capsys.readouterr()
     (line,) = (x for x in shown.out.splitlines() if x.startswith("seconds  "))

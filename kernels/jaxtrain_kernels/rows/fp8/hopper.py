@@ -8,13 +8,14 @@ column, so a multiprocessor holds two blocks, and one block's loads hide the oth
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
 
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target
@@ -29,6 +30,7 @@ WARPGROUPS = 2  # per block
 BARRIER = WARPGROUPS + 1  # a named barrier; those before it are the warpgroups' own
 PAD = 8  # elements between rows in shared memory, so that ldmatrix has no bank conflicts
 E4M3 = jnp.float8_e4m3fn
+Shaped = Array | jax.ShapeDtypeStruct
 
 
 class CastOptions(NamedTuple):
@@ -36,7 +38,7 @@ class CastOptions(NamedTuple):
     interpret: hopper.Interpret
 
 
-def supports(target: Target, x: Any, *others: Any) -> str | None:
+def supports(target: Target, x: Shaped, *others: Shaped) -> str | None:
     if reason := rows.supports(target, "residual_norm", x, *others):
         return reason
     count = x.size // x.shape[-1]
@@ -99,7 +101,7 @@ def _norm_cast(options, x_BTD, y_BTD, x0_BTD, scales_2, multiplier):
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         row, factor = block * ROWS, multiplier[0]
 
-        def cast_rows(here: Any) -> tuple[Any, Any]:
+        def cast_rows(here: pl.Slice) -> tuple[Array, Array]:
             """Norm and cast 4 rows; return their bytes, and the maximum of each."""
             s = norm.summed(arrays, here, layout).astype(x_BTD.dtype)
             s_ref[here] = s
@@ -115,7 +117,7 @@ def _norm_cast(options, x_BTD, y_BTD, x0_BTD, scales_2, multiplier):
             bytes_4D = lax.bitcast_convert_type(q, jnp.uint8).astype(jnp.uint16)
             return bytes_4D, jnp.max(jnp.abs(h), 1)
 
-        def norm_half(half: int, step: Any, most: Any) -> Any:
+        def norm_half(half: int, step: Array, most: Array) -> Array:
             pair = (step * WARPGROUPS + warpgroup) * norm.ROWS
             at = packed.at[pl.ds(pair, norm.ROWS), pl.ds(0, D)]
             values, peaks = cast_rows(pl.ds(row + half * PAIRS + pair, norm.ROWS))
@@ -125,7 +127,7 @@ def _norm_cast(options, x_BTD, y_BTD, x0_BTD, scales_2, multiplier):
             at[...] = values
             return jnp.maximum(most, peaks)
 
-        def transpose_columns(n: Any, _: None) -> None:
+        def transpose_columns(n: Array, _: None) -> None:
             columns = pl.ds((n * WARPGROUPS + warpgroup) * COLUMNS, COLUMNS)
             both = plgpu.load(packed.at[:, columns].T, layout=hopper.MATRIX)
             for half, byte in enumerate((both & jnp.uint16(0xFF), both >> jnp.uint16(8))):

@@ -1,6 +1,6 @@
 """Reference implementation in plain jnp: the norm, then the cast."""
 
-from typing import Any
+from types import ModuleType
 
 from jax import lax
 
@@ -20,7 +20,7 @@ def norm_quantized(x_BTD, y_BTD, x0_BTD, scales, multiplier, *, eps):
     return norm_then_cast(norms, casts, (x_BTD, y_BTD, x0_BTD), scales, multiplier, eps)
 
 
-def norm_then_cast(norms: Any, casts: Any, arrays, scales, multiplier, eps):
+def norm_then_cast(norms: ModuleType, casts: ModuleType, arrays, scales, multiplier, eps):
     """By these modules' separate passes."""
     x_BTD, y_BTD, x0_BTD = arrays
     if scales is not None:
