@@ -22,13 +22,15 @@ from jaxtrain.cluster.xla_flags import known_options
 TILINGS = {
     False: (
         GemmTiling(128, 192, stages=3, parts=3), GemmTiling(128, 192, stages=4, parts=2, cluster=1),
-        GemmTiling(128, 128, stages=5, parts=2),
+        GemmTiling(128, 128, stages=5, parts=2), GemmTiling(128, 192, stages=4, parts=2, group=16),
         GemmTiling(64, 192, stages=4, parts=2, shared=True),
     ),
     True: (
         GemmTiling(64, 128, stages=5, parts=2, shared=True),
         GemmTiling(64, 192, stages=3, parts=3, shared=True, cluster=1),
         GemmTiling(64, 192, stages=3, parts=3, shared=True, group=16),
+        GemmTiling(64, 128, stages=5, parts=2, shared=True, summed=2),
+        GemmTiling(64, 192, stages=3, parts=3, shared=True, summed=2),
     ),
 }  # fmt: skip
 
@@ -69,7 +71,8 @@ def epilogue_rows(
 
 def numbers_of(t: GemmTiling) -> str:
     how = "shared" if t.shared else "in turns"
-    return f"{t.rows}x{t.columns} {how}, {t.stages} stages, {t.parts} parts, cluster {t.cluster}"
+    sizes = f"{t.rows}x{t.columns} {how}, {t.stages} stages, {t.parts} parts, cluster {t.cluster}"
+    return f"{sizes}, group {t.group}, {t.summed} summed"
 
 
 def options_of(gradient: bool) -> ProductOptions:

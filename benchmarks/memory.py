@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from benchmarks.random_inputs import new_state, random_batch
 from benchmarks.record import describe
-from benchmarks.step import compiled_step
+from benchmarks.step import compiled_step, peak_bytes
 from benchmarks.timing import COMPILERS, median_ms
 from jaxtrain.estimate.workload import (
     Workload,
@@ -163,7 +163,8 @@ def bench_longest(
 
     A step's memory is nearly linear in the length: two lengths predict a third, the two nearest to
     the limit the next, until within 5%. memory: the limit in bytes, for devices that do not report
-    theirs.
+    theirs. With train.sequence_length among the overrides only that length is tried. Raises
+    UserError if no length fits.
     """
     limit = memory or (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:
@@ -173,11 +174,17 @@ def bench_longest(
         size = [f"train.sequence_length={length}", "train.batch_size=1"]
         w = load_workload(name, [*overrides, *size, "train.device_batch_size=1"])
         row: dict[str, Any] = {"name": "longest row", "shape": f"T {length}"} | figures(w, run)
+        if run:
+            row |= {"peak_bytes": peak_bytes(), "limit_bytes": limit}
         print(f"  {row}", file=sys.stderr, flush=True)
         return row
 
+    rows: dict[int, dict[str, Any]]
+    if asked := asked_length(overrides):
+        rows = {asked: at(asked, run=jax.default_backend() == "gpu")}
+        return record_longest(name, variant, overrides, rows, asked)
     with ThreadPoolExecutor(COMPILERS) as pool:
-        rows: dict[int, dict[str, Any]] = dict(zip(FIRST, pool.map(at, FIRST)))
+        rows = dict(zip(FIRST, pool.map(at, FIRST)))
     for _ in range(REFINED):
         length = next_length({n: row["total_bytes"] for n, row in rows.items()}, 0.97 * limit)
         if length is None:
@@ -198,7 +205,25 @@ def bench_longest(
         except UserError as error:
             print(f"  T {length}: {error}", file=sys.stderr, flush=True)
             length = int(0.9 * length) // STEP * STEP
-    record = describe("techniques", name, variant or "longest", workload={"batch_size": 1})
+    return record_longest(name, variant, overrides, rows, length)
+
+
+def asked_length(overrides: Sequence[str]) -> int | None:
+    """The sequence length among the overrides."""
+    given = dict(one.split("=", 1) for one in overrides)
+    length = given.get("train.sequence_length")
+    return None if length is None else int(length)
+
+
+def record_longest(
+    name: str,
+    variant: str | None,
+    overrides: Sequence[str],
+    rows: Mapping[int, dict[str, Any]],
+    length: int,
+) -> dict[str, Any]:
+    workload = {"batch_size": 1, "overrides": list(overrides)}
+    record = describe("techniques", name, variant or "longest", workload=workload)
     return record | {"rows": list(rows.values()), "longest": length}
 
 

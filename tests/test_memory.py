@@ -385,6 +385,14 @@ def test_the_longest_row_is_looked_for_by_lines():
     assert memory.next_length(steep | {18432: 96}, 100.0) is None
 
 
+def test_one_length_is_measured_alone_where_it_is_asked_for():
+    small = ["model.depth=1", "model.width=32", "model.head_dim=32"]
+    record = memory.bench_longest("quickstart", [*small, "train.sequence_length=64"], memory=2**30)
+    (row,) = record["rows"]
+    assert row["shape"] == "T 64" and row["total_bytes"] > 0 and record["longest"] == 64
+    assert record["workload"]["overrides"] == [*small, "train.sequence_length=64"]
+
+
 def test_the_scores_and_logits_of_the_references_are_counted():
     """A baseline without flash attention keeps the scores of every layer for the backward pass."""
     sizes = ["train.sequence_length=256", "train.batch_size=2", "train.device_batch_size=2"]

@@ -29,6 +29,9 @@ def test_kernel_choices_are_shown_but_on_a_cpu(logger, capsys):
     assert capsys.readouterr().err == "kernel   attention: mosaic\n"
 
 
+HOST = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
+
 @pytest.mark.parametrize(
     "said", [None, "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"]
 )
@@ -38,9 +41,16 @@ def test_most_of_the_memory_is_taken_unless_somebody_says_how_much(said, monkeyp
         monkeypatch.delenv(name)
     if said:
         monkeypatch.setenv(said, "0.5")
+    monkeypatch.setenv(HOST, "0")
+    monkeypatch.delenv(HOST)
     take_memory()
     found = {name: value for name, value in os.environ.items() if name.endswith("MEM_FRACTION")}
     assert found == ({said: "0.5"} if said else {"XLA_CLIENT_MEM_FRACTION": "0.9"})
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    assert 0.85 * most - 1 < int(os.environ[HOST]) <= 0.9 * most
+    os.environ[HOST] = "7"
+    take_memory()
+    assert os.environ[HOST] == "7"
 
 
 @pytest.mark.parametrize(
