@@ -14,7 +14,7 @@ def test_each_product_has_a_row_with_its_error(monkeypatch):
     rows = list(epilogues.epilogue_rows("small", (64, 128, 64), backends, jnp.bfloat16))
     names = [(row["name"], row["backend"]) for row in rows]
     assert names == [("fp8_product_relu2", "xla"), ("fp8_product_relu2_grad", "xla")]
-    assert all(row["ms"] > 0 and row["error"] < 1e-2 for row in rows)
+    assert all(row["ms"] > 0 and row["error"] < 3e-2 for row in rows)
     assert not list(epilogues.epilogue_rows("small", (64, 128, 64), backends, jnp.float32))
 
 

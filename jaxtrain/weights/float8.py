@@ -19,6 +19,7 @@ import jaxtrain_kernels as kernels
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxtrain.parallel.axes import constrain, current_mesh
+from jaxtrain.parallel.fp8_cast import cast_backend
 from jaxtrain.settings import UserError
 from jaxtrain.weights.contract import Weight, gradients_together
 from jaxtrain.weights.params import Params, ParamSpec, Specs, path_name
@@ -143,11 +144,6 @@ def quantize_float8(w_LKN: Float[Array, "L K N"]) -> Fp8Weight:
 
 def pinned(h_BTF: Array) -> Array:
     return constrain(h_BTF, "batch", "tokens", "hidden")
-
-
-def cast_backend() -> str | None:
-    """Backend of the casts: XLA under a mesh, where an amax is over all devices."""
-    return None if current_mesh() is None else "xla"
 
 
 def in_fp8(spec: ParamSpec) -> bool:

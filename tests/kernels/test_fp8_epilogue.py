@@ -106,7 +106,12 @@ def test_mosaic_lowers_for_hopper_at_the_models_sizes(gradient):
 
 @pytest.mark.parametrize(
     ("reason", "shape", "dtype"),
-    [("needs rows", (96, 128, 64), BF16), ("a product in bfloat16", (64, 64, 128), jnp.float32)],
+    [
+        ("needs rows", (96, 128, 128), BF16),
+        ("above it", (128, 64, 128), BF16),
+        ("above it", (64, 128, 128), BF16),
+        ("a product in bfloat16", (128, 128, 128), jnp.float32),
+    ],
 )
 def test_what_mosaic_cannot_do_is_refused_with_the_reason(reason, shape, dtype):
     a, b = operands(*shape, gradient=False)

@@ -181,7 +181,8 @@ def test_lowers_for_hopper(D, dtype):
         (("cpu", None), (64, 64), BF16, "needs an NVIDIA GPU, this is cpu"),
         (("cuda", (8, 0)), (64, 64), BF16, "needs compute capability 9.0"),
         (("cuda", (9, 0)), (64, 64), jnp.float32, r"needs bfloat16 or float16 .* got \['float32'"),
-        (("cuda", (9, 0)), (64, 40), BF16, r"in multiples of 64, got \[64, 40\]"),
+        (("cuda", (9, 0)), (64, 40), BF16, r"in multiples of 64 above it, got \[64, 40\]"),
+        (("cuda", (9, 0)), (64, 64), BF16, r"in multiples of 64 above it, got \[64, 64\]"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_with_the_reason_and_goes_to_xla(

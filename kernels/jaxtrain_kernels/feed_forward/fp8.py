@@ -18,6 +18,7 @@ from jaxtrain_kernels.matmul.fp8 import (
     E5M2,
     Fp8,
     Fp8Input,
+    Implementation,
     fp8_product,
     fp8_quantize,
     fp8_quantize_function,
@@ -37,7 +38,7 @@ def fp8_feed_forward_relu2(
     constrain: Callable[[Array], Array] = lambda h: h,
     keep_hidden: bool = True,
     epilogue: str | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "*M D"]:
     """relu(x W_up)^2 W_down in x's dtype, with all six matmuls in float8 as in `fp8_matmul`.
 
@@ -65,7 +66,7 @@ def fp8_feed_forward_relu2(
 
 
 class NetworkOptions(NamedTuple):
-    implementation: str | None
+    implementation: Implementation
     constrain: Callable[[Array], Array]
     keep_hidden: bool
     epilogue: str | None

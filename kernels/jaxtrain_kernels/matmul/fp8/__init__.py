@@ -11,7 +11,7 @@ matrix and its transpose in `Fp8`. XLA turns a dot of float8 arrays into cuBLASL
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,26 @@ from jaxtrain_kernels.matmul.fp8.xla import fp8_amax
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # Backends of the pass that scales, casts and transposes; the first that can serve is the default.
 # XLA's is one kernel too, which can also compute the tensor (a norm, say), but it is slower. If it
-# also finds the amax, the transpose is a second kernel. It alone supports meshes and `jax.vmap`.
-BACKENDS = {"mosaic": hopper, "xla": xla, "reference": reference}
+# also finds the amax, the transpose is a second kernel. It alone supports `jax.vmap`, and arrays
+# that XLA divides among devices; a caller with a mesh may pass a `CastBackend` of its own.
+BACKENDS: dict[str, Any] = {"mosaic": hopper, "xla": xla, "reference": reference}
+
+
+@runtime_checkable
+class CastBackend(Protocol):
+    """The two passes of a backend, as in `reference`; hashable."""
+
+    def cast(
+        self, arrays: tuple[Array, ...], multiplier: Array, dtype: DTypeLike, function: Function,
+        *, saturate: bool,
+    ) -> tuple[Array, Array]: ...  # fmt: skip
+
+    def cast_measured(
+        self, arrays: tuple[Array, ...], multiplier: Array, dtype: DTypeLike, function: Function
+    ) -> tuple[Array, Array, Array]: ...
+
+
+Implementation = str | CastBackend | None
 
 
 class Fp8(NamedTuple):
@@ -62,7 +80,7 @@ def fp8_quantize(
     dtype: DTypeLike = E4M3,
     *,
     amax: Float[Array, ""] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> Fp8:
     """Quantize x to float8, with its transpose, in one pass after the one that finds the amax.
 
@@ -74,7 +92,7 @@ def fp8_quantize(
     if amax is None:
         return fp8_quantize_function(itself, (x_MK,), dtype, None, implementation)[0]
     scale = given_scale(amax, dtype)
-    backend = _backend((x_MK,), dtype, implementation)
+    backend = choose_cast((x_MK,), dtype, implementation)
     q_MK, q_KM = backend.cast((x_MK,), 1 / scale, dtype, itself, saturate=True)
     return Fp8(q_MK, q_KM, scale)
 
@@ -84,7 +102,7 @@ def fp8_quantize_delayed(
     dtype: DTypeLike,
     amax: Float[Array, ""],
     *,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> tuple[Fp8, Float[Array, ""]]:
     """Return `fp8_quantize` by an earlier amax, and x's own amax, which the same pass finds."""
     return fp8_quantize_function(itself, (x_MK,), dtype, amax, implementation)
@@ -95,12 +113,12 @@ def fp8_quantize_function(
     arrays_MK: tuple[Array, ...],
     dtype: DTypeLike,
     amax: Array | None,
-    implementation: str | None,
+    implementation: Implementation,
 ) -> tuple[Fp8, Any]:
     """Quantize function(*arrays), one of `fp8.functions`. If an earlier amax is given to scale by,
     also return the value's own amax (else None). Nothing is written in the arrays' dtype.
     """
-    backend = _backend(arrays_MK, dtype, implementation)
+    backend = choose_cast(arrays_MK, dtype, implementation)
     if amax is None:
         scale = fp8_scale(fp8_amax(*arrays_MK, function=function), dtype)
         q_MK, q_KM = backend.cast(arrays_MK, 1 / scale, dtype, function, saturate=False)
@@ -110,9 +128,17 @@ def fp8_quantize_function(
     return Fp8(q_MK, q_KM, scale), seen
 
 
-def _backend(arrays_MK: tuple[Any, ...], dtype: DTypeLike, implementation: str | None) -> Any:
+def choose_cast(
+    arrays_MK: tuple[Any, ...], dtype: DTypeLike, implementation: Implementation
+) -> CastBackend:
+    """The backend that casts arrays of these shapes; a `CastBackend` is itself.
+
+    Raises NotImplementedError on a device without float8 matmuls, or where a named backend cannot.
+    """
     if reason := fp8_unsupported():
         raise NotImplementedError(reason)
+    if not isinstance(implementation, str | None):
+        return implementation
     reasons = {name: b.supports(target(), *arrays_MK) for name, b in BACKENDS.items()}
     given = " ".join(f"{x.dtype}{list(x.shape)}" for x in arrays_MK)
     signature = f"{given} to {jnp.dtype(dtype)}"
@@ -144,7 +170,7 @@ def fp8_matmul(
     w_fp8: Fp8 | None = None,
     amax_2: Float[Array, "2"] | None = None,
     x_cast: Fp8Input | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "M N"]:
     """x w in x's dtype, accumulated in float32, with all three matmuls in float8.
 
