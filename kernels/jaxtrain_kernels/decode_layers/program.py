@@ -17,15 +17,14 @@ from jaxtrain_kernels.decode_layers.kernel import (
     Context,
     LayersPlan,
     Product,
-    add_vector,
+    add_inputs,
     load_ahead,
     multiply,
     norm_inputs,
     parts_of,
-    read_inputs,
+    read_vector,
     rounded,
     tile_places,
-    wait_vector,
 )
 from jaxtrain_kernels.decode_layers.packing import ROWS, PackedLayers
 
@@ -69,8 +68,8 @@ def run_layers_kernel(plan: LayersPlan, *refs: Any) -> None:
     def total(left, layer, x):
         """Return the residual stream after a layer, with the layer's branch added."""
         begin = layer * offsets["end"] + offsets["down"]
-        left = wait_vector(c, left, begin, s.width)
-        return add_vector(c, x, begin), left
+        inputs, left = read_vector(c, left, begin, s.width)
+        return add_inputs(x, inputs), left
 
     def layer_step(layer, carry):
         left, x, ahead, touched = carry
@@ -94,19 +93,17 @@ def run_layers_kernel(plan: LayersPlan, *refs: Any) -> None:
         run = lambda c, left: join(c, left, base)
         left = only(joins(c) + nothing, plan.programs - 1 - program, run, left)
         ahead, more = more, load_ahead(c, up, layer)
-        left = wait_vector(c, left, base + offsets["heads"], 2 * out.columns)
-        inputs = read_inputs(c, base + offsets["heads"], 2 * out.columns)
+        inputs, left = read_vector(c, left, base + offsets["heads"], 2 * out.columns)
         multiply(c, out, layer, ahead[0], inputs, base + offsets["out"], SAME)
         touched = use(touched, ahead[1])
         ahead, more = more, load_ahead(c, down, layer)
-        left = wait_vector(c, left, base + offsets["out"], s.width)
-        x = add_vector(c, x, base + offsets["out"])
+        inputs, left = read_vector(c, left, base + offsets["out"], s.width)
+        x = add_inputs(x, inputs)
         keep(x, layer)
         multiply(c, up, layer, ahead[0], norm_inputs(c, x), base + offsets["up"], RELU2)
         touched = use(touched, ahead[1])
         ahead, more = more, load_ahead(c, qkv, jnp.minimum(layer + 1, L - 1))
-        left = wait_vector(c, left, base + offsets["up"], s.hidden)
-        inputs = read_inputs(c, base + offsets["up"], s.hidden)
+        inputs, left = read_vector(c, left, base + offsets["up"], s.hidden)
         multiply(c, down, layer, ahead[0], inputs, base + offsets["down"], SAME)
         return left, x, more, use(touched, ahead[1])
 
