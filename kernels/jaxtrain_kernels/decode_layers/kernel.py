@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxtrain_kernels.decode_layers.packing import ROWS, LayersShape
+from jaxtrain_kernels.decode_layers.prefetch import prefetch_rows
 
 COLUMNS = 128  # of a tile
 MOST_CHUNKS = 8  # per part; a thread has 4 registers of weights and 8 of inputs per chunk
@@ -43,7 +44,8 @@ class LayersPlan(NamedTuple):
     programs: of the grid. splits: parts of a head's keys. tokens: keys per step. page: tokens per
     page. pages: pages per layer. table: length of the page table. register_tiles: tiles of a
     matmul that are loaded into registers one matmul ahead; the others are only prefetched into the
-    cache. spins: reads of a vector before a program times out.
+    cache. spins: reads of a vector before a program times out. prefetch: weights are also fetched
+    into the L2 cache two matmuls ahead (`prefetch_rows`).
     """
 
     shape: LayersShape
@@ -55,6 +57,7 @@ class LayersPlan(NamedTuple):
     table: int
     register_tiles: int
     spins: int
+    prefetch: bool
 
     @property
     def padded_splits(self) -> int:
@@ -194,14 +197,24 @@ def tiles_of(product: Product):
 
 
 def load_ahead(c: Context, product: Product, layer):
-    """Load the tiles kept in registers; if there are others, also `touch` the program's rows."""
+    """Load the tiles kept in registers; if there are others and no `prefetch`, `touch` the rows."""
     tiles, ahead, chunks = tiles_of(product), [], 0
     for unit, _, part in tiles:
         chunks += part[1]
         if chunks > c.plan.register_tiles:
             break
         ahead.append(load_tiles(c, product, layer, unit, part))
-    return tuple(ahead), touch(c, product, layer) if len(ahead) < len(tiles) else None
+    is_whole = len(ahead) == len(tiles)
+    return tuple(ahead), None if is_whole or c.plan.prefetch else touch(c, product, layer)
+
+
+def prefetch(c: Context, product: Product, layer) -> None:
+    """Start to bring a program's rows into the L2 cache, where the plan says so."""
+    if not c.plan.prefetch:
+        return
+    for unit in range(product.units):
+        row = layer * product.rows + first_row(c, product, unit)
+        prefetch_rows(product.ref, row * product.columns, product.columns * 4, THREADS)
 
 
 def touch(c: Context, product: Product, layer):
