@@ -132,7 +132,7 @@ def test_it_is_one_kernel_of_xla():
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
 def test_weights_are_prefetched_where_the_gpu_can(capability):
-    """Each thread's piece of assembly is in the kernel's code, once for each tile of a program."""
+    """The kernel's code has the rows of each matrix, or none."""
     s = shape_of()
     with on_target("cuda", capability), jax.sharding.use_abstract_mesh(H200):
         run = jax.jit(functools.partial(decode_layers, s))
@@ -156,6 +156,7 @@ def test_a_vector_is_read_by_the_wait_for_it():
         for i, out in enumerate(found):
             out[...] = read(i // 2)[i % 2]
 
+    @jax.jit
     def call(slots):
         chunks = [2, 2, 1, 1]
         out = [jax.ShapeDtypeStruct((n, kernel.ROWS, kernel.COLUMNS), jnp.float32) for n in chunks]
@@ -171,7 +172,9 @@ def test_a_vector_is_read_by_the_wait_for_it():
             expected = jnp.broadcast_to(halves[half, chunks, None], found[2 * part + half].shape)
             np.testing.assert_array_equal(found[2 * part + half], expected)
     for missing in (0, 300, size - 1):
-        assert call(jnp.concatenate([jnp.zeros(32, jnp.int32), words.at[missing].set(0)]))[0][0] == 0
+        assert (
+            call(jnp.concatenate([jnp.zeros(32, jnp.int32), words.at[missing].set(0)]))[0][0] == 0
+        )
 
 
 def launched(s, arrays, **how):

@@ -265,7 +265,9 @@ def read_vector(c: Context, left, begin, size: int):
         words = []
         for first, chunks in parts:
             at = (first + jnp.arange(chunks))[:, None] * COLUMNS + column
-            words.append(plgpu.load(c.slots.at[begin + at + side * (half - COLUMNS)], volatile=True))
+            words.append(
+                plgpu.load(c.slots.at[begin + at + side * (half - COLUMNS)], volatile=True)
+            )
         return words, words
 
     words, left = poll(left, read, tuple((chunks, 2 * COLUMNS) for _, chunks in parts))
