@@ -2,12 +2,14 @@
 lowering, and on a GPU tokens in a row against the reference."""
 
 import functools
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh
 from jaxtrain_kernels.decode_layers import (
     LayersShape,
@@ -15,6 +17,7 @@ from jaxtrain_kernels.decode_layers import (
     decode_layers,
     kernel,
     pack_weights,
+    program,
     reference,
     triton,
 )
@@ -125,6 +128,53 @@ def test_it_is_one_kernel_of_xla():
         text = run.trace(*inputs(s, 3, 32)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call") == text.count("@__gpu$xla.gpu.triton") == 1
     assert "dot_general" not in text
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_weights_are_prefetched_where_the_gpu_can(capability):
+    """The kernel's code has the rows of each matrix, or none."""
+    s = shape_of()
+    with on_target("cuda", capability), jax.sharding.use_abstract_mesh(H200):
+        run = jax.jit(functools.partial(decode_layers, s))
+        text = run.trace(*inputs(s, 3, 32)).lower(lowering_platforms=("cuda",)).as_text()
+        products = program.products_of(triton.layers_plan(s, inputs(s, 3, 32)[5], 2), [None] * 4)
+    found = re.findall(r"cp\.async\.bulk\.prefetch\.L2\.global \[row\], (\d+)", text)
+    sizes = {str(4 * product.columns) for product in products}
+    assert set(found) == (sizes if capability >= (9, 0) else set())
+
+
+def test_a_vector_is_read_by_the_wait_for_it():
+    """The inputs of a product are words of the wait, in halves and in parts."""
+    size = 2 * 3 * kernel.COLUMNS  # parts of two chunks and of one
+    values = jnp.arange(size, dtype=BF16)
+    plan = triton.layers_plan(shape_of(D=size), inputs(shape_of(), 3, 32)[5], 2, interpret=True)
+
+    def run(slots_ref, status_ref, *found):
+        c = kernel.Context(plan, slots_ref, 0)
+        read, left = kernel.read_vector(c, jnp.int32(1), 32, size)
+        status_ref[0] = left
+        for i, out in enumerate(found):
+            out[...] = read(i // 2)[i % 2]
+
+    @jax.jit
+    def call(slots):
+        chunks = [2, 2, 1, 1]
+        out = [jax.ShapeDtypeStruct((n, kernel.ROWS, kernel.COLUMNS), jnp.float32) for n in chunks]
+        left = jax.ShapeDtypeStruct((1,), jnp.int32)
+        return pl.pallas_call(run, out_shape=[left, *out], interpret=True)(slots)
+
+    words = kernel.word_of(values.astype(jnp.float32))
+    left, *found = call(jnp.concatenate([jnp.zeros(32, jnp.int32), words]))
+    assert left[0] == 1
+    halves = values.astype(jnp.float32).reshape(2, 3, kernel.COLUMNS)
+    for part, chunks in enumerate((slice(0, 2), slice(2, 3))):
+        for half in (0, 1):
+            expected = jnp.broadcast_to(halves[half, chunks, None], found[2 * part + half].shape)
+            np.testing.assert_array_equal(found[2 * part + half], expected)
+    for missing in (0, 300, size - 1):
+        assert (
+            call(jnp.concatenate([jnp.zeros(32, jnp.int32), words.at[missing].set(0)]))[0][0] == 0
+        )
 
 
 def launched(s, arrays, **how):

@@ -86,16 +86,15 @@ def load_keys(c: Context, refs: TokenRefs, layer, part: KeyRange, step):
     )
 
 
-def new_token(c: Context, left, layer, base, refs: TokenRefs, part: KeyRange):
-    """Return the new token's queries, key and value, and `left` (see `poll`)."""
+def wait_token(c: Context, left, begin, part: KeyRange):
+    """Wait for the new token's queries, key, value and gate; return `left` (see `poll`)."""
     s = c.plan.shape
     half, H, G, k = s.head_dim // 2, s.head_dim, s.heads // s.kv_heads, part.k
     R = max(pl.next_power_of_2(G + 3), THREADS // half)
     r_R, h_1h = jnp.arange(R), jnp.arange(half)[None]
     head_R = jnp.where(r_R < G, k * G + r_R, s.heads + (r_R - G) * s.kv_heads + k)
-    gate_at = (s.heads + 2 * s.kv_heads) * H + k
-    row_at_R = jnp.where(r_R < G + 2, head_R * H, gate_at)
-    at_Rh = (base + c.plan.places["qkv"] + row_at_R)[:, None] + h_1h
+    row_at_R = jnp.where(r_R < G + 2, head_R * H, gate_place(c, k))
+    at_Rh = (begin + row_at_R)[:, None] + h_1h
     # Row G + 2 is the gate, one value. The rows after it are unused.
     is_head_R1 = (r_R < G + 2)[:, None]
     needed_Rh = is_head_R1 | ((r_R == G + 2)[:, None] & (h_1h == 0))
@@ -106,24 +105,49 @@ def new_token(c: Context, left, layer, base, refs: TokenRefs, part: KeyRange):
             for side, needed in ((0, needed_Rh), (half, is_head_R1 & (h_1h < half)))
         ]
         # A bitwise and checks the marks of both halves with one sum instead of two.
-        return halves, [halves[0] & halves[1]]
+        return (), [halves[0] & halves[1]]
 
-    (a_Rh, b_Rh), left = poll(left, read, ((R, half),) * 2)
-    a_Rh, b_Rh = high(a_Rh), high(b_Rh)
+    return poll(left, read, ())[1]
+
+
+def gate_place(c: Context, k):
+    """Place of a KV head's gate in the outputs of the first matmul."""
+    return (c.plan.shape.heads + 2 * c.plan.shape.kv_heads) * c.plan.shape.head_dim + k
+
+
+def new_token(c: Context, left, layer, base, refs: TokenRefs, part: KeyRange):
+    """Return the new token's queries, key and value, and `left` (see `poll`).
+
+    After the wait each warp reads the words for itself: a vector of a head has fewer words than a
+    program threads, and one read by each warp takes less than the exchanges between warps that
+    would bring the words of one array to all.
+    """
+    s = c.plan.shape
+    half, H, G, k = s.head_dim // 2, s.head_dim, s.heads // s.kv_heads, part.k
     h_h = jnp.arange(half)
-    cos_1h, sin_1h = refs.turns[0, h_h][None], refs.turns[1, h_h][None]
-    squares_R1 = (a_Rh * a_Rh + b_Rh * b_Rh).sum(1)[:, None]
-    factor_R1 = jax.lax.rsqrt(squares_R1 / H + s.eps)
-    turned = (
-        rounded((a_Rh * cos_1h - b_Rh * sin_1h) * factor_R1),
-        rounded((b_Rh * cos_1h + a_Rh * sin_1h) * factor_R1),
-    )
-    pick = lambda x_Rh, r: jnp.where((r_R == r)[:, None], x_Rh, 0.0).sum(0)
-    gate = rounded(3 * rounded(1 / (1 + jnp.exp(-pick(a_Rh, G + 2).sum(0)))))
+    # Read before the wait: the values come from memory.
+    cos_h, sin_h = refs.turns[0, h_h], refs.turns[1, h_h]
     own = [refs.values[layer, k * H + i * half + h_h].astype(jnp.float32) for i in range(2)]
-    value = [rounded(pick(x, G + 1) + rounded(gate * v_h)) for x, v_h in zip((a_Rh, b_Rh), own)]
-    queries = [tuple(pick(x_Rh, g) for x_Rh in turned) for g in range(G)]
-    return NewToken(queries, tuple(pick(x, G) for x in turned), tuple(value)), left
+    begin = base + c.plan.places["qkv"]
+    left = wait_token(c, left, begin, part)
+
+    def read(head):
+        at = begin + head * H + h_h
+        return [high(plgpu.load(c.slots.at[at + side], volatile=True)) for side in (0, half)]
+
+    def turned(a_h, b_h):
+        factor = jax.lax.rsqrt((a_h * a_h + b_h * b_h).sum(0) / H + s.eps)
+        return (
+            rounded((a_h * cos_h - b_h * sin_h) * factor),
+            rounded((b_h * cos_h + a_h * sin_h) * factor),
+        )
+
+    gate_word = high(plgpu.load(c.slots.at[begin + gate_place(c, k)], volatile=True))
+    value_word, key = read(s.heads + s.kv_heads + k), read(s.heads + k)
+    queries = [read(k * G + g) for g in range(G)]
+    gate = rounded(3 * rounded(1 / (1 + jnp.exp(-gate_word))))
+    value = tuple(rounded(x_h + rounded(gate * v_h)) for x_h, v_h in zip(value_word, own))
+    return NewToken([turned(*query) for query in queries], turned(*key), value), left
 
 
 def append(c: Context, layer, refs: TokenRefs, part: KeyRange, new: NewToken) -> None:

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxtrain_kernels.decode_layers.packing import ROWS, LayersShape
+from jaxtrain_kernels.decode_layers.prefetch import prefetch_rows
 
 COLUMNS = 128  # of a tile
 MOST_CHUNKS = 8  # per part; a thread has 4 registers of weights and 8 of inputs per chunk
@@ -43,7 +44,8 @@ class LayersPlan(NamedTuple):
     programs: of the grid. splits: parts of a head's keys. tokens: keys per step. page: tokens per
     page. pages: pages per layer. table: length of the page table. register_tiles: tiles of a
     matmul that are loaded into registers one matmul ahead; the others are only prefetched into the
-    cache. spins: reads of a vector before a program times out.
+    cache. spins: reads of a vector before a program times out. prefetch: weights are also fetched
+    into the L2 cache two matmuls ahead (`prefetch_rows`).
     """
 
     shape: LayersShape
@@ -55,6 +57,7 @@ class LayersPlan(NamedTuple):
     table: int
     register_tiles: int
     spins: int
+    prefetch: bool
 
     @property
     def padded_splits(self) -> int:
@@ -148,26 +151,13 @@ def poll(left, read, shapes):
         assert all(word.size >= THREADS for word in (*words, *checks)), "a word for each thread"
         missing = 0
         for word in checks:
-            absent = 1 - (word & 1)
-            while absent.ndim:  # one axis a time: Triton has no sum over several
-                absent = absent.sum(absent.ndim - 1)
-            missing += absent
+            missing += (1 - (word & 1)).reshape(-1).sum(0)  # one axis: one exchange between warps
         return carry[0] - 1, missing, *words
 
     go_on = lambda carry: (carry[1] > 0) & (carry[0] > 0)
     first = jnp.maximum(left, 1), jnp.int32(1), *(jnp.zeros(shape, jnp.int32) for shape in shapes)
     _, missing, *words = jax.lax.while_loop(go_on, look, first)
     return words, jnp.where(missing > 0, 0, left)
-
-
-def wait_vector(c: Context, left, begin, size: int):
-    """Wait until the words begin .. begin + size are written; return `left` (see `poll`)."""
-    at = jnp.arange(pl.next_power_of_2(max(size, THREADS)))
-
-    def read():
-        return (), [plgpu.load(c.slots.at[begin + at], mask=at < size, other=1, volatile=True)]
-
-    return poll(left, read, ())[1]
 
 
 def parts_of(columns: int) -> list[tuple[int, int]]:
@@ -187,7 +177,7 @@ def tile_places(size: int, row_stride: int = 0):
     return at + (jnp.arange(ROWS) * row_stride)[None, :, None]
 
 
-def first_row(c: Context, product: Product, unit: int):
+def first_row(c: Context, product: Product, unit):
     """First row of a tile. Tiles past the end repeat the last tile, whose outputs are rewritten."""
     return jnp.minimum((c.program * product.units + unit) * ROWS, product.rows - ROWS)
 
@@ -207,14 +197,24 @@ def tiles_of(product: Product):
 
 
 def load_ahead(c: Context, product: Product, layer):
-    """Load the tiles kept in registers; if there are others, also `touch` the program's rows."""
+    """Load the tiles kept in registers; if there are others and no `prefetch`, `touch` the rows."""
     tiles, ahead, chunks = tiles_of(product), [], 0
     for unit, _, part in tiles:
         chunks += part[1]
         if chunks > c.plan.register_tiles:
             break
         ahead.append(load_tiles(c, product, layer, unit, part))
-    return tuple(ahead), touch(c, product, layer) if len(ahead) < len(tiles) else None
+    is_whole = len(ahead) == len(tiles)
+    return tuple(ahead), None if is_whole or c.plan.prefetch else touch(c, product, layer)
+
+
+def prefetch(c: Context, product: Product, layer) -> None:
+    """Start to bring a program's rows into the L2 cache, where the plan says so."""
+    if not c.plan.prefetch:
+        return
+    for unit in range(product.units):
+        row = layer * product.rows + first_row(c, product, unit)
+        prefetch_rows(product.ref, row * product.columns, product.columns * 4, THREADS)
 
 
 def touch(c: Context, product: Product, layer):
@@ -241,25 +241,42 @@ def multiply(c: Context, product: Product, layer, ahead, inputs, begin, finish):
             x_low, x_high = inputs(i)
         w = ahead[at] if at < len(ahead) else load_tiles(c, product, layer, unit, part)
         sums[unit] += (low(w) * x_low + high(w) * x_high).sum(0)
+    # One store of all tiles: each store costs an exchange between warps.
+    unit_1U = jnp.arange(pl.next_power_of_2(product.units))[None]
+    y_8U = jnp.zeros((ROWS, unit_1U.size), jnp.float32)
     for unit, products in enumerate(sums):
-        out_at = c.slots.at[begin + first_row(c, product, unit) + jnp.arange(ROWS)]
-        plgpu.store(out_at, word_of(finish(products.sum(1))))
+        y_8U = jnp.where(unit_1U == unit, products.sum(1)[:, None], y_8U)
+    at_8U = begin + first_row(c, product, unit_1U) + jnp.arange(ROWS)[:, None]
+    plgpu.store(c.slots.at[at_8U], word_of(finish(y_8U)), mask=unit_1U < product.units)
 
 
-def read_inputs(c: Context, begin, size: int):
-    """Read a vector from the slots, after the wait for it, in the form that `multiply` takes."""
-    parts = parts_of(size // 2)
+def read_vector(c: Context, left, begin, size: int):
+    """Wait for a vector of the slots; return its inputs, in the form that `multiply` takes, and
+    `left` (see `poll`).
+
+    The words that end the wait are the inputs: to read them again would take as long as one more
+    exchange. A part's two halves are one array, so that one chunk has a word for each thread.
+    """
+    parts, half = parts_of(size // 2), size // 2
+    column = jnp.arange(2 * COLUMNS)[None]
+    side = (column >= COLUMNS).astype(jnp.int32)
+
+    def read():
+        words = []
+        for first, chunks in parts:
+            at = (first + jnp.arange(chunks))[:, None] * COLUMNS + column
+            words.append(
+                plgpu.load(c.slots.at[begin + at + side * (half - COLUMNS)], volatile=True)
+            )
+        return words, words
+
+    words, left = poll(left, read, tuple((chunks, 2 * COLUMNS) for _, chunks in parts))
 
     def inputs(i: int):
-        first, chunks = parts[i]
-        at = jnp.arange(chunks)[:, None] * COLUMNS + jnp.arange(COLUMNS)[None]
-        starts = [begin + half + first * COLUMNS for half in (0, size // 2)]
-        words = [plgpu.load(c.slots.at[at_ + at], volatile=True) for at_ in starts]
-        # Read once, then broadcast to all warps.
-        shape = chunks, ROWS, COLUMNS
-        return tuple(high(jnp.broadcast_to(word[:, None], shape)) for word in words)
+        shape = parts[i][1], ROWS, 2 * COLUMNS  # all warps have the vector
+        return tuple(map(high, jnp.split(jnp.broadcast_to(words[i][:, None], shape), 2, axis=2)))
 
-    return inputs
+    return inputs, left
 
 
 def norm_inputs(c: Context, x):
@@ -272,9 +289,8 @@ def norm_inputs(c: Context, x):
     return lambda i: tuple(rounded(half[i] * factor) for half in x)
 
 
-def add_vector(c: Context, x, begin):
-    """Add a vector of the slots to the residual stream."""
-    inputs = read_inputs(c, begin, c.plan.shape.width)
+def add_inputs(x, inputs):
+    """Add a vector of `read_vector` to the residual stream."""
     found = [inputs(i) for i in range(len(x[0]))]
     return tuple(
         tuple(rounded(part + y[i]) for part, y in zip(half, found)) for i, half in enumerate(x)

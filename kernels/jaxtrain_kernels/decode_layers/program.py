@@ -17,15 +17,15 @@ from jaxtrain_kernels.decode_layers.kernel import (
     Context,
     LayersPlan,
     Product,
-    add_vector,
+    add_inputs,
     load_ahead,
     multiply,
     norm_inputs,
     parts_of,
-    read_inputs,
+    prefetch,
+    read_vector,
     rounded,
     tile_places,
-    wait_vector,
 )
 from jaxtrain_kernels.decode_layers.packing import ROWS, PackedLayers
 
@@ -69,22 +69,25 @@ def run_layers_kernel(plan: LayersPlan, *refs: Any) -> None:
     def total(left, layer, x):
         """Return the residual stream after a layer, with the layer's branch added."""
         begin = layer * offsets["end"] + offsets["down"]
-        left = wait_vector(c, left, begin, s.width)
-        return add_vector(c, x, begin), left
+        inputs, left = read_vector(c, left, begin, s.width)
+        return add_inputs(x, inputs), left
 
     def layer_step(layer, carry):
         left, x, ahead, touched = carry
         base = layer * offsets["end"]
         more = load_ahead(c, out, layer)
-        x, left = jax.lax.cond(layer > 0, lambda: total(left, layer - 1, x), lambda: (x, left))
+        # What the phase needs beside its input is read before the wait.
+        window, x0 = windows_ref[layer], load_x0()
         a, b = scales_ref[layer, 0], scales_ref[layer, 1]
+        x, left = jax.lax.cond(layer > 0, lambda: total(left, layer - 1, x), lambda: (x, left))
         x = tuple(
             tuple(rounded(a * part + b * first) for part, first in zip(half, firsts))
-            for half, firsts in zip(x, load_x0())
+            for half, firsts in zip(x, x0)
         )
+        # Attention reads little, so the memory has time for the matrix after the next.
+        prefetch(c, up, layer)
         multiply(c, qkv, layer, ahead[0], norm_inputs(c, x), base + offsets["qkv"], SAME)
         touched = use(touched, ahead[1])
-        window = windows_ref[layer]
         # 0, read from memory: with a constant, LLVM would move the conditions out of the loop and
         # emit the loop three times, which triples compile time.
         nothing = jnp.minimum(window, 0)
@@ -93,23 +96,28 @@ def run_layers_kernel(plan: LayersPlan, *refs: Any) -> None:
         # Programs without a split of the keys are chosen first.
         run = lambda c, left: join(c, left, base)
         left = only(joins(c) + nothing, plan.programs - 1 - program, run, left)
+        prefetch(c, down, layer)
         ahead, more = more, load_ahead(c, up, layer)
-        left = wait_vector(c, left, base + offsets["heads"], 2 * out.columns)
-        inputs = read_inputs(c, base + offsets["heads"], 2 * out.columns)
+        inputs, left = read_vector(c, left, base + offsets["heads"], 2 * out.columns)
         multiply(c, out, layer, ahead[0], inputs, base + offsets["out"], SAME)
         touched = use(touched, ahead[1])
         ahead, more = more, load_ahead(c, down, layer)
-        left = wait_vector(c, left, base + offsets["out"], s.width)
-        x = add_vector(c, x, base + offsets["out"])
+        inputs, left = read_vector(c, left, base + offsets["out"], s.width)
+        x = add_inputs(x, inputs)
         keep(x, layer)
+        pl.when(layer + 1 < L)(lambda: prefetch_attention(layer + 1))
         multiply(c, up, layer, ahead[0], norm_inputs(c, x), base + offsets["up"], RELU2)
         touched = use(touched, ahead[1])
         ahead, more = more, load_ahead(c, qkv, jnp.minimum(layer + 1, L - 1))
-        left = wait_vector(c, left, base + offsets["up"], s.hidden)
-        inputs = read_inputs(c, base + offsets["up"], s.hidden)
+        inputs, left = read_vector(c, left, base + offsets["up"], s.hidden)
         multiply(c, down, layer, ahead[0], inputs, base + offsets["down"], SAME)
         return left, x, more, use(touched, ahead[1])
 
+    def prefetch_attention(layer):
+        prefetch(c, qkv, layer)
+        prefetch(c, out, layer)
+
+    prefetch_attention(0)
     start = jnp.int32(plan.spins), load_x0(), load_ahead(c, qkv, 0), jnp.zeros(THREADS, jnp.int32)
     left, _, _, touched = jax.lax.fori_loop(0, L, layer_step, start)
     status_ref[program, 0] = left

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxtrain_kernels.decode_layers.packing import LayersShape, PackedLayers
-from jaxtrain_kernels.dispatch import Target, triton_unsupported
+from jaxtrain_kernels.dispatch import Target, target, triton_unsupported
 
 if TYPE_CHECKING:
     from jaxtrain_kernels.decode_layers.kernel import LayersPlan
@@ -22,6 +22,7 @@ MOST_SPLITS = 32
 TOKENS = 32  # keys per step
 # By largest width: tiles of a matmul, 4 registers each, that are loaded ahead.
 REGISTER_TILES = {1024: 12, 4096: 8}
+PREFETCH = True  # weights into the L2 cache, two matmuls ahead: Hopper and newer
 SPINS = 2**20  # reads of a vector, about a second, before a program times out
 LAUNCHES = 6  # sequential launches per layer that interpret mode needs
 
@@ -114,7 +115,10 @@ def layers_plan(
     splits = max(1, min(many // shape.kv_heads, MOST_SPLITS))
     sizes = pages[0].shape[2], pages[0].shape[1]
     spins = 1 if interpret else SPINS
-    return kernel.LayersPlan(shape, many, splits, TOKENS, *sizes, table, register_tiles, spins)
+    can_prefetch = not interpret and (target().compute_capability or (0, 0)) >= (9, 0)
+    return kernel.LayersPlan(
+        shape, many, splits, TOKENS, *sizes, table, register_tiles, spins, PREFETCH and can_prefetch
+    )
 
 
 def launch(
