@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -266,21 +266,42 @@ def spread_text(ladder: Ladder, records: Records) -> str:
     return text
 
 
+def other_call_text(found: Sequence[Cost], top: Cost, which: str, records: Records) -> str:
+    """A sentence if removals were timed at another commit than the top, so in another call."""
+    commit_of = lambda cost: records[which, cost.name].get("timed", {}).get("commit")
+    if all(commit_of(cost) == commit_of(top) for cost in found):
+        return ""
+    return (
+        " Another call timed the top: up to 1.1x in the time of a token can be the difference "
+        "between two machines."
+    )
+
+
 def edge_text(ladder: Ladder, records: Records) -> str:
     """A sentence on tuned values that are the first or last of those tried; empty without one."""
     found = []
+    used = records.get((ladder.which, BASELINE), {}).get("rates", {})
+    rates = set(itertools.chain.from_iterable(used.values()))
     for end in (BASELINE, ladder.names[-1]):
         rows = records.get((ladder.which, end), {}).get("tuned", [])
         for _, tried in itertools.groupby(rows, key=lambda row: row["switch"].partition("=")[0]):
             tried = sorted(tried, key=lambda row: float(row["switch"].partition("=")[2]))
             best = min(tried, key=lambda row: row["bpb"] or math.inf)
             if best in (tried[0], tried[-1]):
-                found.append(
-                    f"`{best['switch']}` is the {'lowest' if best is tried[0] else 'highest'}"
-                )
+                where = "lowest" if best is tried[0] else "highest"
+                found.append(f"`{best['switch']}` is the {where}{gain_text(best, tried, rates)}")
     if not found:
         return ""
     return f"\nOf the values tried, {' and '.join(found)}: one beyond may be better."
+
+
+def gain_text(best: Record, tried: Sequence[Record], rates: Collection[str]) -> str:
+    """Bits per byte between the best value tried and the value that the ladder has, if another."""
+    own = [row for row in tried if row["switch"] in rates and row is not best]
+    if not own or not own[0]["bpb"]:
+        return ""
+    gain = own[0]["bpb"] - best["bpb"]
+    return f" ({gain:.4f} bits per byte below the ladder's `{own[0]['switch']}`)"
 
 
 def summary(ladder: Ladder, costs: Sequence[Cost], records: Records) -> str:
@@ -353,7 +374,7 @@ def removals(ladder: Ladder, costs: Sequence[Cost], records: Records) -> str:
     text = f"""
 ### {which}: the top without one rung
 
-Above 1.00x the top needs the rung. With a rung go those that need it.
+Above 1.00x the top needs the rung. With a rung go those that need it.{other_call_text(found, top, which, records)}
 
 | without | seconds | tokens | time of a token | memory | also without |
 | --- | --- | --- | --- | --- | --- |

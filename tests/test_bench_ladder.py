@@ -208,6 +208,13 @@ def test_a_climb_records_every_rung_and_its_page(tmp_path, monkeypatch):
     page = make_page(tmp_path / "ladder.md", out, tmp_path / "ladder.png").read_text()
     assert "**In all 2.00x" in page and "does not hold at this scale" in page
     assert "| [without" not in page and "| [muon](" in page.split("the top without one rung")[1]
+    assert "Another call timed the top" not in page
+    renewed = out / "ladder-quick-without_muon-cpu.json"
+    other = json.loads(renewed.read_text())
+    other["timed"]["commit"] = "another"
+    renewed.write_text(json.dumps(other))
+    page = make_page(tmp_path / "ladder.md", out, tmp_path / "ladder.png").read_text()
+    assert "Another call timed the top" in page
     assert "- d4: `python -m benchmarks ladder --scale d4 --tune" in page
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
 
@@ -384,6 +391,9 @@ def test_the_page_says_when_the_best_value_is_the_last_that_was_tried():
     records = {("quick", "baseline"): {"tuned": [row("2e-3", 3.5), row("4e-3", 3.4)]}}
     text = ladder_page.edge_text(ladder, records)
     assert "`optim.learning_rate=4e-3` is the highest: one beyond" in text
+    records["quick", "baseline"]["rates"] = {"baseline": ["optim.learning_rate=2e-3"]}
+    text = ladder_page.edge_text(ladder, records)
+    assert "(0.1000 bits per byte below the ladder's `optim.learning_rate=2e-3`)" in text
     records = {
         ("quick", "baseline"): {"tuned": [row("4e-3", 3.4), row("2e-3", None), row("8e-3", 3.6)]}
     }
