@@ -22,12 +22,14 @@ from jaxtrain.optim import make_optimizer
 from jaxtrain.settings import UserError
 
 LORA: dict[str, Any] = {"name": "lora", "rank": 16, "alpha": 32.0}
-# Finetuning methods with their memory techniques; all use activation checkpointing of the blocks.
+DOTS = ["model.remat=dots"]  # what is recomputed is no matmul, in about the bytes that peft takes
+# Finetuning methods with their memory techniques; all others recompute whole blocks.
 # The first group is measured, then the peer, then the second group.
 METHODS: tuple[dict[str, tuple[dict[str, Any], list[str]]], ...] = (
-    {"LoRA r16": (LORA, [])},
+    {"LoRA r16": (LORA, []), "LoRA r16, dots": (LORA, DOTS)},
     {
         "QLoRA r16, nf4": (LORA | {"base_quantization": "nf4"}, []),
+        "QLoRA r16, nf4, dots": (LORA | {"base_quantization": "nf4"}, DOTS),
         "LoRA r16, offload": (LORA, ["model.remat=offload"]),
         "LoRA r16, ffn in 8 tiles": (LORA, ["model.ffn_tiles=8"]),
         "LoRA r16, int8 base": (LORA | {"base_quantization": "int8"}, []),
