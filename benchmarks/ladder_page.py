@@ -371,10 +371,11 @@ def removals(ladder: Ladder, costs: Sequence[Cost], records: Records) -> str:
     ]
     if not found or top.name != ladder.names[-1] or top.tokens is None or top.seconds is None:
         return ""
+    other = other_call_text(found, top, which, records)
     text = f"""
 ### {which}: the top without one rung
 
-Above 1.00x the top needs the rung. With a rung go those that need it.{other_call_text(found, top, which, records)}
+Above 1.00x the top needs the rung. With a rung go those that need it.{other}
 
 | without | seconds | tokens | time of a token | memory | also without |
 | --- | --- | --- | --- | --- | --- |
