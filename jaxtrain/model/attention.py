@@ -20,6 +20,7 @@ from jaxtrain.model.plan import LayerSpec
 from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.contract import (
+    cast_input,
     dense,
     dense_of,
     dequantize,
@@ -220,7 +221,9 @@ class Attention(KeyValueProjection):
         B, T, _ = x_BTD.shape
         project = self if source is None or isinstance(source, tuple) else source
         own = () if isinstance(source, tuple) else (project.k, project.v)
-        product = dense_of(x_BTD, self.q, *own, cast=inputs.cast)
+        # The amax of another layer's projections is not this layer's.
+        cast = inputs.cast or (cast_input(x_BTD, self.q) if project is self else None)
+        product = dense_of(x_BTD, self.q, *own, cast=cast)
         q_BTNH = add_bias(product(self.q), self.q_bias).reshape(B, T, c.heads, c.qk_dim)
         rope = inputs.short_rope if spec.short_rope else inputs.rope
         wide = max(c.qk_dim, c.head_dim)  # kernels take heads of one size

@@ -14,6 +14,7 @@ from jaxtrain.model.init import SCHEMES, constant, normal
 from jaxtrain.model.rope import Divisors, RopeScaling, frequencies
 from jaxtrain.parallel import constrain, embedding_grad, embedding_lookup
 from jaxtrain.weights.contract import (
+    cast_input,
     dense,
     dense_of,
     feed_forward_relu2,
@@ -179,7 +180,7 @@ class FeedForward(nnx.Module):
                 return y_BTD
         act = ACTIVATIONS[self.kind]
         gates = [self.gate] if self.kind in GATED else []
-        product = dense_of(x_BTD, self.up, *gates, cast=cast)
+        product = dense_of(x_BTD, self.up, *gates, cast=cast or cast_input(x_BTD, self.up))
         up_BTF = constrain(product(self.up), "batch", "tokens", "hidden")
         up_BTF = add_bias(up_BTF, self.up_bias)
         if self.kind in GATED:

@@ -50,8 +50,12 @@ class Weight(abc.ABC):
         if this form reads the input itself."""
         return None
 
+    def cast_input(self, x: Float[Array, "*B K"]) -> Fp8Input | None:
+        """x in float8, as `matmul` casts it; None if this form reads x itself."""
+        return None
+
     def with_input(self, cast: Fp8Input) -> "Weight":
-        """This matrix for an input that is already cast; only for forms with an `input_amax`."""
+        """This matrix for an input that is already cast; forms without such a cast ignore it."""
         return self
 
     @abc.abstractmethod
@@ -124,6 +128,17 @@ def input_amax(*params: nnx.Param) -> Array | None:
     matrices = [param.get_value() for param in params]
     found = [w.input_amax() if isinstance(w, Weight) else None for w in matrices]
     return None if any(amax is None for amax in found) else found[0]
+
+
+def cast_input(x: Float[Array, "*B K"], param: nnx.Param) -> Fp8Input | None:
+    """x in float8, as its matmul with this matrix casts it; None if the form reads x itself.
+
+    The matrices of a module that read x have one amax, so this cast serves them all. XLA merges
+    casts of their own in the forward pass only: with remat, each matrix's amax comes out of a
+    barrier, and XLA does not see that they are equal.
+    """
+    weight = param.get_value()
+    return weight.cast_input(x) if isinstance(weight, Weight) else None
 
 
 def reading(param: nnx.Param, cast: Fp8Input | None) -> Array | Weight:

@@ -96,6 +96,14 @@ class Fp8Weight(Weight):
             raise UserError("model.fp8_norms runs on one device: set it to false on a mesh")
         return jax.lax.stop_gradient(self.amax[0])
 
+    def cast_input(self, x: Float[Array, "*B K"]) -> kernels.Fp8Input | None:
+        """With delayed scaling. With current scaling XLA sees that matrices have one amax."""
+        if self.amax is None:
+            return None
+        x_MK, amax = jax.lax.stop_gradient((x.reshape(-1, x.shape[-1]), self.amax[0]))
+        cast = kernels.fp8_quantize_delayed(x_MK, kernels.E4M3, amax, implementation=cast_backend())
+        return kernels.Fp8Input(*cast)
+
     def with_input(self, cast: kernels.Fp8Input) -> "Fp8Weight":
         return dataclasses.replace(self, cast=cast)
 

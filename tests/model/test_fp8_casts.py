@@ -9,12 +9,15 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain_kernels.dispatch import on_target
-from tiny import batch, make_spec, mesh_of, random_params, resolved
+from tiny import batch, make_spec, mesh_of, random_params, resolved, same
 
 from jaxtrain.objectives import next_token as objectives
+from jaxtrain.parallel import place_batch
+from jaxtrain.parallel.fp8_cast import ShardedCast
 from jaxtrain.settings import UserError
 from jaxtrain.train.step import gradients
 from jaxtrain.weights import float8 as model_fp8
+from jaxtrain.weights.float8 import Fp8Weight
 
 SHAPE = {"depth": 2, "width": 128, "head_dim": 32, "hidden": 256, "value_embeddings": False}
 PLAIN = {"norm": "xla", "rope": "xla", "loss": "xla"}
@@ -65,12 +68,46 @@ def test_on_one_hopper_tensors_are_cast_by_our_kernel_and_weights_are_not(change
     found, text = traced(**changes)
     M = 32 * changes.get("micro", 4)
     # Forward: the inputs of q, k and v, of the output, of the network and of its second matrix;
-    # backward: the gradients of all six. What is computed again is cast again.
-    forward = 5 * [[(M, 128)]] + [[(M, 256)]]
+    # backward: the gradients of all six. What is computed again is cast again. Only with delayed
+    # scaling do q, k and v ask for one cast; else XLA merges theirs.
+    forward = (3 if "fp8_history" in changes else 5) * [[(M, 128)]] + [[(M, 256)]]
     backward = 5 * [[(M, 128)]] + [[(M, 256), (M, 256)]]
     again = forward * ("remat" in changes)
     assert found == sorted(layers * (forward + again + backward))
     assert "mosaic_gpu" in text
+
+
+def test_matrices_with_one_input_share_its_cast_also_when_it_is_computed_again():
+    """Of a gated layer: the input of q, k and v, that of the output, of both matrices of the
+    network, and the hidden layer; then the gradients of all seven. Each device casts its rows."""
+    found, _ = traced(mesh_of(fsdp=2), ffn="swiglu", remat="dots", fp8_history=2)
+    forward = 3 * [[(64, 128)]] + [[(64, 256)]]
+    backward = 5 * [[(64, 128)]] + 2 * [[(64, 256)]]
+    assert found == sorted(2 * (2 * forward + backward))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"share_kv": "adjacent"}], ids=["own", "shared"])
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 8}], ids=["one", "fsdp"])
+@pytest.mark.quick("one-own")
+def test_one_cast_for_an_input_changes_no_bit(sizes, changes, monkeypatch):
+    """The loss, all gradients and all maxima, beside a cast for each matrix. The maxima of a layer
+    whose keys and values are apart differ, so its casts stay apart."""
+    monkeypatch.setattr(model_fp8, "SMALLEST", 16)
+    if sizes:
+        how = ShardedCast(("data", "fsdp", "expert"), "reference")
+        monkeypatch.setattr(model_fp8, "cast_backend", lambda: how)
+    alike = {"ffn": "swiglu", "kv_heads": 2, "remat": "dots", "value_embeddings": False}
+    task, _ = make_spec(resolved(**alike | changes, fp8="blocks", fp8_history=2))
+    past, mesh = model_fp8.init_amax_history(task.specs, 2), mesh_of(**sizes)
+    leaves, tree = jax.tree.flatten(past)
+    past = tree.unflatten(x + 1.5 * (i + 1) for i, x in enumerate(leaves))
+    slopes = lambda p, b: gradients(task, p, b, jnp.float32(1), extras={"amax_history": past})
+    with jax.set_mesh(mesh):
+        given = random_params(task.specs), place_batch(batch(8, micro=8), mesh, batch_dim=1)
+        found = jax.jit(slopes)(*given)
+        monkeypatch.setattr(Fp8Weight, "cast_input", lambda *_: None)
+        same(found, jax.jit(lambda *given: slopes(*given))(*given))
 
 
 def test_on_several_devices_all_casts_are_xlas():
