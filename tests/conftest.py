@@ -52,6 +52,9 @@ else:
 os.environ["MPLBACKEND"] = "agg"
 # A hub on this machine answers late when it is busy.
 os.environ |= {"HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120"}
+# Ray's processes would get what the other tests leave of a core, and a node would begin with one
+# that no task uses: ours have an environment of their own.
+os.environ |= {"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}
 for name, value in SETTINGS.items():
     os.environ.setdefault(name.upper(), str(value))  # also for the processes that tests start
 # A first example may wait for a compilation; and every machine tries the same examples.

@@ -24,8 +24,8 @@ ONE_DEVICE = {"JAX_NUM_CPU_DEVICES": "1"}  # of a node: programs for eight take 
 CLUSTER = """
 import json, sys
 from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": {
-    "health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000,
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "no_monitor": True,
+    "_system_config": {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000,
     "health_check_failure_threshold": 3}})
 add = lambda env: cluster.add_node(num_cpus=1, wait=False, env_vars=env)
 environments = json.loads(sys.argv[1])

@@ -86,8 +86,8 @@ def test_it_waits_until_nothing_is_compiled_any_more(monkeypatch):
 def test_a_short_soak_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(serve_soak, "PROMPTS", 6)
     monkeypatch.setattr(serve_soak, "LONGEST", 12)
-    run = random_run(tmp_path / "tiny", byte_model(320, "model.depth=1", "model.window_pattern=L"))
-    options = ["--clients", "6", "--minutes", "0.1", "--record", "--out", str(tmp_path)]
+    run = random_run(tmp_path / "tiny", byte_model(256, "model.depth=1", "model.window_pattern=L"))
+    options = ["--clients", "3", "--minutes", "0.1", "--record", "--out", str(tmp_path)]
     assert main(["serve-soak", str(run), *options]) == 0, capsys.readouterr().err
     [file] = tmp_path.glob("serve_soak-tiny-*.json")
     [row] = json.loads(file.read_text())["rows"]

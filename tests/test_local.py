@@ -123,7 +123,7 @@ def plain(task):
 THREE = [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "context": 2}]
 
 
-@pytest.mark.parametrize("sizes", [{"data": 4}, *THREE], ids=str)
+@pytest.mark.parametrize("sizes", THREE, ids=str)
 def test_meeting_each_step_with_rate_one_is_data_parallel(task, plain, sizes):
     config = local(name="diloco", every=1, outer_lr=1.0, outer_momentum=0.0)
     states, losses = run(*task, mesh_of(**sizes), config)

@@ -5,7 +5,7 @@ import re
 import jax
 import pytest
 import yaml
-from tiny import run_overrides
+from tiny import QUICK, assignments, run_overrides
 
 from jaxtrain.config import load_config
 from jaxtrain.config.resolve import resolve
@@ -30,7 +30,7 @@ def test_no_arguments_show_what_to_begin_with(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_warm_up_longer_than_the_run_is_shortened_and_said(tmp_path, capfd):
-    changes = {"train__steps": 2, "optim__schedule__warmup_steps": 40, "sample__prompts": "[]"}
+    changes = {"train__steps": 2, "optim__schedule__warmup_steps": 40} | QUICK
     assert main(run_overrides(tmp_path, **changes)) == 0
     out = capfd.readouterr().out
     assert "\nwarm-up  optim.schedule.warmup_steps 40 -> 0: the run has 2 steps\n" in out
@@ -71,7 +71,7 @@ def test_a_start_from_a_model_names_its_text(whole, capsys):
 @pytest.mark.slow
 def test_a_dry_run_that_does_not_fit_exits_with_1_and_gives_the_advice(capsys):
     small = ["--config", "quickstart", "--dry-run", "--device", "4090", "--memory", "0.01"]
-    assert main([*small, "model.depth=1"]) == 1
+    assert main([*small, "model.depth=1", *assignments(**QUICK)]) == 1
     out = capsys.readouterr().out.splitlines()
     assert out[1].startswith("on 1 x RTX-4090: ") and any("does NOT fit" in x for x in out)
     assert re.fullmatch(
@@ -99,7 +99,8 @@ def test_advice_names_what_is_still_open():
 
 @pytest.mark.slow
 def test_a_dry_run_from_a_model_alone(whole, capsys, monkeypatch):
-    assert main(["--dry-run", "--device", "L4", f"train.init_from={whole}"]) == 0
+    adam = "optim.name=adamw"  # which compiles in half of the time
+    assert main(["--dry-run", "--device", "L4", f"train.init_from={whole}", adam]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("tiny: ") and lines[1].startswith("on 1 x L4: one device")
     with monkeypatch.context() as patch:

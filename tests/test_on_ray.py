@@ -19,6 +19,7 @@ from ray_cases import (
     small_blocks,
     write_corpus,
     write_parquet,
+    write_rows,
     yaml_of,
 )
 from tiny import QUICK, byte_model, random_run, rows_of, run_overrides
@@ -109,8 +110,9 @@ T = 48  # the context, in bytes
 
 
 @pytest.fixture
-def run(tmp_path, corpus):
-    """A run directory with a random model of bytes, whose validation text is the corpus."""
+def run(tmp_path):
+    """A run directory with a random model of bytes, whose text is of 60 documents."""
+    corpus = write_rows(tmp_path / "text.jsonl", documents()[:60])
     fields = byte_model(T, "data.train.name=jsonl", f"data.train.path={corpus}",
         "data.validation.name=documents", "data.validation.fraction=0.3",
         f"data.cache_dir={tmp_path}/cache")  # fmt: skip

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from page_cases import ROW, make_run, served, write_rows
 from starlette.testclient import TestClient
+from tiny import QUICK, assignments
 
 from jaxtrain.runs.lock import RunLock
 from jaxtrain.runs.page import dry_run as estimates
@@ -337,7 +338,7 @@ def test_what_the_estimate_says_is_one_line(client, monkeypatch):
 
 @pytest.mark.slow
 def test_a_dry_run_of_a_shipped_config(client):
-    overrides = "model.depth=2 model.width=64 train.steps=100"
+    overrides = " ".join(assignments(model__depth=1, model__width=64, train__steps=100, **QUICK))
     asked = {"config": "quickstart", "overrides": overrides, "device": "T4"}
     found = client.post("/api/estimate", json=asked)
     assert found.status_code == 200 and found.json()["fits"] and found.json()["steps"] == 100

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import run_overrides, steps_of
+from tiny import QUICK, run_overrides, steps_of
 
 from jaxtrain.inference import generate
 from jaxtrain.main import main
@@ -47,14 +47,15 @@ def test_a_full_cache_is_one_line(tmp_path, capfd, monkeypatch):
     assert line.startswith(where) and "the same command resumes" in line
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 def test_a_real_disk_that_is_full_is_one_line(tmp_path):
     """Whatever is written when it fills up: nothing half-written stays, and the command goes on."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(tmp_path)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting needs root")
-    more = {"train__steps": 30, "checkpoint__every": 10, "checkpoint__keep": 9, "model__width": 128}
-    more |= {"metrics__tensorboard": True}
+    more = {"train__steps": 3, "checkpoint__every": 1, "checkpoint__keep": 9, "model__width": 128}
+    more |= {"metrics__tensorboard": True} | QUICK
     command = [sys.executable, "-m", "jaxtrain.main", *run_overrides(tmp_path, **more)]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
