@@ -110,9 +110,10 @@ def test_one_cast_for_an_input_changes_no_bit(sizes, changes, monkeypatch):
         same(found, jax.jit(lambda *given: slopes(*given))(*given))
 
 
-def test_on_several_devices_all_casts_are_xlas():
+def test_on_a_mesh_that_divides_columns_all_casts_are_xlas():
     found, text = traced(mesh_of(data=2, tensor=2))
     assert not found and "mosaic_gpu" not in text and "f8E5M2" in text
+    assert "mosaic_gpu" in traced(mesh_of(data=2))[1]  # 64 rows each
 
 
 @pytest.mark.slow
