@@ -96,6 +96,9 @@ def test_a_run_on_conversations_ends_with_the_command_that_talks(tmp_path, capfd
     words = shlex.split(hint)
     command = words[words.index("generate") + 1 :]
     assert generate.main([*command, "--prompt", "Hi", "--tokens", "4"]) == 0
+    assert "note:" not in capfd.readouterr().err
+    assert generate.main([*command, "--prompt", "Hi " * 30, "--tokens", "4"]) == 0
+    assert "more than the context of 64 in training" in capfd.readouterr().err
     # A talk by the defaults, which leave room in a context of 64.
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
     assert generate.main(command) == 0

@@ -140,6 +140,18 @@ def make_requests(
     return requests
 
 
+def beyond_context(model: LanguageModel, requests: Sequence[Request]) -> str | None:
+    """A line for requests that are longer than the context of training; None if none is."""
+    context = model.config.context_length
+    need = max(len(one.prompt) + one.sampling.max_tokens for one in requests)
+    if need <= context:
+        return None
+    return (
+        f"note: {need:,} tokens with the prompt are more than the context of {context:,} in "
+        "training; text beyond it may be worse"
+    )
+
+
 def make_engine(
     model: LanguageModel,
     requests: Sequence[Request],
@@ -309,10 +321,11 @@ def main(argv: list[str] | None = None) -> int:
         if chat and not a.prompt:
             chat_in_terminal(saved, chat, a)
             return 0
-        prompts = a.prompt or [""]
-        texts = generate(
-            model_of(saved), prompts, asked_sampling(a), chat, a.system, asked_drafts(a)
-        )
+        prompts, model, sampling = a.prompt or [""], model_of(saved), asked_sampling(a)
+        asked = sampling._replace(tokens=a.tokens or 0)
+        if note := beyond_context(model, make_requests(model, prompts, asked, chat, a.system)):
+            print(note, file=sys.stderr)
+        texts = generate(model, prompts, sampling, chat, a.system, asked_drafts(a))
     except KeyboardInterrupt:  # while nothing is being answered
         print()
         return 130
