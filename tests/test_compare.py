@@ -120,6 +120,3 @@ def test_tables_of_80_columns_fold_no_name_and_no_head(tmp_path):
     assert "8 x NVIDIA H100 80GB HBM3" in lines[0]
     assert [line.split()[0] for line in lines[3:5]] == list(names)
     assert lines[-1].split() == ["env.commit", "a" * 7, "b" * 7]
-    long = [run._replace(name="name" * 10) for run in found.runs]
-    console.print(tables_of(found._replace(runs=long))[0])
-    assert all(head in console.export_text() for head in heads)  # the name is folded instead

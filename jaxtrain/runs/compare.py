@@ -239,7 +239,7 @@ def tables_of(c: Comparison) -> list[Table]:
         "steps", "tokens/s", *["goodput"] * logged, "lowest", f"at step\n{c.step:,}",
         f"seconds\nto {c.target:.4f}", "speed-up",
     ):  # fmt: skip
-        figures.add_column(head, justify="right", no_wrap=True)
+        figures.add_column(head, justify="right")
     show = lambda value, form: "-" if value is None else format(value, form)
     for run in c.runs:
         figures.add_row(

@@ -14,10 +14,10 @@ from jaxtrain.model import Transformer, flops_per_token, split
 from jaxtrain.runs.history import read_rows
 from jaxtrain.scaling import command, laws
 from jaxtrain.scaling.laws import Bootstrap
-from jaxtrain.scaling.plan import Planner, check_data, last_overrides, rate_overrides
+from jaxtrain.scaling.plan import Planner, check_data, last_overrides, plan_text, rate_overrides
 from jaxtrain.scaling.points import has_ended, point_of
 from jaxtrain.scaling.record import write_prediction
-from jaxtrain.scaling.study import ModelSize, load_study
+from jaxtrain.scaling.study import ModelSize, find_study, load_study
 from jaxtrain.settings import UserError
 
 SIZES = [{"depth": 1, "width": 8}, {"depth": 1, "width": 16}, {"depth": 2, "width": 16}]
@@ -105,6 +105,17 @@ def test_a_multiplier_is_of_every_learning_rate(tmp_path):
     assert {"optim.matrix_lr", "optim.embedding_lr", "optim.head_lr"} <= names
     assert "optim.matrix_lr=0.08" in lines
     assert last_overrides(["a=1", "b=2", "a=3"]) == ["a=3", "b=2"]
+
+
+def test_the_plan_of_a_shipped_study_fits_80_columns_and_groups_runs_by_use():
+    study = load_study(find_study("miniature"))
+    planner = Planner(study)
+    runs = [*planner.runs(), planner.held_out()]
+    lines = plan_text(study, runs, {runs[0].name}).splitlines()
+    assert max(map(len, lines)) <= 80 and lines[2] == "done:"
+    assert lines[3].split() == [runs[0].name, "22,528", "271,360", "12.05", "5.0e+10"]
+    assert lines[3].rindex(" ") == lines[-2].rindex(" ")  # columns are aligned
+    assert "held_out:" in lines and len(lines) == len(runs) + 9
 
 
 # ---- what is refused ---------------------------------------------------------------------------
