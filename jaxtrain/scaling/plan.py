@@ -245,7 +245,7 @@ def plan_text(study: Study, runs: Sequence[PlannedRun], done: set[str]) -> str:
             f"{run.tokens / run.parameters:.2f}", f"{run.flops:.1e}",
         )  # fmt: skip
         groups.setdefault(use, []).append(row)
-    heads = [("", "", "", "tokens per", ""), ("run", "parameters", "tokens", "parameter", "FLOPs")]
+    heads = [("", "", "", "tokens/", ""), ("run", "parameters", "tokens", "parameter", "FLOPs")]
     rows = [*heads, *(row for group in groups.values() for row in group)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     line = lambda row: " ".join(
