@@ -152,7 +152,7 @@ ARGUMENTS = {
         "run --step 7": "nothing was saved yet", "run --cache-dtype int4": "invalid choice",
         "run --prompt \udcff": "not UTF-8", "run --system a\0b": "NUL", "run --system x": "--chat",
         "run --drafts 17": WHOLE, "run --draft-run nowhere --drafts 1": "not a run directory",
-        "run --chat --prompt a": "no chat template", "run extra": "unrecognized",
+        "run --chat --prompt a": "use jaxtrain generate", "run extra": "unrecognized",
         "nowhere": "not a run directory", "hf": "not a run directory", f"{'x' * 300}": "name too",
         "run/model/config.yaml": "not a run directory", "run --tokens": "expected one argument",
     },

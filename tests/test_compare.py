@@ -1,13 +1,15 @@
 """Runs side by side: the figures, the settings that differ, the picture, and what is refused."""
 
+import io
 import json
 
 import pytest
 import yaml
+from rich.console import Console
 
 from jaxtrain.runs import compare as module
 from jaxtrain.runs.compare import compare as compare_runs
-from jaxtrain.runs.compare import draw, main, read_runs
+from jaxtrain.runs.compare import draw, main, read_runs, tables_of
 from jaxtrain.settings import UserError
 
 
@@ -95,5 +97,26 @@ def test_the_command_prints_a_table_and_draws(tmp_path, capsys, monkeypatch):
     picture = tmp_path / "out" / "c.png"
     assert main([*map(str, runs), "--plot", str(picture)]) == 0
     page = capsys.readouterr().out
-    assert "at step 20" in page and "2.0000" in page and "optim.learning_rate" in page
+    assert "at step" in page and "2.0000" in page and "optim.learning_rate" in page
     assert drawn == [picture] and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tables_of_80_columns_fold_no_name_and_no_head(tmp_path):
+    names = ("gpt_d12_speedrun_1", "gpt_d12_speedrun_2")
+    losses = [3.0 - i / 1e3 for i in range(120)]
+    runs = [make_run(tmp_path, name, losses, rate=1_234_567.0) for name in names]
+    for run, digit in zip(runs, "ab"):
+        facts = {"device_kind": "NVIDIA H100 80GB HBM3", "device_count": 8, "commit": digit * 40}
+        (run / "env.json").write_text(json.dumps(facts))
+    console = Console(width=80, record=True, file=io.StringIO())
+    found = compare(runs)
+    found = found._replace(runs=[run._replace(goodput=0.95) for run in found.runs])
+    for table in tables_of(found):
+        console.print(table)
+    lines = console.export_text().splitlines()
+    page = "\n".join(lines[1:3])
+    heads = "steps", "tokens/s", "goodput", "lowest", "at step", "seconds", "speed-up"
+    assert all(head in page for head in heads)
+    assert "8 x NVIDIA H100 80GB HBM3" in lines[0]
+    assert [line.split()[0] for line in lines[3:5]] == list(names)
+    assert lines[-1].split() == ["env.commit", "a" * 7, "b" * 7]

@@ -32,7 +32,7 @@ def test_round_trip_through_yaml(name, tmp_path):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_says_how_to_run_it(name):
     text = find_config(name).read_text()
-    assert text.startswith("# ") and "#   python -m jaxtrain.main --config " in text
+    assert text.startswith("# ") and "#   jaxtrain train --config " in text
 
 
 @pytest.mark.usefixtures("one_device")

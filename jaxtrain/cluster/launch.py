@@ -36,7 +36,7 @@ def launch_parser() -> Parser:
     """Parser of the arguments before `--`."""
     parser = Parser(
         "jaxtrain launch",
-        usage="%(prog)s (--processes N | --ray ADDRESS --nodes N) [OPTIONS] -- ARGUMENTS",
+        usage="%(prog)s (--processes N | --ray HOST --nodes N) [OPTIONS] -- ARGS",
         description=(__doc__ or "").split("\n")[0],
     )
     parser.add_argument("--processes", type=whole(1, 4096), help="number of processes on this host")

@@ -170,8 +170,8 @@ def check_address(address: str) -> None:
     """Raise UserError for an invalid address. The message omits it, as it may hold a password."""
     if find_spec("ray") is None:
         raise UserError(
-            "--ray needs the package ray, which is not installed: uv sync --extra ray, or pip "
-            "install 'jaxtrain[ray]'"
+            "--ray needs the package ray, which is not installed: uv sync --extra ray, or "
+            "install the wheel with [ray]"
         )
     if address not in (LOCAL, "auto") and not HOST_PORT.fullmatch(address):
         raise UserError(

@@ -11,9 +11,9 @@ from jaxtrain.settings import Parser, real, whole
 METHODS = {
     "int8": "8-bit integers, one scale per column",
     "int4": "4-bit integers, one scale per group of inputs; round to nearest",
-    "gptq": "int4 with rounding errors compensated by later inputs; reads a calibration text",
-    "awq": "int4 with inputs scaled by their size before rounding; reads a calibration text",
-    "w8a8": "int8 weights and activations, smoothed (SmoothQuant); reads a calibration text",
+    "gptq": "int4; later inputs absorb errors; reads a calibration text",
+    "awq": "int4; scales large inputs up; reads a calibration text",
+    "w8a8": "int8 weights and activations; reads a calibration text",
     "nf4": "4-bit NormalFloat in blocks of 64, as QLoRA's base",
     "float8": "float8 e4m3, one scale per column",
 }

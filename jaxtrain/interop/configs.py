@@ -402,4 +402,7 @@ def fitting_family(c: ResolvedModel, vocab_size: int, wanted: str | None) -> tup
         except UserError as error:
             reasons.append(str(error))
     nearest = min(reasons, key=len)
-    raise UserError(f"no family of Hugging Face has all of this model's features; {nearest}")
+    raise UserError(
+        f"no family of Hugging Face has all of this model's features; {nearest}; to export, train "
+        "--config llama_tiny, or another config of a supported family"
+    )

@@ -28,7 +28,8 @@ def open_hub(name: str) -> HubClient:
         import huggingface_hub
     except ModuleNotFoundError:
         raise UserError(
-            "--push-to-hub needs huggingface_hub: uv sync --extra hf, or pip install 'jaxtrain[hf]'"
+            "--push-to-hub needs huggingface_hub: uv sync --extra hf, or install the wheel with "
+            "[hf]"
         ) from None
     client = huggingface_hub.HfApi()
     try:

@@ -122,7 +122,10 @@ def export_parser() -> Parser:
         "--outtype", choices=OUTTYPES, help="gguf: how matrices are stored (default f16)"
     )
     parser.add_argument(
-        "--family", choices=FAMILIES, help="model family; default: the one that fits"
+        "--family",
+        choices=FAMILIES,
+        metavar="NAME",
+        help=f"model family: {', '.join(FAMILIES)}; default: the one that fits",
     )
     parser.add_argument(
         "--dtype", choices=DTYPES, help="dtype of the tensors; default: as imported, or float32"

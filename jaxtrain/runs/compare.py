@@ -217,29 +217,42 @@ def plain_values(differences: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 # ---- for people --------------------------------------------------------------------------------
 
+SHORT_COMMIT = 7  # hexadecimal digits, as git shows them
+
+
+def new_table(title: str) -> Table:
+    """A table with one space between columns: 80 columns hold a run's name of 20 characters."""
+    return Table(
+        title=title, title_justify="left", box=None, header_style="bold", pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
+
 
 def tables_of(c: Comparison) -> list[Table]:
     """Console tables: the figures, and the settings that differ."""
-    figures = Table(box=None, header_style="bold", title=c.measure, title_justify="left")
+    devices = {run.device for run in c.runs}  # several are among the differences
+    title = f"{c.measure}, {devices.pop()}" if len(devices) == 1 else c.measure
+    figures = new_table(title)
     figures.add_column("run", overflow="fold")
     logged = any(run.goodput is not None for run in c.runs)
     for head in (
-        "device", "steps", "tokens/s", *["goodput"] * logged, "lowest", f"at step {c.step:,}",
-        f"seconds to {c.target:.4f}", "speed-up",
+        "steps", "tokens/s", *["goodput"] * logged, "lowest", f"at step\n{c.step:,}",
+        f"seconds\nto {c.target:.4f}", "speed-up",
     ):  # fmt: skip
         figures.add_column(head, justify="right")
     show = lambda value, form: "-" if value is None else format(value, form)
     for run in c.runs:
         figures.add_row(
-            run.name, run.device, f"{run.steps:,}", show(run.tokens_per_s, ",.0f"),
+            run.name, f"{run.steps:,}", show(run.tokens_per_s, ",.0f"),
             *[show(run.goodput, ".1%")] * logged, f"{run.lowest:.4f}", show(run.at_step, ".4f"),
             show(run.seconds, ",.1f"), show(run.speedup, ".2f"),
         )  # fmt: skip
-    settings = Table(box=None, header_style="bold", title="differences", title_justify="left")
+    settings = new_table("differences")
     for head in ("setting", *(run.name for run in c.runs)):
         settings.add_column(head, overflow="fold")
     for key, values in c.differences.items():
-        settings.add_row(key, *map(str, values))
+        digits = SHORT_COMMIT if key == "env.commit" else None
+        settings.add_row(key, *(str(value)[:digits] for value in values))
     return [figures, settings] if c.differences else [figures]
 
 

@@ -25,8 +25,8 @@ def export_gguf(run: Path, out: Path, outtype: str = "f16", family: str | None =
         if error.name != "gguf":
             raise
         raise UserError(
-            "--format gguf needs the package gguf: install jaxtrain[gguf], or run "
-            "`uv sync --extra gguf`"
+            "--format gguf needs the package gguf: uv sync --extra gguf, or install the "
+            "wheel with [gguf]"
         ) from None
     if out.suffix != ".gguf" or out.is_dir():
         raise UserError(f"{out}: --format gguf needs a file name that ends in .gguf")

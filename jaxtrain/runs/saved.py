@@ -214,7 +214,7 @@ def template_for(saved: Saved) -> tuple[str, dict[str, str]]:
     if trained is None and template is None:
         raise UserError(
             f"{saved.tokenizer_dir} has no chat template: it was not trained on conversations, and "
-            "its checkpoint brought none"
+            "its checkpoint brought none; use jaxtrain generate, or /v1/completions of a server"
         )
     return trained or (template or "", special_tokens(saved.tokenizer_dir / FOLDER))
 

@@ -28,7 +28,9 @@ def scaling_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--parameters", choices=("matrices_and_head", "matrices", "without_embeddings", "total"),
-        help="which parameters to count; default as in the study",
+        metavar="COUNT",
+        help="which parameters to count: matrices_and_head, matrices, without_embeddings or total; "
+        "default as in the study",
     )  # fmt: skip
     group = parser.add_argument_group("options of coordinates")
     group.add_argument(

@@ -233,14 +233,27 @@ def check_data(study: Study, runs: Sequence[PlannedRun], tokens: int) -> None:
 
 
 def plan_text(study: Study, runs: Sequence[PlannedRun], done: set[str]) -> str:
-    """A line for each run, and the cost of the missing runs."""
-    lines = ["run                                     parameters      tokens  tokens/p    FLOPs"]
+    """A line for each run, grouped by use, and the cost of the missing runs.
+
+    The runs of the shipped studies fit 80 columns.
+    """
+    groups: dict[str, list[tuple[str, ...]]] = {}
     for run in runs:
-        mark = "done" if run.name in done else " ".join(run.kinds)
-        lines.append(
-            f"{run.name:38s} {run.parameters:11,.0f} {run.tokens:11,d} "
-            f"{run.tokens / run.parameters:9.2f} {run.flops:8.2e}  {mark}"
-        )
+        use = "done" if run.name in done else ", ".join(run.kinds)
+        row = (
+            run.name, f"{run.parameters:,.0f}", f"{run.tokens:,d}",
+            f"{run.tokens / run.parameters:.2f}", f"{run.flops:.1e}",
+        )  # fmt: skip
+        groups.setdefault(use, []).append(row)
+    heads = [("", "", "", "tokens/", ""), ("run", "parameters", "tokens", "parameter", "FLOPs")]
+    rows = [*heads, *(row for group in groups.values() for row in group)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    line = lambda row: " ".join(
+        [row[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(row[1:], widths[1:]))]
+    ).rstrip()
+    lines = [*map(line, heads)]
+    for use, group in groups.items():
+        lines += [f"{use}:", *map(line, group)]
     left = [run for run in runs if run.name not in done]
     flops = sum(run.flops for run in left)
     total = f"{len(left)} of {len(runs)} runs are missing: {flops:.3g} FLOPs"

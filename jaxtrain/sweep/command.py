@@ -68,7 +68,7 @@ def check_installed() -> None:
     if find_spec("optuna") is None:
         raise UserError(
             "jaxtrain sweep needs the package optuna, which is not installed: uv sync --extra "
-            "sweep, or pip install 'jaxtrain[sweep]'"
+            "sweep, or install the wheel with [sweep]"
         )
 
 

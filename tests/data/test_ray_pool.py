@@ -102,7 +102,7 @@ def test_a_node_with_other_code_is_named():
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(on_ray, "find_spec", lambda name: None)
     with (
-        pytest.raises(UserError, match=r"pip install 'jaxtrain\[ray\]'"),
+        pytest.raises(UserError, match=r"install the wheel with \[ray\]"),
         on_ray.ray_cluster("auto"),
     ):
         pass

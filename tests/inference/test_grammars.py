@@ -92,5 +92,5 @@ def test_what_is_no_grammar_is_refused(saved, grammar, message):
 def test_without_the_library_it_says_what_to_install(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     engine = load_engine(saved, None, OPTIONS)
-    with pytest.raises(UserError, match=r"needs llguidance: pip install 'jaxtrain\[constrained\]'"):
+    with pytest.raises(UserError, match=r"needs llguidance: uv sync --extra constrained"):
         engine.add(Request("a", (256,), SamplingParams(max_tokens=9, grammar=DATE)))

@@ -276,7 +276,7 @@ def test_without_the_library_one_line_says_how_to_get_it(llama, tmp_path, capsys
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert main(["export", str(llama), str(tmp_path / "x.gguf"), "--format", "gguf"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "needs the package gguf: install jaxtrain[gguf]" in line
+    assert "needs the package gguf: uv sync --extra gguf" in line
 
 
 @pytest.mark.slow

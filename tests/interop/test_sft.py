@@ -172,7 +172,7 @@ def test_it_talks_in_the_terminal(tuned, monkeypatch, capsys):
 
 def test_a_model_that_cannot_talk_says_so(whole, capsys):
     assert generate.main([str(whole), "--chat", "--prompt", "Hi"]) == 2
-    assert "has no chat template" in capsys.readouterr().err
+    assert "use jaxtrain generate" in capsys.readouterr().err
 
 
 def test_a_template_of_ones_own_is_exported_too(own_model, tmp_path):

@@ -14,7 +14,7 @@ from jaxtrain.model import Transformer, flops_per_token, split
 from jaxtrain.runs.history import read_rows
 from jaxtrain.scaling import command, laws
 from jaxtrain.scaling.laws import Bootstrap
-from jaxtrain.scaling.plan import Planner, check_data, last_overrides, rate_overrides
+from jaxtrain.scaling.plan import Planner, check_data, last_overrides, plan_text, rate_overrides
 from jaxtrain.scaling.points import has_ended, point_of
 from jaxtrain.scaling.record import write_prediction
 from jaxtrain.scaling.study import ModelSize, load_study
@@ -105,6 +105,17 @@ def test_a_multiplier_is_of_every_learning_rate(tmp_path):
     assert {"optim.matrix_lr", "optim.embedding_lr", "optim.head_lr"} <= names
     assert "optim.matrix_lr=0.08" in lines
     assert last_overrides(["a=1", "b=2", "a=3"]) == ["a=3", "b=2"]
+
+
+def test_the_plan_of_the_longest_shipped_name_fits_80_columns_and_groups_runs_by_use(tmp_path):
+    planner = planner_of(tmp_path, **ISO)
+    run = planner.runs()[0]._replace(parameters=22_528, tokens=2_170_368, flops=1.2e12)
+    long = run._replace(name="d1_w32_b2_t1172_m0.707107_batch_sizes_s42", kinds=("a", "b"))
+    lines = plan_text(planner.study, [run, long, run._replace(name="x")], {"x"}).splitlines()
+    assert max(map(len, lines)) <= 80 and lines[2:5:2] == ["isoflop:", "a, b:"]
+    assert lines[3].split() == [run.name, "22,528", "2,170,368", "96.34", "1.2e+12"]
+    assert len(lines[1]) == len(lines[3]) == len(lines[5])  # columns are aligned
+    assert lines[6] == "done:" and lines[8].startswith("2 of 3 runs are missing")
 
 
 # ---- what is refused ---------------------------------------------------------------------------

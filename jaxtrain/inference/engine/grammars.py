@@ -1,6 +1,6 @@
 """Constrained decoding: tokens allowed next by a regular expression, a JSON schema or a grammar.
 
-llguidance does the parsing (pip install 'jaxtrain[constrained]').
+llguidance does the parsing (the extra constrained).
 """
 
 import importlib
@@ -74,7 +74,10 @@ def llguidance() -> ModuleType:
     try:
         return importlib.import_module("llguidance")
     except ImportError:
-        raise UserError("a grammar needs llguidance: pip install 'jaxtrain[constrained]'") from None
+        raise UserError(
+            "a grammar needs llguidance: uv sync --extra constrained, or install the wheel with "
+            "[constrained]"
+        ) from None
 
 
 def first_line(message: str) -> str:

@@ -66,7 +66,7 @@ def check_extra() -> None:
     if missing:
         raise UserError(
             f"jaxtrain serve needs {', '.join(missing)}, of the extra serve: "
-            "pip install 'jaxtrain[serve]', or uv sync --extra serve"
+            "uv sync --extra serve, or install the wheel with [serve]"
         )
 
 

@@ -20,8 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         app = importlib.import_module("jaxtrain.runs.page.app")
     except ModuleNotFoundError as error:
         raise UserError(
-            f"jaxtrain ui needs {error.name}: uv sync --extra serve, or pip install "
-            "'jaxtrain[serve]'"
+            f"jaxtrain ui needs {error.name}: uv sync --extra serve, or install the "
+            "wheel with [serve]"
         ) from None
     from jaxtrain.runs.page.endpoint import endpoint_at
 
