@@ -37,6 +37,7 @@ from jaxtrain.runs.saved import (
     WEIGHTS,
     Saved,
     apply_weight_form,
+    check_out,
     is_quantized,
     load_saved,
     save_model,
@@ -312,7 +313,8 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 after one line about what the user can fix."""
     a = quantize_parser().parse_args(argv)
     if a.out.exists() and (not a.out.is_dir() or any(a.out.iterdir())):
-        raise UserError(f"{a.out} already exists and is not empty; name another folder with --out")
+        raise UserError(f"--out {a.out}: already exists and is not empty; name another folder")
+    check_out(a.out)
     if not a.core and (a.bundle or a.limit):
         raise UserError("--bundle and --limit need --core: add it, or leave them out")
     if a.ray and not METHODS[a.method].inputs:

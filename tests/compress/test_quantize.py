@@ -53,6 +53,23 @@ def quantized(run, text, method, out, *more):
     )
 
 
+METHOD = {"quantize": ["--method", "int4"], "shrink": ["--depth", "1"]}
+METHOD["prune"] = ["--method", "magnitude", "--sparsity", "0.5"]
+
+
+@pytest.mark.parametrize("command", ["quantize", "prune", "shrink", "merge"])
+@pytest.mark.parametrize("where", ["file/small", "/proc/small"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_read(
+    command, where, tmp_path, capsys
+):
+    (tmp_path / "file").write_text("in the way")
+    models = [str(tmp_path / "nowhere")] * (2 if command == "merge" else 1)
+    out = tmp_path / where
+    assert main([command, *models, *METHOD.get(command, []), "--out", str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --out {out}: cannot be written ({out.parent}: ")
+
+
 def close_logits(method, found, wanted):
     """Rounded activations move them a little."""
     if METHODS[method].activations:
