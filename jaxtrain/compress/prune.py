@@ -4,7 +4,6 @@ jaxtrain prune RUN --method wanda --sparsity 0.5 --out DIR [key=value ...]
 """
 
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
