@@ -299,7 +299,7 @@ def test_a_bad_file_is_named(tmp_path, capsys, content, message):
 )
 def test_a_missing_config_names_the_nearest(name, hint, capsys):
     assert main(["--config", name]) == 2
-    assert capsys.readouterr().err == f"error: --config {name}: no such file; {hint}\n"
+    assert capsys.readouterr().err == f"error: config {name}: no such file; {hint}\n"
 
 
 # ---- what can be read ------------------------------------------------------------------------
