@@ -104,4 +104,6 @@ def add_config_and_overrides(
 
 def add_overrides(parser: Parser) -> None:
     """Add the arguments key.path=value, any number of them."""
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key.path=value", help="override a field"
+    )
