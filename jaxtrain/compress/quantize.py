@@ -45,7 +45,7 @@ from jaxtrain.runs.saved import (
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.disk import write_json, write_whole
 from jaxtrain.weights.contract import dequantize, flatten
-from jaxtrain.weights.int4 import GROUP
+from jaxtrain.weights.int4 import GROUP, group_sizes
 from jaxtrain.weights.params import Params, Specs, is_block_matrix, path_name
 from jaxtrain.weights.quantized import QuantizedWeight
 from jaxtrain.weights.stored import stored_bytes
@@ -368,7 +368,10 @@ def write_figures(
     weights = {name: x for name, x in leaves if isinstance(x, QuantizedWeight)}
     stored = {name: stored_bytes(x) for name, x in weights.items()}
     facts = {"model": run, "method": method, "matrices": stored, "before": before, "after": after}
-    write_json(out / "quantization.json", facts | options._asdict())
+    facts |= {x: y for x, y in options._asdict().items() if x in METHODS[method].options}
+    if sizes := group_sizes(weights):  # at most a matrix's inputs, whatever was asked for
+        facts["group_size"] = sizes
+    write_json(out / "quantization.json", facts)
     title = f"# {run}, quantized by {method}\n\n"
     write_whole(out / "quantization.md", f"{title}{figures_table(before, after)}\n")
     print(f"quantized {len(weights)} stacks of matrices by {method} into {out}")
