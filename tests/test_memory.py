@@ -143,8 +143,8 @@ def test_a_report_of_two_devices():
 @pytest.mark.default_tier
 def test_a_report_of_one_device_names_no_exchange(capsys):
     assert main(["--config", "quickstart", "--dry-run", "--device", "H200", "model.depth=1"]) == 0
-    _, place, *_, step = capsys.readouterr().out.splitlines()
-    assert place == "on 1 x H200"
+    _, device, *_, step = capsys.readouterr().out.splitlines()
+    assert device == "on 1 x H200"
     assert re.fullmatch(r"a step takes 0\.0*[1-9]\d? ms \(estimate\)", step)
 
 
