@@ -194,7 +194,9 @@ def config_parser() -> Parser:
         description="The shipped configurations; with a NAME that one, resolved.",
     )
     parser.add_argument("config", nargs="?", metavar="NAME", help="a shipped config or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key.path=value", help="override a field"
+    )
     parser.add_argument("--schema", action="store_true", help="print the JSON schema, for editors")
     return parser
 

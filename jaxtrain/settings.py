@@ -192,7 +192,7 @@ def real(least: float, words: str, most: float = math.inf) -> Callable[[str], fl
 
 # Errors of a path or a disk, not of the code.
 DISK = (
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
     errno.ENOSPC, errno.EDQUOT, errno.ELOOP, errno.ENAMETOOLONG, errno.EFBIG, errno.EIO,
     errno.EBUSY, errno.ETXTBSY, errno.ENXIO,
 )  # fmt: skip

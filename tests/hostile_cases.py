@@ -123,7 +123,7 @@ def yaml_files():
     for content, words in YAML.items():
         yield file("main", "--config c.yaml --print-config", words, "c.yaml", content)
     for name in ("", "nowhere.yaml", "x" * 300, "run", "quickstrt"):
-        words = "File name too long" if len(name) > 255 else f"--config {name}: no such file"
+        words = "File name too long" if len(name) > 255 else f"config {name}: no such file"
         yield case("main", ["--config", name, *SHOW], words)
         yield case("prepare", ["--config", name], words)
 

@@ -108,6 +108,15 @@ def test_choices_of_export_are_those_of_the_code():
     assert set(arguments.DTYPES) == {dtype.name for dtype in DTYPES.values()}
 
 
+@pytest.mark.parametrize(
+    ("command", "missing"), [("sweep", "SWEEP.yaml"), ("show-data", "config"), ("evaluate", "run")]
+)
+def test_overrides_are_not_required(command, missing, capsys):
+    assert main([command]) == 2
+    said = f"error: the following arguments are required: {missing}; see --help\n"
+    assert capsys.readouterr().err == said
+
+
 # ---- completion --------------------------------------------------------------------------------
 
 

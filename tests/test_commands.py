@@ -69,8 +69,14 @@ def test_the_installed_command_is_printed_as_it_is_found(started, monkeypatch):
     started("bash", script="/venv/bin/jaxtrain")
     monkeypatch.setattr(shutil, "which", lambda name: f"/venv/bin/{name}")
     assert command_line() == f"jaxtrain {QUOTED}"
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert command_line() == f"/venv/bin/jaxtrain {QUOTED}"
+    assert command_of("generate", "runs/a") == "jaxtrain generate runs/a"
+    monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")  # a shell inside `uv run`
+    assert command_of("report") == "/venv/bin/jaxtrain report"
+    monkeypatch.delenv("UV_RUN_RECURSION_DEPTH")
+    for found in (None, "/other/bin/jaxtrain"):
+        monkeypatch.setattr(shutil, "which", lambda name, found=found: found)
+        assert command_line() == f"/venv/bin/jaxtrain {QUOTED}"
+        assert command_of("generate", "runs/a") == "/venv/bin/jaxtrain generate runs/a"
 
 
 def test_processes_of_launch_print_what_started_launch(started, monkeypatch):

@@ -1,5 +1,7 @@
 """The dry run: memory, exchanges and the first mesh that fits, without an accelerator."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -135,6 +137,15 @@ def test_a_report_of_two_devices():
     assert any("fsdp" in c["axes"] for c in record["collectives"])
     text = report(record)
     assert "on 2 x H200: fsdp 2, ZeRO-3" in text and "activations and scratch" in text
+    assert "if all exchanges are hidden" in text and " 0 ms if" not in text
+
+
+@pytest.mark.default_tier
+def test_a_report_of_one_device_names_no_exchange(capsys):
+    assert main(["--config", "quickstart", "--dry-run", "--device", "H200", "model.depth=1"]) == 0
+    _, device, *_, step = capsys.readouterr().out.splitlines()
+    assert device == "on 1 x H200"
+    assert re.fullmatch(r"a step takes 0\.0*[1-9]\d? ms \(estimate\)", step)
 
 
 def test_dry_run_prints_and_the_first_mesh_that_fits(record, capsys):

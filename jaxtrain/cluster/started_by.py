@@ -24,12 +24,25 @@ def command_line(command: str = "train") -> str:
         return typed
     if words := uv_run():
         return shlex.join(words)
+    if script := installed_script():
+        return shlex.join([script, *sys.argv[1:]])
+    return command_of(command, *sys.argv[1:])
+
+
+def installed_script() -> str | None:
+    """The word that starts the installed script, if it has started this process."""
     script = Path(sys.argv[0])
-    if script.name != "jaxtrain":  # not the installed script
-        return command_of(command, *sys.argv[1:])
-    found = shutil.which(script.name)
-    first = script.name if found and Path(found) == script.absolute() else str(script)
-    return shlex.join([first, *sys.argv[1:]])
+    if script.name != "jaxtrain":
+        return None
+    return script.name if is_on_path(script.absolute()) else str(script)
+
+
+def is_on_path(script: Path) -> bool:
+    """Whether the user's shell finds this script as `jaxtrain`."""
+    found = shutil.which("jaxtrain")
+    # Not in a descendant of `uv run`: uv has put this folder into its PATH, not the user's shell's.
+    found_it = found is not None and Path(found) == script
+    return found_it and "UV_RUN_RECURSION_DEPTH" not in os.environ
 
 
 def typed_again(words: object) -> str | None:
@@ -54,9 +67,10 @@ def program() -> list[str]:
         )
         options = next((i for i, word in enumerate(words) if starts(word)), len(words) - 1)
         return [*words[:options], "jaxtrain"]
-    here, found = Path(sys.executable), shutil.which("jaxtrain")
-    # Not in a descendant of `uv run`: uv has put this folder into its PATH, not the user's shell's.
-    if found and Path(found).parent == here.parent and "UV_RUN_RECURSION_DEPTH" not in os.environ:
+    if script := installed_script():
+        return [script]
+    here = Path(sys.executable)
+    if is_on_path(here.with_name("jaxtrain")):
         return ["jaxtrain"]
     near = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
     return [str(near), "-m", "jaxtrain.cli"]

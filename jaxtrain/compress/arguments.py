@@ -85,7 +85,9 @@ def prune_parser() -> Parser:
         "--pattern", metavar="N:M", help="keep N weights of every M inputs, such as 2:4"
     )
     add_calibration(parser, "--text")
-    parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], help="data.validation.name=documents ..."
+    )
     return parser
 
 

@@ -4,7 +4,6 @@ jaxtrain prune RUN --method wanda --sparsity 0.5 --out DIR [key=value ...]
 """
 
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -25,7 +24,14 @@ from jaxtrain.compress.sparsify import (
 from jaxtrain.config.resolve import override
 from jaxtrain.evaluation.evaluate import VALIDATED, evaluate
 from jaxtrain.evaluation.model import Model
-from jaxtrain.runs.saved import Saved, folder_of, is_quantized, load_resolved, load_saved
+from jaxtrain.runs.saved import (
+    Saved,
+    check_out,
+    folder_of,
+    is_quantized,
+    load_resolved,
+    load_saved,
+)
 from jaxtrain.settings import UserError, command
 from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.params import Params, is_block_matrix, path_name
@@ -82,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 after one line about what the user can fix."""
     a = prune_parser().parse_intermixed_args(argv)
     target = parse_target(a.sparsity, a.pattern)
-    check_empty(a.out)
+    check_out(a.out)
     config = override(load_resolved(folder_of(a.run) / "config.yaml"), a.overrides, VALIDATED)
     start()
     saved = load_saved(a.run, a.step)
@@ -104,9 +110,3 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name:12s} {facts['before'][name]:.4f} -> {facts['after'][name]:.4f}")
     print(f"pruned   {a.run} by {a.method} into {a.out}")
     return 0
-
-
-def check_empty(out: Path) -> None:
-    """Raise UserError for a folder that holds a model."""
-    if (out / "model").exists() or (out / "config.yaml").exists():
-        raise UserError(f"{out} holds a model already; name another folder with --out")

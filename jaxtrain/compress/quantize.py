@@ -37,6 +37,7 @@ from jaxtrain.runs.saved import (
     WEIGHTS,
     Saved,
     apply_weight_form,
+    check_out,
     is_quantized,
     load_saved,
     save_model,
@@ -44,7 +45,7 @@ from jaxtrain.runs.saved import (
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.disk import write_json, write_whole
 from jaxtrain.weights.contract import dequantize, flatten
-from jaxtrain.weights.int4 import GROUP
+from jaxtrain.weights.int4 import GROUP, group_sizes
 from jaxtrain.weights.params import Params, Specs, is_block_matrix, path_name
 from jaxtrain.weights.quantized import QuantizedWeight
 from jaxtrain.weights.stored import stored_bytes
@@ -312,7 +313,8 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 after one line about what the user can fix."""
     a = quantize_parser().parse_args(argv)
     if a.out.exists() and (not a.out.is_dir() or any(a.out.iterdir())):
-        raise UserError(f"{a.out} already exists and is not empty; name another folder with --out")
+        raise UserError(f"--out {a.out}: already exists and is not empty; name another folder")
+    check_out(a.out)
     if not a.core and (a.bundle or a.limit):
         raise UserError("--bundle and --limit need --core: add it, or leave them out")
     if a.ray and not METHODS[a.method].inputs:
@@ -366,7 +368,10 @@ def write_figures(
     weights = {name: x for name, x in leaves if isinstance(x, QuantizedWeight)}
     stored = {name: stored_bytes(x) for name, x in weights.items()}
     facts = {"model": run, "method": method, "matrices": stored, "before": before, "after": after}
-    write_json(out / "quantization.json", facts | options._asdict())
+    facts |= {x: y for x, y in options._asdict().items() if x in METHODS[method].options}
+    if sizes := group_sizes(weights):  # at most a matrix's inputs, whatever was asked for
+        facts["group_size"] = sizes
+    write_json(out / "quantization.json", facts)
     title = f"# {run}, quantized by {method}\n\n"
     write_whole(out / "quantization.md", f"{title}{figures_table(before, after)}\n")
     print(f"quantized {len(weights)} stacks of matrices by {method} into {out}")

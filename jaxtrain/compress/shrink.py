@@ -30,7 +30,7 @@ from jaxtrain.model import ResolvedModel, Transformer, split
 from jaxtrain.model.config import check_decoder
 from jaxtrain.objectives.base import DeviceBatch
 from jaxtrain.objectives.next_token import next_token_loss
-from jaxtrain.runs.saved import Saved, is_quantized, load_saved, save_model, without_mtp
+from jaxtrain.runs.saved import Saved, check_out, is_quantized, load_saved, save_model, without_mtp
 from jaxtrain.settings import UserError, command
 from jaxtrain.weights.contract import flatten
 
@@ -271,8 +271,7 @@ def shrink(saved: Saved, rows: Sequence[data.Batch], wanted: Size) -> Saved:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 after one line about what the user can fix."""
     a = shrink_parser().parse_args(argv)
-    if (a.out / "config.yaml").exists():
-        raise UserError(f"{a.out} holds a model already; name another folder with --out")
+    check_out(a.out)
     saved = load_saved(a.run, a.step)
     if is_quantized(saved):
         raise UserError(

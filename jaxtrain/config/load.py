@@ -49,7 +49,7 @@ def find_config(name: str) -> Path:
             return candidate
     close = difflib.get_close_matches(Path(name).stem, shipped_names(), n=1)
     hint = f"did you mean {close[0]}?" if close else f"shipped: {', '.join(shipped_names())}"
-    raise UserError(f"--config {name}: no such file; {hint}")
+    raise UserError(f"config {name}: no such file; {hint}")
 
 
 def load_config(

@@ -10,16 +10,22 @@ def often(times: float) -> str:
     return f"{times:,.0f} times" if times >= 1 else f"every {1 / times:,.0f} steps"
 
 
+def milliseconds(time: float) -> str:
+    """A time in ms, with two digits if it is short."""
+    return f"{time:,.0f} ms" if time >= 10 or time == 0 else f"{time:.2g} ms"
+
+
 def report(record: dict[str, Any]) -> str:
     """The record as lines for the screen."""
     m, w = record["metrics"], record["workload"]
     tuned = f" and {w['trained']:,} that train" if "trained" in w else ""
-    mesh = " x ".join(f"{axis} {n}" for axis, n in w["mesh"].items()) or "one device"
+    mesh = " x ".join(f"{axis} {n}" for axis, n in w["mesh"].items())
     lines = [
         f"{record['config']}: {w['parameters']:,} parameters{tuned}, {record['variant']}, "
         f"{w['batch_size']} x {w['sequence_length']} tokens a step, {w['device_batch_size']} rows "
         f"a device at once, remat {w['remat']}",
-        f"on {record['device_count']} x {record['device']}: {mesh}, ZeRO-{w['zero']}",
+        f"on {record['device_count']} x {record['device']}"
+        + f": {mesh}, ZeRO-{w['zero']}" * (mesh != ""),
         "a device holds",
     ]
     other_params = {"frozen": "frozen weights", "reference": "the teacher or reference model"}
@@ -36,19 +42,22 @@ def report(record: dict[str, Any]) -> str:
     if m["files_bytes"]:
         size = format_bytes(m["files_bytes"])
         lines += [f"  {size:>10s}  of states in files, read and written in each step"]
-    lines += ["a device sends in a step"]
-    lines += [
-        f"  {format_bytes(c['bytes']):>10s}  {c['kind']} over {', '.join(c['axes'])} "
-        f"({c['group_size']} devices), {often(c['times'])}"
-        for c in record["collectives"]
-    ] or ["  nothing"]
-    apart = m["compute_ms"] + m["near_ms"] + m["far_ms"]
-    together = max(m["compute_ms"], m["near_ms"] + m["far_ms"])
-    lines += [
-        f"a step takes {together:,.0f} ms if all exchanges are hidden, {apart:,.0f} ms if none is "
-        f"(estimate: compute {m['compute_ms']:,.0f}, within hosts {m['near_ms']:,.0f}, between "
-        f"hosts {m['far_ms']:,.0f})"
-    ]
+    compute, near, far = m["compute_ms"], m["near_ms"], m["far_ms"]
+    if mesh:
+        lines += ["a device sends in a step"]
+        lines += [
+            f"  {format_bytes(c['bytes']):>10s}  {c['kind']} over {', '.join(c['axes'])} "
+            f"({c['group_size']} devices), {often(c['times'])}"
+            for c in record["collectives"]
+        ] or ["  nothing"]
+        lines += [
+            f"a step takes {milliseconds(max(compute, near + far))} if all exchanges are hidden, "
+            f"{milliseconds(compute + near + far)} if none is (estimate: compute "
+            f"{milliseconds(compute)}, within hosts {milliseconds(near)}, between hosts "
+            f"{milliseconds(far)})"
+        ]
+    else:
+        lines += [f"a step takes {milliseconds(compute)} (estimate)"]
     if w.get("autofreeze"):
         lines += [
             "a step costs that until layers freeze (train.autofreeze); when is not known before"

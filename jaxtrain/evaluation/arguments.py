@@ -51,7 +51,9 @@ def evaluate_parser() -> Parser:
         type=Path,
         help="file of the results; default RUN/tasks[_step_N].json, or needle...",
     )
-    parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], help="data.validation.name=documents ..."
+    )
     add_place(parser)
     add_ray(parser)
     return parser
@@ -74,7 +76,7 @@ def score_parser() -> Parser:
         default=100,
         help="prototypicality: number of clusters (default 100)",
     )
-    parser.add_argument("overrides", nargs="*", help="data.train.path=corpus.jsonl ...")
+    parser.add_argument("overrides", nargs="*", default=[], help="data.train.path=corpus.jsonl ...")
     add_ray(parser)
     return parser
 
@@ -112,7 +114,7 @@ def search_rope_parser() -> Parser:
     parser.add_argument(
         "--out", type=Path, help="folder to write; default RUN/rope_LENGTH[_step_N]"
     )
-    parser.add_argument("overrides", nargs="*", help="mesh.data=8 ...")
+    parser.add_argument("overrides", nargs="*", default=[], help="mesh.data=8 ...")
     return parser
 
 
@@ -128,7 +130,7 @@ def lm_eval_parser() -> Parser:
     )
     parser.add_argument("--limit", type=whole(1), help="examples of each task; default all")
     parser.add_argument("--out", type=Path, help="results as JSON; default RUN/harness.json")
-    parser.add_argument("overrides", nargs="*", help="eval.batch_size=16 ...")
+    parser.add_argument("overrides", nargs="*", default=[], help="eval.batch_size=16 ...")
     return parser
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.settings import UserError
 from jaxtrain.weights.float8_storage import StoredFloat8Weight
-from jaxtrain.weights.int4 import Int4Weight
+from jaxtrain.weights.int4 import Int4Weight, group_sizes
 from jaxtrain.weights.quantized import Int8Weight, QuantizedWeight
 from jaxtrain.weights.w8a8 import DynamicInt8Weight
 
@@ -60,11 +60,7 @@ def quantization_config(weights: Mapping[str, QuantizedWeight]) -> dict[str, Any
 
 def group_size(weights: Mapping[str, QuantizedWeight]) -> int:
     """Group size (inputs per scale) of all matrices. Raises UserError if the sizes differ."""
-    sizes = {
-        2 * w.codes.shape[-2] // w.scales.shape[-2]: name
-        for name, w in weights.items()
-        if isinstance(w, Int4Weight)
-    }
+    sizes = {size: name for name, size in group_sizes(weights).items()}
     if len(sizes) > 1:
         found = ", ".join(f"{size} ({name})" for size, name in sorted(sizes.items()))
         raise UserError(

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxtrain.runs.arguments import merge_parser
-from jaxtrain.runs.saved import Saved, is_quantized, load_saved, save_model
+from jaxtrain.runs.saved import Saved, check_out, is_quantized, load_saved, save_model
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.location import local
 from jaxtrain.weights.params import Params
@@ -107,8 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"--method slerp merges two models, not {len(named)}")
     if len(named) < (1 if a.method == "ties" else 2):
         raise UserError("name two models or more")
-    if (a.out / "config.yaml").exists():
-        raise UserError(f"{a.out} holds a model already; name another folder with --out")
+    check_out(a.out)
     if a.base is not None:
         named.insert(0, split_step(a.base))
     methods: dict[str, Callable[[], Merge]] = {

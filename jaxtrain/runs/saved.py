@@ -30,6 +30,7 @@ from jaxtrain.runs.checkpoint import Checkpointer, decisions, saved_steps
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.runs.publish import take_checkpoint
 from jaxtrain.settings import UserError
+from jaxtrain.storage.disk import why_not_writable
 from jaxtrain.storage.fetch import fetch_model
 from jaxtrain.storage.strict_yaml import read_saved
 from jaxtrain.weights import encode_matrices
@@ -78,6 +79,14 @@ def save_result(
         save_adapter(directory / "adapter", config, partition.export(trained, frozen))
     if config.train.init_from and jax.process_index() == 0:
         copy_aux_files(config.train.init_from, directory)
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError for an `--out` that holds a model, or cannot be created and written."""
+    if why := why_not_writable(out):
+        raise UserError(f"--out {out}: cannot be written ({why}); name another folder")
+    if (out / "model").exists() or (out / "config.yaml").exists():
+        raise UserError(f"--out {out}: holds a model already; name another folder")
 
 
 def save_model(directory: Path, config: Resolved, params: Params, tokenizer: Tokenizer) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,18 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def write_json(path: Path, value: object) -> None:
     """Write a JSON value atomically."""
     write_whole(path, json.dumps(value, indent=2) + "\n")
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why a folder cannot be created and written, as "existing parent: reason"; None if it can.
+    Leaves nothing there."""
+    there = folder
+    try:
+        there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        return f"{there}: {error.strerror}"
+    return None
 
 
 FULL = {os.strerror(code): code for code in (errno.ENOSPC, errno.EDQUOT)}

@@ -19,7 +19,7 @@ def sweep_parser() -> Parser:
         help="a sweep file, or the name of a shipped sweep",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value",
+        "overrides", nargs="*", default=[], metavar="key=value",
         help="override a field of the sweep (trials=40), or of its runs (train.steps=200)",
     )  # fmt: skip
     parser.add_argument(

@@ -24,7 +24,9 @@ def show_data_parser() -> Parser:
         "jaxtrain show-data",
         description="Decoded rows of a run's batches, as they are packed; prepares the data first.",
     )
-    add_config_and_overrides(parser)
+    add_config_and_overrides(
+        parser, "a run directory, a YAML file or the bare name of a shipped config"
+    )
     parser.add_argument(
         "--rows", type=whole(1), default=4, help="number of rows to show (default 4)"
     )
@@ -92,12 +94,16 @@ def search_growth_parser() -> Parser:
     return parser
 
 
-def add_config_and_overrides(parser: Parser) -> None:
-    """Add the arguments for a configuration and overrides of its fields."""
-    parser.add_argument("config", help="a YAML file or the bare name of a shipped config")
+def add_config_and_overrides(
+    parser: Parser, config: str = "a YAML file or the bare name of a shipped config"
+) -> None:
+    """Add the arguments for a configuration, with this help, and overrides of its fields."""
+    parser.add_argument("config", help=config)
     add_overrides(parser)
 
 
 def add_overrides(parser: Parser) -> None:
     """Add the arguments key.path=value, any number of them."""
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key.path=value", help="override a field"
+    )

@@ -1,7 +1,6 @@
 """The run directory of a training run: its configuration, and the files that the run writes."""
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -24,7 +23,7 @@ from jaxtrain.runs.job import leaves
 from jaxtrain.runs.mirror import Mirror, Store, take_newest
 from jaxtrain.runs.publish import CHECKPOINTS, Publisher, take_samples
 from jaxtrain.settings import UserError
-from jaxtrain.storage.disk import write_json
+from jaxtrain.storage.disk import why_not_writable, write_json
 from jaxtrain.storage.strict_yaml import read_saved
 
 # Fields that a resumed run may change: they set how the run is executed, not what it computes.
@@ -140,14 +139,10 @@ def check_tuned(c: Resolved, partition: Partition) -> None:
 
 def check_writable(run_dir: Path) -> None:
     """Raise UserError if a run directory cannot be created and written; leaves nothing there."""
-    there = next(p for p in (run_dir, *run_dir.absolute().parents) if p.exists())
-    try:
-        tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
+    if why := why_not_writable(run_dir):
         raise UserError(
-            f"run.directory: {run_dir} cannot be written ({there}: {error.strerror}); name a "
-            "folder that can"
-        ) from error
+            f"run.directory: {run_dir} cannot be written ({why}); name a folder that can"
+        )
 
 
 def open_run(

@@ -1,6 +1,7 @@
-"""`jaxtrain show-data CONFIG [key=value ...]`: packed rows of a run, decoded."""
+"""`jaxtrain show-data CONFIG|RUN [key=value ...]`: packed rows of a run, decoded."""
 
 import sys
+from pathlib import Path
 
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.overrides import check_once
@@ -17,7 +18,8 @@ def main(argv: list[str] | None = None) -> int:
     """Return the exit code: 0, or 2 after one line about an error that the user can fix."""
     a = show_data_parser().parse_intermixed_args(argv)
     check_once(a.overrides)
-    config = load_config(find_config(a.config), a.overrides)
+    saved = Path(a.config) / "config.yaml"  # of a run
+    config = load_config(saved if saved.is_file() else find_config(a.config), a.overrides)
     rows, steps, ramps = config.train.batch_size, config.train.steps, config.data
     if rows is None or (a.step and steps is None) or ramps.length_ramp or ramps.batch_ramp:
         config = resolve(config, vocab_size_of(config.data))

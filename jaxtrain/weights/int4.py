@@ -135,6 +135,15 @@ def group_of(K: int, group_size: int, field: str = "--group-size") -> int:
     return group
 
 
+def group_sizes(weights: Mapping[str, QuantizedWeight]) -> dict[str, int]:
+    """Inputs per scale of each matrix whose 4-bit codes have groups."""
+    return {
+        name: 2 * w.codes.shape[-2] // w.scales.shape[-2]
+        for name, w in weights.items()
+        if isinstance(w, Int4Weight | ScaledInt4Weight)
+    }
+
+
 def pack_int4(
     codes_KN: Int[Array, "K N"], scales_GN: Float[Array, "G N"], dtype: str
 ) -> Int4Weight:

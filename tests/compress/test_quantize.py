@@ -13,7 +13,8 @@ from jaxtrain.cli import main
 from jaxtrain.compress import arguments
 from jaxtrain.compress.calibration_text import TokenRows
 from jaxtrain.compress.methods import METHODS, MethodOptions
-from jaxtrain.compress.quantize import quantize_params, quantize_saved, solve
+from jaxtrain.compress.quantize import quantize_params, quantize_saved, solve, write_figures
+from jaxtrain.compress.stages import Stages
 from jaxtrain.evaluation.model import load
 from jaxtrain.model import Transformer, cast, split
 from jaxtrain.runs.saved import apply_weight_form, is_quantized, load_saved, save_model
@@ -51,6 +52,23 @@ def quantized(run, text, method, out, *more):
     return main(
         ["quantize", str(run), "--method", method, "--out", str(out), "--text", str(text), *more]
     )
+
+
+METHOD = {"quantize": ["--method", "int4"], "shrink": ["--depth", "1"]}
+METHOD["prune"] = ["--method", "magnitude", "--sparsity", "0.5"]
+
+
+@pytest.mark.parametrize("command", ["quantize", "prune", "shrink", "merge"])
+@pytest.mark.parametrize("where", ["file/small", "/proc/small"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_read(
+    command, where, tmp_path, capsys
+):
+    (tmp_path / "file").write_text("in the way")
+    models = [str(tmp_path / "nowhere")] * (2 if command == "merge" else 1)
+    out = tmp_path / where
+    assert main([command, *models, *METHOD.get(command, []), "--out", str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --out {out}: cannot be written ({out.parent}: ")
 
 
 def close_logits(method, found, wanted):
@@ -198,6 +216,16 @@ def test_shapes_and_damage_are_one_line(run, tmp_path):
         load_saved(tmp_path / "bad")
 
 
+def test_the_group_sizes_that_are_written_are_those_of_the_matrices(run, tmp_path):
+    """A matrix with fewer inputs than the group size has one group."""
+    saved, options = load_saved(run), MethodOptions(1000)
+    params = quantize_params(saved.params, saved.specs, "int4", options)
+    write_figures(tmp_path, "run", "int4", options, params, {}, {}, Stages("quantize", quiet=True))
+    found = json.loads((tmp_path / "quantization.json").read_text())["group_size"]
+    inputs = {name: x.shape[-2] for name, x in flatten(saved.params).items() if name in found}
+    assert found == inputs and len(set(inputs.values())) > 1
+
+
 @pytest.mark.parametrize(("bits", "precision"), [("int8", "float32"), ("int4", "bfloat16")])
 @pytest.mark.quick("int8-float32")
 def test_a_model_trained_with_rounding_is_quantized_to_itself(bits, precision, text, tmp_path):
@@ -211,7 +239,7 @@ def test_a_model_trained_with_rounding_is_quantized_to_itself(bits, precision, t
     )  # fmt: skip
     assert quantized(run, text, bits, tmp_path / "small") == 0
     said = json.loads((tmp_path / "small" / "quantization.json").read_text())
-    assert said["group_size"] == (8 if bits == "int4" else 128)
+    assert set(said.get("group_size", {}).values()) == ({8} if bits == "int4" else set())
     one, other = load(run), load(tmp_path / "small")
     ids = tokens(2) % 256
     np.testing.assert_allclose(one.logits(ids), other.logits(ids), rtol=1e-5, atol=1e-5)

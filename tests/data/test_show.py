@@ -66,7 +66,10 @@ def test_the_command_line(mixed, tmp_path, capsys):
     assert main(["show-data", str(path), "data.packing.name=best_fit", "--rows", "2"]) == 0
     out = capsys.readouterr().out
     assert out.count("== row") == 2 and "packing best_fit" in out
-    assert main(["show-data", str(path), "data.train.sources.short.weight=-1"]) == 2
+    path.rename(tmp_path / "config.yaml")  # as in a run directory
+    assert main(["show-data", str(tmp_path), "data.packing.name=best_fit", "--rows", "2"]) == 0
+    assert capsys.readouterr().out == out
+    assert main(["show-data", str(tmp_path), "data.train.sources.short.weight=-1"]) == 2
     assert "data.train.sources.short.weight" in capsys.readouterr().err
 
 
