@@ -172,7 +172,7 @@ def bench_longest(
 
     def at(length: int, run: bool = False) -> dict[str, Any]:
         size = [f"train.sequence_length={length}", "train.batch_size=1"]
-        w = load_workload(name, [*overrides, *size, "train.device_batch_size=1"])
+        w = load_workload(name, [*overrides, *size, "train.device_batch_size=1"], jax.devices()[:1])
         row: dict[str, Any] = {"name": "longest row", "shape": f"T {length}"} | figures(w, run)
         if run:
             row |= {"peak_bytes": peak_bytes(), "limit_bytes": limit}

@@ -123,7 +123,18 @@ def holds_no_secret(folder):
     return not any(SECRET.encode() in p.read_bytes() for p in folder.rglob("*") if p.is_file())
 
 
+@pytest.fixture
+def quick_processes(tmp_path, monkeypatch):
+    """What `quick` does, in the processes of a job: steps 3 to 6 take less than a second."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from jaxtrain.runs import mirror\nmirror.POLL = 0.01\n"
+    )
+    paths = str(tmp_path), os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_processes")
 def test_a_job_of_two_processes_goes_on_from_s3_alone(tmp_path, s3):
     fields = QUICK | {"mesh__data": 2, "checkpoint__mirror__url": s3.bucket()}
     job = ["jaxtrain.cli", "launch", "--processes", "2", "--devices-per-process", "1", "--"]
