@@ -29,8 +29,6 @@ TILINGS = {
         GemmTiling(64, 128, stages=5, parts=2, shared=True),
         GemmTiling(64, 192, stages=3, parts=3, shared=True),
         GemmTiling(64, 192, stages=3, parts=3, shared=True, group=16),
-        GemmTiling(64, 128, stages=5, parts=2, shared=True, summed=2),
-        GemmTiling(64, 192, stages=3, parts=3, shared=True, summed=2),
     ),
 }  # fmt: skip
 
@@ -72,7 +70,7 @@ def epilogue_rows(
 def numbers_of(t: GemmTiling) -> str:
     how = "shared" if t.shared else "in turns"
     sizes = f"{t.rows}x{t.columns} {how}, {t.stages} stages, {t.parts} parts, cluster {t.cluster}"
-    return f"{sizes}, group {t.group}, {t.summed} summed"
+    return f"{sizes}, group {t.group}"
 
 
 def options_of(gradient: bool) -> ProductOptions:

@@ -50,9 +50,8 @@ def bits(outs):
         (192, 192, 256, False, True, TURNS._replace(rows=128, columns=128, parts=3)),
         (192, 64, 384, True, False, SHARED),
         (256, 192, 256, True, False, SHARED._replace(cluster=2, blocks=2)),
-        (192, 64, 512, True, False, SHARED._replace(stages=3, summed=2)),
     ],
-    ids=["small", "turns", "shared", "cluster", "two summed"],
+    ids=["small", "turns", "shared", "cluster"],
 )
 @pytest.mark.quick("small")
 def test_mosaic_is_the_reference_bit_for_bit_without_races(M, N, K, gradient, keep, tiling, capfd):

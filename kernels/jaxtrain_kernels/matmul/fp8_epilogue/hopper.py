@@ -202,8 +202,6 @@ def _plan(options, sizes, dtype, other: bool, tiling: GemmTiling | None, clip: b
     plan = plan._replace(tiling=tiling, clusters=clusters)
     keep, exact = options.keep, options.exact
     whole = EpiloguePlan(plan, options.function, options.dtype, other, keep, exact, clip)
-    if plan.steps % tiling.summed or tiling.summed >= tiling.stages:
-        raise ValueError(f"{plan.steps} steps are no multiple of {tiling.summed} below {tiling}")
     if tiling.rows % PART or tiling.columns % PART or whole.shared_bytes > SHARED_BYTES:
         raise ValueError(
             f"a tile needs multiples of {PART} and up to {SHARED_BYTES} bytes, got {tiling} with "
@@ -273,23 +271,20 @@ def _sum_exactly(work: EpilogueWork, t: Index):
     tiling, shape = plan.tiling, (plan.tiling.rows, plan.tiling.columns)
     rows = pl.ds(work.gemm.warpgroup * tiling.rows, tiling.rows)
 
-    def add(k, total):
-        first = t * plan.steps + k * tiling.summed
-        slots = [lax.rem(first + n, tiling.stages) for n in range(tiling.summed)]
+    def step(k, total):
+        slot = lax.rem(t * plan.steps + k, tiling.stages)
+        plgpu.barrier_wait(gemm.full_barrier(plan, memory, t, slot))
 
         def product(acc):
-            for slot in slots:
-                plgpu.barrier_wait(gemm.full_barrier(plan, memory, t, slot))
-                plgpu.wgmma(acc, memory.a.at[slot, rows], memory.b.at[slot].T)
-            return acc[...]  # waits for them
+            plgpu.wgmma(acc, memory.a.at[slot, rows], memory.b.at[slot].T)
+            return acc[...]  # waits for it
 
         part = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        for slot in slots:
-            plgpu.barrier_arrive(memory.free.at[slot])
+        plgpu.barrier_arrive(memory.free.at[slot])
         return total + part
 
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), hopper.MATRIX)
-    return lax.fori_loop(0, plan.steps // tiling.summed, add, zeros)
+    return lax.fori_loop(0, plan.steps, step, zeros)
 
 
 def _store(work: EpilogueWork, t: Index, i: Index, product: jax.Array):

@@ -50,9 +50,7 @@ class GemmTiling(NamedTuple):
     stages: steps whose operands are in shared memory at once. parts: parts of the result that a
     warpgroup has there. cluster: CUDA blocks with vertically adjacent tiles, which load their
     columns of b together. group: rows of a cluster's tiles that are processed together, for the L2
-    cache. blocks: number of CUDA blocks; None = one per multiprocessor. summed: steps that the
-    tensor cores sum before float32 registers do, in float8 products with such sums
-    (`fp8_epilogue`).
+    cache. blocks: number of CUDA blocks; None = one per multiprocessor.
     """
 
     rows: int = 128
@@ -63,7 +61,6 @@ class GemmTiling(NamedTuple):
     cluster: int = 2
     group: int = 8
     blocks: int | None = None
-    summed: int = 1
 
     @property
     def block_rows(self) -> int:
