@@ -103,6 +103,25 @@ def test_the_host_is_asked_once_for_several_steps(calls):
     assert len(tokens) == 28 and engine.stats().new_tokens == 28
 
 
+def test_the_prefill_of_waiting_prompts_starts_before_first_tokens_are_read(monkeypatch):
+    """Four prompts, two a prefill; and a fifth that joins them, whose token is read at once."""
+    seen, prefill = [], device.prefill_slots
+    monkeypatch.setattr(
+        device, "prefill_slots", lambda *args, **kw: (seen.append("prefill"), prefill(*args, **kw))[1]
+    )
+    engine = make_engine(options=several(4, slots=5))
+    read = engine.read
+    engine.read = lambda step: (seen.append("read first") if step.first else None, read(step))
+    *first, last = prompts(5, 5, 5, 5, 5)
+    for i, text in enumerate(first):
+        engine.add(Request(f"r{i}", text, GREEDY))
+    begun = [{update.id for update in engine.step()} for _ in range(3)]
+    assert begun == [set(), {"r0", "r1"}, {"r0", "r1", "r2", "r3"}]
+    assert seen == ["prefill", "prefill", "read first", "read first"]
+    engine.add(Request("r4", last, GREEDY))
+    assert "r4" in {update.id for update in engine.step()}
+
+
 @pytest.mark.slow
 def test_a_new_request_waits_for_one_call_at_most(calls):
     engine = make_engine(options=several(4))

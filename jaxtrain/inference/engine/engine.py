@@ -173,7 +173,8 @@ class Engine:
     def step(self) -> list[Update]:
         """Start a step on the device, and return the updates of the one before; [] when idle.
 
-        The first tokens after prompts are read at once, while the device decodes.
+        The first tokens after prompts are read at once, while the device decodes. If more prompts
+        wait, their prefill starts before, so that the device never waits for the host.
         """
         if self.by_id:
             self.steps += 1
@@ -182,8 +183,7 @@ class Engine:
                 self.prefill()
                 self.decode()
             self.scheduler.prepare(self.options.prefill_rows)
-            while (p := self.pending) and (p[0].first or p[0].step < self.steps):
-                self.read(p.popleft())
+            self.read_finished()
         ready, self.ready = self.ready, []
         return ready
 
@@ -372,6 +372,14 @@ class Engine:
             return self.programs.lower(key, self.state, self.rows.inputs())
 
     # ---- tokens -------------------------------------------------------------------------------
+
+    def read_finished(self) -> None:
+        """Read the steps before this one, and this one's first tokens, unless that would delay the
+        next prompts' prefill or the first tokens of the prompts before."""
+        wait = self.more_prompts
+        while (p := self.pending) and (p[0].step < self.steps or (p[0].first and not wait)):
+            wait |= p[0].first and p[0].step < self.steps
+            self.read(p.popleft())
 
     def read(self, step: Pending) -> None:
         """Read the tokens of a step, and pass them to their sequences."""
