@@ -113,7 +113,8 @@ BAD = {
     "mesh.expert=8 mesh.data=1 model.moe.experts=6": "mesh.expert=8 does not divide "
     "model.moe.experts 6; these would: 1, 2, 3, 6",
     "model.moe.remat=all": "model.moe.remat: got 'all': input should be 'none', 'attention', "
-    "'ffn', 'dots', 'block', 'int8', 'int4', 'int2', 'actnn8', 'actnn4', 'actnn2' or 'offload'",
+    "'ffn', 'dots', 'dots_fp8', 'block', 'int8', 'int4', 'int2', 'actnn8', 'actnn4', 'actnn2' or "
+    "'offload'",
     "model.moe.top_k=9": "model.moe: top_k 9 is more than the 8 experts",
     "train.local_sgd.name=easgd": "train.local_sgd.name: got 'easgd', allowed are 'diloco', "
     "'gossip'",

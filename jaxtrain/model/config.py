@@ -235,8 +235,9 @@ class ModelFields[Size: int | None](Settings):
     remat: Remat = Field(
         "none",
         description="activations that the backward pass recomputes to save memory: attention or "
-        "ffn (that half of each layer), dots (all but results of matmuls and attention), block "
-        "(all but layer inputs), int8, int4, int2 (as block, with layer inputs stored in so many "
+        "ffn (that half of each layer), dots (all but results of matmuls and attention), dots_fp8 "
+        "(as dots, but the float8 inputs of matmuls are saved as well), block (all but layer "
+        "inputs), int8, int4, int2 (as block, with layer inputs stored in so many "
         "bits: approximate gradients), actnn8, actnn4, actnn2 (ActNN: nothing, but activations "
         "are stored in so many bits), offload (as block, with layer inputs in host memory; needs "
         "a GPU and scan_layers)",

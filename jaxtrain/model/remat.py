@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jaxtrain_kernels.attention import RESULT
 from jaxtrain_kernels.dispatch import target
+from jaxtrain_kernels.matmul import fp8
 
 from jaxtrain.model.saved_activations import COMPRESSIONS, save_compressed
 from jaxtrain.parallel import constrain, num_shards
@@ -32,6 +33,11 @@ def matmuls(primitive: Primitive, *arrays: object, **options: object) -> bool:
     )
 
 
+def matmuls_and_casts(primitive: Primitive, *arrays: object, **options: object) -> bool:
+    """jax.checkpoint policy: as `matmuls`, and save the float8 inputs of matmuls."""
+    return matmuls(primitive, *arrays, **options) or options.get("name") == fp8.INPUT
+
+
 def all_but_slices(primitive: Primitive, *_: object, **__: object) -> bool:
     """jax.checkpoint policy: recompute nothing but the slices of stacked weights."""
     return primitive.name not in ("slice", "squeeze", "split")
@@ -42,6 +48,7 @@ POLICIES: dict[str, Any] = {
     "block": None,
     **dict.fromkeys(COMPRESSIONS),
     "dots": matmuls,
+    "dots_fp8": matmuls_and_casts,
     # The layer's input is named, not its output: a scan's output would not be offloaded.
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

@@ -9,8 +9,8 @@ from jaxtrain.settings import Settings
 from jaxtrain.weights import LAYER_FORMS, TRAINING_FORMS, WEIGHTS
 
 Remat = Literal[
-    "none", "attention", "ffn", "dots", "block", "int8", "int4", "int2", "actnn8", "actnn4",
-    "actnn2", "offload",
+    "none", "attention", "ffn", "dots", "dots_fp8", "block", "int8", "int4", "int2", "actnn8",
+    "actnn4", "actnn2", "offload",
 ]  # fmt: skip
 
 # Backends of the loss with float8 matmuls.

@@ -101,8 +101,7 @@ class Fp8Weight(Weight):
         if self.amax is None:
             return None
         x_MK, amax = jax.lax.stop_gradient((x.reshape(-1, x.shape[-1]), self.amax[0]))
-        cast = kernels.fp8_quantize_delayed(x_MK, kernels.E4M3, amax, implementation=cast_backend())
-        return kernels.Fp8Input(*cast)
+        return kernels.fp8_input(x_MK, amax, implementation=cast_backend())
 
     def with_input(self, cast: kernels.Fp8Input) -> "Fp8Weight":
         return dataclasses.replace(self, cast=cast)

@@ -106,9 +106,8 @@ def test_the_host_is_asked_once_for_several_steps(calls):
 def test_the_prefill_of_waiting_prompts_starts_before_first_tokens_are_read(monkeypatch):
     """Four prompts, two a prefill; and a fifth that joins them, whose token is read at once."""
     seen, prefill = [], device.prefill_slots
-    monkeypatch.setattr(
-        device, "prefill_slots", lambda *args, **kw: (seen.append("prefill"), prefill(*args, **kw))[1]
-    )
+    watched = lambda *args, **kwargs: (seen.append("prefill"), prefill(*args, **kwargs))[1]
+    monkeypatch.setattr(device, "prefill_slots", watched)
     engine = make_engine(options=several(4, slots=5))
     read = engine.read
     engine.read = lambda step: (seen.append("read first") if step.first else None, read(step))

@@ -77,13 +77,33 @@ def test_on_one_hopper_tensors_are_cast_by_our_kernel_and_weights_are_not(change
     assert "mosaic_gpu" in text
 
 
-def test_matrices_with_one_input_share_its_cast_also_when_it_is_computed_again():
+@pytest.mark.parametrize(("remat", "times"), [("dots", 2), ("dots_fp8", 1)])
+def test_matrices_with_one_input_share_its_cast_also_when_it_is_computed_again(remat, times):
     """Of a gated layer: the input of q, k and v, that of the output, of both matrices of the
     network, and the hidden layer; then the gradients of all seven. Each device casts its rows."""
-    found, _ = traced(mesh_of(fsdp=2), ffn="swiglu", remat="dots", fp8_history=2)
+    found, _ = traced(mesh_of(fsdp=2), ffn="swiglu", remat=remat, fp8_history=2)
     forward = 3 * [[(64, 128)]] + [[(64, 256)]]
     backward = 5 * [[(64, 128)]] + 2 * [[(64, 256)]]
-    assert found == sorted(2 * (2 * forward + backward))
+    assert found == sorted(2 * (times * forward + backward))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ffn", ["swiglu", "relu2"])
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.quick("False-swiglu")
+def test_saved_casts_are_those_that_would_be_made_again(ffn, scan, monkeypatch):
+    """Loss, gradients and maxima with `remat=dots_fp8`, beside casting again: up to last bits."""
+    monkeypatch.setattr(model_fp8, "SMALLEST", 16)
+
+    def run(remat):
+        given = {"ffn": ffn, "remat": remat, "scan_layers": scan, "value_embeddings": not scan}
+        task, _ = make_spec(resolved(**given, fp8="blocks", fp8_history=2))
+        past = jax.tree.map(lambda x: x + 64, model_fp8.init_amax_history(task.specs, 2))
+        slopes = lambda p, b: gradients(task, p, b, jnp.float32(1), extras={"amax_history": past})
+        return jax.jit(slopes)(random_params(task.specs), batch(4, micro=4))
+
+    for a, b in zip(*map(jax.tree.leaves, (run("dots_fp8"), run("dots"))), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
 
 @pytest.mark.slow

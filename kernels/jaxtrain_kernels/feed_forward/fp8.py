@@ -19,6 +19,7 @@ from jaxtrain_kernels.matmul.fp8 import (
     Fp8,
     Fp8Input,
     Implementation,
+    fp8_input,
     fp8_product,
     fp8_quantize,
     fp8_quantize_function,
@@ -80,14 +81,12 @@ def _network(options, x, weights, copies, amax_22, x_cast):
 def _forward(options, x, weights, copies, amax_22, x_cast):
     up, down = copies
     most_x, most_a = (None, None) if amax_22 is None else amax_22[:, 0]
-    cast = functools.partial(
-        fp8_quantize_function, dtype=E4M3, implementation=options.implementation
-    )
-    x_fp8, seen_x = x_cast or cast(itself, (_rows(x),), amax=most_x)
+    cast = functools.partial(fp8_input, implementation=options.implementation)
+    x_fp8, seen_x = x_cast or cast(_rows(x), most_x)
     of_hidden = x_fp8.q_MK, up.q_KM, x_fp8.scale * up.scale
     if options.epilogue is None or most_a is None:
         h_MF = _pinned(options.constrain, fp8_product(*of_hidden, x.dtype), x)
-        a_fp8, seen_a = cast(relu2, (h_MF,), amax=most_a)
+        a_fp8, seen_a = cast(h_MF, most_a, function=relu2)
     else:
         a_fp8, seen_a, h_MF = fp8_product_quantized(
             *of_hidden, relu2, E4M3, most_a, product_dtype=x.dtype, keep=options.keep_hidden,

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxtrain_kernels.dispatch import Target, choose_backend, target
@@ -24,6 +25,7 @@ from jaxtrain_kernels.matmul.fp8.functions import Function, itself
 from jaxtrain_kernels.matmul.fp8.xla import fp8_amax
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+INPUT = "fp8_input"  # name of a cast input for the policies of `jax.checkpoint`
 # Backends of the pass that scales, casts and transposes; the first that can serve is the default.
 # XLA's is one kernel too, which can also compute the tensor (a norm, say), but it is slower. If it
 # also finds the amax, the transpose is a second kernel. It alone supports `jax.vmap`, and arrays
@@ -128,6 +130,28 @@ def fp8_quantize_function(
     return Fp8(q_MK, q_KM, scale), seen
 
 
+def fp8_input(
+    x_MK: Float[Array, "M K"],
+    amax: Float[Array, ""] | None,
+    *,
+    function: Function = itself,
+    implementation: Implementation = None,
+) -> Fp8Input:
+    """Cast function(x), a matmul's input, to e4m3, as `fp8_quantize_function` does.
+
+    The transpose, which the backward pass needs, is named INPUT with the scale and the amax, so
+    that a `jax.checkpoint` policy can save them.
+    """
+    return named(Fp8Input(*fp8_quantize_function(function, (x_MK,), E4M3, amax, implementation)))
+
+
+def named(cast: Fp8Input) -> Fp8Input:
+    """Name what the backward pass needs of a cast INPUT."""
+    name = functools.partial(checkpoint_name, name=INPUT)
+    q_MK, *saved = cast.fp8
+    return Fp8Input(Fp8(q_MK, *map(name, saved)), jax.tree.map(name, cast.seen))
+
+
 def choose_cast(
     arrays_MK: tuple[Any, ...], dtype: DTypeLike, implementation: Implementation
 ) -> CastBackend:
@@ -194,7 +218,7 @@ def _matmul(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast):
 
 def _forward(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast):
     amax = None if amax_2 is None else amax_2[0]
-    x_fp8, seen = x_cast or fp8_quantize_function(itself, (x_MK,), E4M3, amax, implementation)
+    x_fp8, seen = x_cast or fp8_input(x_MK, amax, implementation=implementation)
     y_MN = fp8_product(x_fp8.q_MK, w_fp8.q_KM, x_fp8.scale * w_fp8.scale, x_MK.dtype)
     # The backward needs only the transpose of x. An empty array carries w's dtype.
     return y_MN, (x_fp8.q_KM, x_fp8.scale, w_KN[:0], w_fp8.q_MK, w_fp8.scale, amax_2, seen)

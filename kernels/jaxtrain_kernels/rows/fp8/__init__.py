@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxtrain_kernels.dispatch import choose_backend, target
-from jaxtrain_kernels.matmul.fp8 import E4M3, Fp8, Fp8Input, given_scale
+from jaxtrain_kernels.matmul.fp8 import E4M3, Fp8, Fp8Input, given_scale, named
 from jaxtrain_kernels.rows.fp8 import hopper, reference, xla
 
 # The first that can serve is the default.
@@ -56,4 +56,4 @@ def norm_quantized(
     s_BTD, h_BTD, x0_BTD, q_MK, q_KM, seen = backend.norm_quantized(
         x_BTD, y_BTD, x0_BTD, scales, 1 / scale, eps=eps
     )
-    return QuantizedNorm(s_BTD, h_BTD, x0_BTD, Fp8Input(Fp8(q_MK, q_KM, scale), seen))
+    return QuantizedNorm(s_BTD, h_BTD, x0_BTD, named(Fp8Input(Fp8(q_MK, q_KM, scale), seen)))
