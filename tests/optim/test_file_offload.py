@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -198,8 +199,11 @@ def test_no_array_holds_a_state_between_steps(tmp_path):
         for i in range(2):
             state, _ = updated(loop, state, i)
         loop.files.settle()
-        resident = live_bytes() - before
-        assert loop.files.nbytes > 4000 and resident < 0.1 * loop.files.nbytes
+        assert loop.files.nbytes > 4000
+        # A thread that has written an array may hold it for a moment longer.
+        deadline = time.monotonic() + 5
+        while (resident := live_bytes() - before) >= 0.1 * loop.files.nbytes:
+            assert time.monotonic() < deadline, resident
 
 
 # ---- runs ----------------------------------------------------------------------------------------
