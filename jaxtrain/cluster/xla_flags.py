@@ -22,6 +22,9 @@ SETS: dict[str, dict[str, Option]] = {
     # A matmul whose result a loop both stores and uses runs once. By default it runs twice, the
     # second time to write the result into the loop's stacked output.
     "once": {"xla_gpu_enable_dynamic_slice_fusion": False},
+    # Matmuls of the same input stay apart if a matrix has more MB than this. By default XLA joins
+    # them up to 32 MB: a decode step would copy its matrices once per token.
+    "apart": {"xla_gpu_dot_merger_threshold_mb": 4},
 }
 
 

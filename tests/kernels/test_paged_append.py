@@ -11,9 +11,10 @@ from jaxtrain_kernels.dispatch import Target, on_target
 from jaxtrain_kernels.matmul.few_rows import preferring
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-PAGES, PAGE, W, K = 12, 4, 3, 2
-# Of rows: inside a page, over a page's border, at its own end, and idle.
-STARTS, COUNTS = [5, 2, 9, 4], [1, 3, 3, 0]
+PAGES, PAGE, W, K = 32, 4, 8, 2
+# Of rows: inside a page, over a page's border, at its own end, and idle. There is room for padding,
+# too: interpreted, a masked write restores what was there before the other writes of its tile.
+STARTS, COUNTS = [5, 2, 9, 4], [1, 19, 15, 0]
 
 
 def inputs(T=3, H=20, dtype=jnp.float32):
@@ -25,9 +26,9 @@ def inputs(T=3, H=20, dtype=jnp.float32):
     return pages, new, table_BW, jnp.array(STARTS), jnp.minimum(jnp.array(COUNTS), T)
 
 
-@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("T", [1, 3, 19])  # 19: two tiles
 @pytest.mark.parametrize("backend", ["xla", "triton"])
-@pytest.mark.quick("xla-3", "triton-3")
+@pytest.mark.quick("xla-3", "triton-19")
 def test_each_token_is_in_its_place_and_all_else_stays(backend, T):
     pages, new, table_BW, starts_B, counts_B = arrays = inputs(T)
     options = {"interpret": True} if backend == "triton" else {}
@@ -60,6 +61,4 @@ def test_what_triton_serves():
     assert append.supports(hopper, (x, x)) is None
     wide = jax.ShapeDtypeStruct((4, 1, 2, 128), jnp.bfloat16)
     assert "one size" in (append.supports(hopper, (x, wide)) or "")
-    many = jax.ShapeDtypeStruct((4, 512, 2, 64), jnp.bfloat16)
-    assert "at most 256 tokens, got 2048" in (append.supports(hopper, (many,)) or "")
     assert "this is cpu" in (append.supports(Target("cpu"), (x,)) or "")

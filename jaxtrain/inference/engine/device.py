@@ -208,7 +208,12 @@ def sample_first(
     return pinned(DeviceState(state.kv, texts_SC, known_S, last)), replicated(sampled)
 
 
-@jit("cublas", static_argnames=("graphdefs", "steps", "drafts", "sampler"), donate_argnames="state")
+@jit(
+    "cublas",
+    "apart",
+    static_argnames=("graphdefs", "steps", "drafts", "sampler"),
+    donate_argnames="state",
+)
 def decode_slots(
     graphdefs: GraphDefs,
     params: tuple[Params, ...],

@@ -375,11 +375,14 @@ class Engine:
 
     def read_finished(self) -> None:
         """Read the steps before this one, and this one's first tokens, unless that would delay the
-        next prompts' prefill or the first tokens of the prompts before."""
-        wait = self.more_prompts
-        while (p := self.pending) and (p[0].step < self.steps or (p[0].first and not wait)):
-            wait |= p[0].first and p[0].step < self.steps
-            self.read(p.popleft())
+        next prompts' prefill. Late first tokens are returned before anything else is waited for."""
+        while (p := self.pending) and (
+            p[0].step < self.steps or (p[0].first and not self.more_prompts)
+        ):
+            step = p.popleft()
+            self.read(step)
+            if step.first and step.step < self.steps:
+                return
 
     def read(self, step: Pending) -> None:
         """Read the tokens of a step, and pass them to their sequences."""

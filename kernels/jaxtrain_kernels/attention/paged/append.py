@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from jaxtrain_kernels.dispatch import Target, choose_backend, target, triton_unsupported
 from jaxtrain_kernels.matmul.few_rows import are_fused
 
-MOST_TOKENS = 256  # per call; one program writes one head of a token
+TILE = 16  # tokens of a sequence, of which one program writes one head
 
 
 def paged_append(
@@ -47,8 +47,6 @@ def supports(on: Target, new: tuple[Any, ...]) -> str | None:
         return f"needs bfloat16 or float16, got {x.dtype}"
     if x.ndim != 4 or any(other.shape != x.shape for other in others):
         return "needs heads of one size"
-    if (tokens := x.shape[0] * x.shape[1]) > MOST_TOKENS:
-        return f"needs at most {MOST_TOKENS} tokens, got {tokens}"
     return None
 
 
@@ -71,31 +69,33 @@ def triton(pages, new, table_BW, starts_B, counts_B, *, interpret=False):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _append(interpret: bool, pages, new, table_BW, starts_B, counts_B):
-    """One program per token and head. All calls of a shape share one trace and one kernel."""
+    """One program per tile of tokens and head. Calls of a shape share one trace and one kernel."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
     (B, T, K, H), size, n = new[0].shape, pages[0].shape[1], len(new)
+    tile = min(TILE, pl.next_power_of_2(T))
 
     def kernel(*refs):
         new_refs, (table_ref, starts_ref, counts_ref) = refs[:n], refs[n : n + 3]
-        k, t, b = (pl.program_id(i) for i in range(3))
-        position = starts_ref[b] + t
-        index = jnp.minimum(jax.lax.div(position, size), table_BW.shape[1] - 1)
-        page, slot = table_ref[b, index], jax.lax.rem(position, size)
-        h_H = jnp.arange(pl.next_power_of_2(H))
-        inside = h_H < H
-        kept = inside & (t < counts_ref[b])
+        k, b = pl.program_id(0), pl.program_id(2)
+        t_T1 = (pl.program_id(1) * tile + jnp.arange(tile))[:, None]
+        position_T1 = starts_ref[b] + t_T1
+        index_T1 = jnp.minimum(jax.lax.div(position_T1, size), table_BW.shape[1] - 1)
+        page_T1, slot_T1 = table_ref[b, index_T1], jax.lax.rem(position_T1, size)
+        h_1H = jnp.arange(pl.next_power_of_2(H))[None]
+        read_TH, kept_TH = ((h_1H < H) & (t_T1 < most) for most in (T, counts_ref[b]))
         for new_ref, out_ref in zip(new_refs, refs[-n:]):
-            x_H = plgpu.load(new_ref.at[b, t, k, h_H], mask=inside, other=0.0)
-            plgpu.store(out_ref.at[page, slot, k, h_H], x_H.astype(out_ref.dtype), mask=kept)
+            x_TH = plgpu.load(new_ref.at[b, t_T1, k, h_1H], mask=read_TH, other=0.0)
+            place = out_ref.at[page_T1, slot_T1, k, h_1H]
+            plgpu.store(place, x_TH.astype(out_ref.dtype), mask=kept_TH)
 
     return pl.pallas_call(
         kernel,
-        grid=(K, T, B),
+        grid=(K, pl.cdiv(T, tile), B),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages],
         input_output_aliases={n + 3 + i: i for i in range(n)},
-        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=4 if tile > 1 else 1, num_stages=1),
         interpret=interpret,
         name="paged_append",
     )(*new, table_BW, starts_B, counts_B, *pages)

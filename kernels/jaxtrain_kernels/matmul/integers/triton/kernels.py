@@ -31,21 +31,13 @@ def _place(tile, rows: int):
     return begin, rows // (tile.rows * tile.each), columns
 
 
-def _loop(tile, steps: int, load, add, carry):
-    """Loop over the steps: add(i, load(i), carry). The loads of a step are on their way while the
-    one before is added; those of few steps all at once."""
-    if steps * tile.each <= UNROLLED:
-        for i, loaded in enumerate([load(i) for i in range(steps)]):
-            carry = add(i, loaded, carry)
-        return carry
-
-    def step(i, both):
-        carry, loaded = both
-        ahead = load(i + 1)
-        return add(i, loaded, carry), ahead
-
-    carry, loaded = jax.lax.fori_loop(0, steps - 1, step, (carry, load(0)))
-    return add(steps - 1, loaded, carry)
+def _loop(tile, steps: int, step, carry):
+    """Loop over the steps; few steps are unrolled, so that all loads are in flight at once."""
+    if steps * tile.each > UNROLLED:
+        return jax.lax.fori_loop(0, steps, step, carry)
+    for i in range(steps):
+        carry = step(i, carry)
+    return carry
 
 
 def _inputs(x_ref, m: int, k):
@@ -61,20 +53,17 @@ def vector_int4(tile, rows, group, layer, refs, out_ref):
     x_ref, codes_ref, scales_ref, *offsets_ref = refs
     begin, steps, columns = _place(tile, rows)
     M = x_ref.shape[0]
-    first_of = lambda i: begin + i * (tile.rows * tile.each) + jnp.arange(tile.rows) * tile.each
 
-    def load(i):
-        first = first_of(i)
+    def step(i, totals):
+        first = begin + i * (tile.rows * tile.each) + jnp.arange(tile.rows) * tile.each
         g = jax.lax.div(first, jnp.int32(group // 2))
-        codes = [codes_ref[layer, first + j, columns] for j in range(tile.each)]
-        return codes, [ref[layer, g, columns] for ref in (scales_ref, *offsets_ref)]
-
-    def add(i, loaded, totals):
-        first, (all_codes, (scales, *offsets)) = first_of(i), loaded
-        scales = scales.astype(jnp.float32)
+        # Load all first, so that all loads are in flight at once.
+        loaded = [codes_ref[layer, first + j, columns] for j in range(tile.each)]
+        scales = scales_ref[layer, g, columns].astype(jnp.float32)
+        offsets = [ref[layer, g, columns] for ref in offsets_ref]
         sums = [jnp.zeros((tile.rows, tile.columns), jnp.float32) for _ in range(M)]
         evens, odds = ([jnp.zeros((tile.rows, 1), jnp.float32)] * M for _ in range(2))
-        for j, codes in enumerate(all_codes):
+        for j, codes in enumerate(loaded):
             both = (codes.astype(jnp.int32) << TO_MANTISSA) | ONE
             high = _float32(both & (ONE | 0xF0 << TO_MANTISSA))
             both = _float32(both)
@@ -93,7 +82,7 @@ def vector_int4(tile, rows, group, layer, refs, out_ref):
         return tuple(results)
 
     zeros = tuple(jnp.zeros((tile.rows, tile.columns), jnp.float32) for _ in range(M))
-    for m, total in enumerate(_loop(tile, steps, load, add, zeros)):
+    for m, total in enumerate(_loop(tile, steps, step, zeros)):
         out_ref[m, :] = total.sum(0).astype(out_ref.dtype)
 
 
@@ -102,23 +91,21 @@ def vector_int8(tile, rows, group, layer, refs, out_ref):
     x_ref, codes_ref, scales_ref = refs
     begin, steps, columns = _place(tile, rows)
     M = x_ref.shape[0]
-    first_of = lambda i: begin + i * (tile.rows * tile.each) + jnp.arange(tile.rows) * tile.each
 
-    def load(i):
-        return [codes_ref[layer, first_of(i) + j, columns] for j in range(tile.each)]
-
-    def add(i, loaded, carry):
+    def step(i, carry):
         sums, inputs = map(list, carry)
+        first = begin + i * (tile.rows * tile.each) + jnp.arange(tile.rows) * tile.each
+        loaded = [codes_ref[layer, first + j, columns] for j in range(tile.each)]
         for j, codes in enumerate(loaded):
             values = _float32((codes.astype(jnp.int32) << TO_MANTISSA) + (ONE | 1 << 22))
             for m in range(M):
-                x = _inputs(x_ref, m, first_of(i) + j)
+                x = _inputs(x_ref, m, first + j)
                 sums[m] += x * values
                 inputs[m] += x
         return tuple(sums), tuple(inputs)
 
     zeros = lambda columns: tuple(jnp.zeros((tile.rows, columns), jnp.float32) for _ in range(M))
-    sums, inputs = _loop(tile, steps, load, add, (zeros(tile.columns), zeros(1)))
+    sums, inputs = _loop(tile, steps, step, (zeros(tile.columns), zeros(1)))
     scales = scales_ref[layer, 0, columns].astype(jnp.float32)
     for m in range(M):
         total = (sums[m] * 256 - inputs[m] * 384).sum(0)
