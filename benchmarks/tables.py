@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from benchmarks.columns import (
     AT_SCALE,
@@ -58,6 +60,8 @@ PAGES = [
 # table BENCH CONFIG [VARIANT ...]: only these variants, in this order.
 MARKERS = re.compile(r"(<!-- table (\w+) (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 MOST_ROWS = 10
+EMPTY = "", "-"  # cells
+NAME_WIDTH = 18  # characters that the first column keeps on a narrow screen
 
 
 def tabulate(
@@ -217,8 +221,12 @@ def screen() -> Console:
 
 
 def to_rich(title: str, header: list[str], rows: list[list[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in header:
+    table = Table(
+        title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    widest = max((len(row[0]) for row in rows), default=0)
+    table.add_column(header[0], overflow="fold", min_width=min(widest, NAME_WIDTH))
+    for name in header[1:]:
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*row)
@@ -230,11 +238,25 @@ def to_markdown(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def table_of(record: Record) -> Table:
-    """The table of one record and its peers, for the screen."""
-    title = f"{record['bench']} {record['config']}"
+def table_of(record: Record) -> Group:
+    """The figures of one record and its peers, for the screen.
+
+    Rows of each name are a table of their own, with the columns that they have. The title has what
+    is the same in all rows.
+    """
     bench = "race_runs" if record["bench"] == "race" else record["bench"]
-    return to_rich(title, *tabulate(bench, [record], record["peers"]))
+    header, rows = tabulate(bench, [record], record["peers"])
+    alike = [i for i in range(1, len(header)) if len(rows) > 1 and len({r[i] for r in rows}) == 1]
+    told = [rows[0][i] for i in alike if rows[0][i] not in EMPTY]
+    title = ", ".join(dict.fromkeys([f"{record['bench']} {record['config']}", *told]))
+    tables: list[Table] = []
+    for name in dict.fromkeys(row[0] for row in rows) if header[0] == "name" else [None]:
+        some = [row for row in rows if name in (None, row[0])]
+        keep = [i for i in range(len(header)) if i not in alike]
+        keep = [i for i in keep if any(row[i] not in EMPTY for row in some)]
+        cells = [[row[i] for i in keep] for row in some]
+        tables.append(to_rich("", [header[i] for i in keep], cells))
+    return Group(Text(title, style="bold"), *tables)
 
 
 def render(page: str, results: Sequence[Record]) -> str:
