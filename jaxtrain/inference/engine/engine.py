@@ -181,7 +181,9 @@ class Engine:
             with self.on_mesh():
                 self.admit()
                 self.prefill()
-                self.decode()
+                # If more prompts wait, the first of a burst decode together with the next ones.
+                if not (self.more_prompts and [p.first for p in self.pending] == [True]):
+                    self.decode()
             self.scheduler.prepare(self.options.prefill_rows)
             self.read_finished()
         ready, self.ready = self.ready, []
