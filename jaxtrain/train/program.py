@@ -1,6 +1,7 @@
 """The compiled step of a phase. No other part of the loop depends on shapes."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -22,6 +23,11 @@ from jaxtrain.optim.types import Hyperparams
 from jaxtrain.parallel import place_batch
 from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
 from jaxtrain.settings import UserError
+from jaxtrain.train.executable_cache import (
+    executable_path,
+    read_executable,
+    write_executable,
+)
 from jaxtrain.train.memory_advice import memory_advice
 from jaxtrain.train.plan import Plan
 from jaxtrain.train.step import State, StepSpec, make_step
@@ -36,21 +42,30 @@ def compile_step(
     c: Resolved,
     frozen: Params | None = None,
     while_compiling: Callable[[], None] = lambda: None,
+    origin: str | None = None,
 ) -> jax.stages.Compiled:
     """Compile the step ahead of the loop. UserError if the device lacks a feature or the memory.
 
     while_compiling: starts Python work that overlaps with XLA's compilation, which does not hold
-    the GIL.
+    the GIL. origin: `StepSpec.origin`, with which the compiled step is kept on disk.
     """
     check_options(c.train.compiler_options)
     fp8 = c.model.fp8 or c.model.kernels.loss in FP8_LOSSES
     names = ("cublas",) * bool(fp8) + ("once",) * c.model.scan_layers
     options = known_options(names) | c.train.compiler_options
+    arguments, mesh = (state, batch, hyperparams, frozen), jax.sharding.get_mesh()
+    path = executable_path(origin, arguments, mesh, options)
     try:
-        lowered = step.lower(state, batch, hyperparams, frozen)
-        while_compiling()
-        with compiling_kernels(lowered):
-            compiled = lowered.compile(compiler_options=options or None)
+        if compiled := path and read_executable(path, arguments, mesh):
+            while_compiling()
+        else:
+            with without_garbage_collection():
+                lowered = step.lower(*arguments)
+            while_compiling()
+            with compiling_kernels(lowered):
+                compiled = lowered.compile(compiler_options=options or None)
+            if path:
+                write_executable(path, compiled)
     except NotImplementedError as error:  # a backend asked for by name
         of_loss = str(error).startswith("linear_cross_entropy")
         asked = (
@@ -61,6 +76,18 @@ def compile_step(
     if limit and memory_needed(compiled) > limit:
         raise UserError(memory_advice(c, memory_needed(compiled), limit))
     return compiled
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Do not collect garbage: a trace's objects live on, and looking at them is a tenth of it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def memory_needed(compiled: jax.stages.Compiled) -> int:
@@ -168,6 +195,7 @@ class Program:
             plan.config,
             frozen,
             while_compiling,
+            spec.origin,
         )
 
     def make_step(self, spec: StepSpec) -> jax.stages.Wrapped:

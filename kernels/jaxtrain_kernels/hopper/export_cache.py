@@ -2,10 +2,6 @@
 
 JAX's compilation cache saves a second process from compiling a program, but not from lowering it.
 Pallas lowers a kernel in Python: about 0.4 s per kernel, in each program that contains it.
-
-A file that no process has read for MOST_AGE seconds is deleted. So are the files that were read
-least recently, while the folder has more than MOST_BYTES. A new version of the package or of JAX
-makes new files, so old ones are never read again. Processes may share the folder.
 """
 
 import contextlib
@@ -15,11 +11,9 @@ import functools
 import hashlib
 import inspect
 import logging
-import os
 import re
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +29,8 @@ from jax.custom_batching import custom_vmap
 from jax.export import DisabledSafetyCheck, Exported, deserialize, export
 
 from jaxtrain_kernels import dispatch
+from jaxtrain_kernels.disk_cache import cache_folder, hash_of_sources, read_file, write_file
+from jaxtrain_kernels.hopper import compile_beside
 
 logger = logging.getLogger("jaxtrain_kernels")
 PACKAGE = __name__.partition(".")[0]
@@ -43,8 +39,7 @@ CHECKS = (DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)
 # JAX settings that a trace depends on. A thread may have its own values.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 EXPORTED: dict[tuple[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]] = {}
-MOST_AGE = 30 * 24 * 3600.0  # seconds since a file was read
-MOST_BYTES = 1 << 30  # of all files in the folder
+SOURCES = hash_of_sources(Path(__file__).parents[1])
 SETTING_LOCK = threading.Lock()  # guards a JAX setting that all threads share
 # An array's type without a sharding, a memory space or a mesh axis along which it varies.
 PLAIN_TYPE = re.compile(r"~?\w+\[[\d,]*\]")
@@ -52,19 +47,6 @@ PLAIN_TYPE = re.compile(r"~?\w+\[[\d,]*\]")
 
 class UnnamedValue(Exception):
     """A value has no key that is unique to it and the same in each process."""
-
-
-def _hash_of_sources() -> str | None:
-    """Hash of the package's source, None without source. Read at import, as files may be edited
-    while the process runs."""
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in (paths := sorted(root.rglob("*.py"))):
-        digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest() if paths else None
-
-
-SOURCES = _hash_of_sources()
 
 
 def cached_kernel(
@@ -165,6 +147,7 @@ def _exported(
 
     settings = _settings()
     made = _in_new_thread(make)
+    _start_compiling(made, shapes)
     if made.ordered_effects or made.unordered_effects:
         raise ValueError(f"its effects are {made.ordered_effects + made.unordered_effects}")
     try:
@@ -172,8 +155,15 @@ def _exported(
     except (ImportError, ValueError):  # without flatbuffers; a result that is no tuple
         return made
     if path:
-        _write(path, content)
+        write_file(path, content)
     return deserialize(bytearray(content))  # a copy that holds no trace
+
+
+def _start_compiling(made: Exported, shapes: Sequence[jax.ShapeDtypeStruct]) -> None:
+    """Compile a new kernel in a thread, if its GPU is there, while Python lowers the next."""
+    if jax.local_devices()[0].platform == "gpu":
+        lower = lambda: jax.jit(made.call).lower(*shapes)
+        compile_beside.start_compiling(compile_beside.mosaic_kernels(_in_new_thread(lower)))
 
 
 @contextlib.contextmanager
@@ -198,61 +188,19 @@ def _in_new_thread[R](run: Callable[[], R]) -> R:
 
 def _path(name: str, key: tuple[Any, ...]) -> Path | None:
     """Path of a kernel on disk; None without a compilation cache on disk or without sources."""
-    folder = jax.config.jax_compilation_cache_dir
-    if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
-        return None
-    if SOURCES is None:
+    folder = cache_folder("kernels")
+    if folder is None or SOURCES is None:
         return None
     whole = SOURCES, jax.__version__, jaxlib.version.__version__, key
-    return Path(folder) / "kernels" / f"{name}-{hashlib.sha256(repr(whole).encode()).hexdigest()}"
+    return folder / f"{name}-{hashlib.sha256(repr(whole).encode()).hexdigest()}"
 
 
 def _read(path: Path) -> Exported | None:
+    content = read_file(path)
     try:
-        content = path.read_bytes()
-        if hashlib.sha256(content[32:]).digest() != content[:32]:
-            return None
-        with contextlib.suppress(OSError):  # another user's file, or another process deleted it
-            os.utime(path)  # its time says when it was last read; atime is often off
-        return deserialize(bytearray(content[32:]))
-    except Exception:  # an unreadable folder, another program's file, no flatbuffers
+        return content and deserialize(bytearray(content))
+    except Exception:  # another version's file, no flatbuffers
         return None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write the file atomically, as several processes may write at once."""
-    # Not by `tempfile`, whose files other users of the folder cannot read.
-    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_bytes(hashlib.sha256(content).digest() + content)
-            os.replace(part, path)
-        except OSError:
-            part.unlink(missing_ok=True)
-        _evict(path.parent)
-
-
-def _evict(folder: Path) -> None:
-    """Delete the files of the cache that are too old, and the oldest while all are too large.
-
-    Other processes may read, write and delete meanwhile. A process that has opened a file reads it
-    to its end; one that comes later lowers the kernel again.
-    """
-    found: list[tuple[float, int, str]] = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                if entry.is_file(follow_symlinks=False):
-                    about = entry.stat(follow_symlinks=False)
-                    found.append((about.st_mtime, about.st_size, entry.path))
-    total, oldest = sum(size for _, size, _ in found), time.time() - MOST_AGE
-    for read_at, size, path in sorted(found):
-        if read_at >= oldest and total <= MOST_BYTES:
-            break
-        with contextlib.suppress(OSError):  # deleted by another process, or of another user
-            os.unlink(path)
-        total -= size
 
 
 def _function_key(function: Callable[..., Any]) -> tuple[str, ...]:

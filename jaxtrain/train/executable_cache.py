@@ -1,0 +1,125 @@
+"""Compiled steps in JAX's compilation cache folder. They need neither a trace nor a lowering.
+
+JAX's own cache finds a compiled program by its lowered text, so a second start still traces and
+lowers. Here the key is what the trace depends on: the configuration, the token tables, the
+arguments' types and shardings, the mesh, versions of all installed packages, our sources, JAX's
+settings and XLA's flags. A process whose `__main__` is not a command of ours may have changed our
+functions, so it neither reads nor writes these files; nor does a job of several processes.
+
+The files contain pickles and machine code, as JAX's own. See `disk_cache` for who must be trusted.
+"""
+
+import hashlib
+import os
+import pickle
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxtrain_kernels
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax.sharding import Mesh
+from jaxtrain_kernels.disk_cache import cache_folder, hash_of_sources, read_file, write_file
+from jaxtyping import PyTree
+
+from jaxtrain.config.resolve import Resolved
+
+COMMANDS = ("jaxtrain.cli", "jaxtrain.main")  # their processes run our functions alone
+ROOTS = Path(__file__).parents[1], Path(jaxtrain_kernels.__file__).parent
+SOURCES = tuple(map(hash_of_sources, ROOTS))
+VARIABLES = ("XLA_", "TF_", "NVIDIA_TF32", "TRITON_")  # of the environment, which XLA reads
+PLACE = {"name", "directory", "preemption"}  # fields of `run` that no program depends on
+
+
+def origin_of(c: Resolved, pieces: Sequence[bytes]) -> str:
+    """Describe all that `features.step_of` makes a step from, without the mesh. pieces: tokens."""
+    tokens = hashlib.sha256(repr(pieces).encode()).hexdigest()
+    return f"{c.model_dump_json(exclude={'run': PLACE})} {tokens}"
+
+
+def executable_path(
+    origin: str | None, arguments: PyTree, mesh: Mesh, options: dict[str, Any]
+) -> Path | None:
+    """Path of a compiled step's file; None if it is not kept.
+
+    origin: `origin_of`, None if it is not known. options: the compiler's.
+    """
+    folder = cache_folder("steps")
+    if origin is None or folder is None or None in SOURCES or not runs_command():
+        return None
+    if jax.process_count() > 1 or jax.config.jax_disable_jit:
+        return None
+    leaves, tree = jax.tree.flatten(arguments)
+    types = [(str(jax.typeof(x)), str(x.sharding)) for x in leaves]
+    key = origin, str(tree), types, mesh_key(mesh), sorted(options.items()), environment()
+    return folder / hashlib.sha256(repr(key).encode()).hexdigest()
+
+
+def runs_command() -> bool:
+    """Whether this process runs `jaxtrain` or one of its modules."""
+    main = sys.modules["__main__"]
+    if spec := getattr(main, "__spec__", None):
+        return spec.name in COMMANDS
+    return Path(getattr(main, "__file__", None) or "").name == "jaxtrain"
+
+
+def mesh_key(mesh: Mesh) -> Any:
+    """Describe a mesh: its axes, and its devices in their order."""
+    devices = [(d.id, d.device_kind) for d in mesh.devices.flat]
+    client = mesh.devices.flat[0].client
+    known = [(d.id, d.device_kind) for d in client.devices()]
+    axes = mesh.axis_names, mesh.devices.shape, str(mesh.axis_types)
+    return axes, devices, known, client.platform, client.platform_version
+
+
+def environment() -> Any:
+    """Describe what else a trace and a compilation depend on in this process."""
+    settings = {name: str(getattr(jax.config, name, None)) for name in jax.config.values}
+    flags = {name: x for name, x in os.environ.items() if name.startswith(VARIABLES)}
+    packages = {
+        entry
+        for folder in sys.path
+        if os.path.isdir(folder or ".")
+        for entry in os.listdir(folder or ".")
+        if entry.endswith((".dist-info", ".egg-info"))
+    }
+    host = sys.version, platform.machine(), cpu_features()
+    return sorted(settings.items()), sorted(flags.items()), sorted(packages), host, SOURCES
+
+
+def cpu_features() -> str:
+    """Instruction sets of the CPU, on which compiled host code depends; "" if unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def read_executable(
+    path: Path, arguments: tuple[Any, ...], mesh: Mesh
+) -> jax.stages.Compiled | None:
+    """Load a compiled step onto the mesh's devices; None if there is none that can be read."""
+    content = read_file(path)
+    if content is None:
+        return None
+    devices = list(mesh.devices.flat)
+    try:
+        compiled = deserialize_and_load(
+            *pickle.loads(content), backend=devices[0].client, execution_devices=devices
+        )
+    except Exception:  # another driver, which the key does not contain
+        return None
+    return compiled if compiled.in_tree == jax.tree.structure((arguments, {})) else None
+
+
+def write_executable(path: Path, compiled: jax.stages.Compiled) -> None:
+    """Keep a compiled step, if it can be kept: one that calls Python cannot."""
+    try:
+        content = pickle.dumps(serialize(compiled))
+    except Exception:  # such as a callback, or constants that are arguments
+        return
+    write_file(path, content)
