@@ -14,7 +14,9 @@ import os
 import pickle
 import platform
 import sys
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +42,34 @@ def origin_of(c: Resolved, pieces: Sequence[bytes]) -> str:
     return f"{c.model_dump_json(exclude={'run': PLACE})} {tokens}"
 
 
-def executable_path(
+def cached_executable(
+    compile_step: Callable[[], jax.stages.Compiled],
+    origin: str | None,
+    arguments: tuple[PyTree, ...],
+    options: dict[str, Any],
+) -> jax.stages.Compiled:
+    """Read a compiled step from the folder, or else compile it and keep it there.
+
+    origin: `origin_of`; None if it is not known, then nothing is read or kept. arguments: arrays of
+    the current mesh, or their types. options: of the compiler.
+    """
+    mesh = jax.sharding.get_mesh()
+    path = _path(origin, arguments, mesh, options)
+    if path and (kept := _read(path, arguments, mesh)):
+        return kept
+    before = MISSES[threading.get_ident()]
+    compiled = compile_step()
+    # A program that JAX read from its own cache cannot be serialized again (on a CPU it would lack
+    # its functions), so only one that XLA has compiled just now is kept.
+    if path and MISSES[threading.get_ident()] > before:
+        _write(path, compiled)
+    return compiled
+
+
+def _path(
     origin: str | None, arguments: PyTree, mesh: Mesh, options: dict[str, Any]
 ) -> Path | None:
-    """Path of a compiled step's file; None if it is not kept.
-
-    origin: `origin_of`, None if it is not known. options: the compiler's.
-    """
+    """Path of a compiled step's file; None if it is not kept."""
     folder = cache_folder("steps")
     if origin is None or folder is None or None in SOURCES or not runs_command():
         return None
@@ -99,27 +122,35 @@ def cpu_features() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def read_executable(
-    path: Path, arguments: tuple[Any, ...], mesh: Mesh
-) -> jax.stages.Compiled | None:
+def _read(path: Path, arguments: tuple[PyTree, ...], mesh: Mesh) -> jax.stages.Compiled | None:
     """Load a compiled step onto the mesh's devices; None if there is none that can be read."""
     content = read_file(path)
     if content is None:
         return None
     devices = list(mesh.devices.flat)
     try:
+        parts = pickle.loads(content)
         compiled = deserialize_and_load(
-            *pickle.loads(content), backend=devices[0].client, execution_devices=devices
+            *parts, backend=devices[0].client, execution_devices=devices
         )
-    except Exception:  # another driver, which the key does not contain
+    except Exception:  # a damaged file, or one of a runtime that the key does not tell apart
         return None
     return compiled if compiled.in_tree == jax.tree.structure((arguments, {})) else None
 
 
-def write_executable(path: Path, compiled: jax.stages.Compiled) -> None:
+def _write(path: Path, compiled: jax.stages.Compiled) -> None:
     """Keep a compiled step, if it can be kept: one that calls Python cannot."""
     try:
         content = pickle.dumps(serialize(compiled))
     except Exception:  # such as a callback, or constants that are arguments
         return
     write_file(path, content)
+
+
+def _count(event: str, **_: str | int) -> None:
+    if event == "/jax/compilation_cache/cache_misses":
+        MISSES[threading.get_ident()] += 1
+
+
+MISSES = Counter[int]()  # programs that XLA compiled and JAX wrote to its cache, by thread
+jax.monitoring.register_event_listener(_count)

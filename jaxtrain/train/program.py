@@ -23,11 +23,7 @@ from jaxtrain.optim.types import Hyperparams
 from jaxtrain.parallel import place_batch
 from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
 from jaxtrain.settings import UserError
-from jaxtrain.train.executable_cache import (
-    executable_path,
-    read_executable,
-    write_executable,
-)
+from jaxtrain.train.executable_cache import cached_executable
 from jaxtrain.train.memory_advice import memory_advice
 from jaxtrain.train.plan import Plan
 from jaxtrain.train.step import State, StepSpec, make_step
@@ -47,25 +43,24 @@ def compile_step(
     """Compile the step ahead of the loop. UserError if the device lacks a feature or the memory.
 
     while_compiling: starts Python work that overlaps with XLA's compilation, which does not hold
-    the GIL. origin: `StepSpec.origin`, with which the compiled step is kept on disk.
+    the GIL. Not called if the compiled step is read from disk. origin: `StepSpec.origin`; with it
+    the compiled step is kept on disk.
     """
     check_options(c.train.compiler_options)
     fp8 = c.model.fp8 or c.model.kernels.loss in FP8_LOSSES
     names = ("cublas",) * bool(fp8) + ("once",) * c.model.scan_layers
     options = known_options(names) | c.train.compiler_options
-    arguments, mesh = (state, batch, hyperparams, frozen), jax.sharding.get_mesh()
-    path = executable_path(origin, arguments, mesh, options)
+
+    def compile_lowered() -> jax.stages.Compiled:
+        with without_garbage_collection():
+            lowered = step.lower(*arguments)
+        while_compiling()
+        with compiling_kernels(lowered):
+            return lowered.compile(compiler_options=options or None)
+
+    arguments = state, batch, hyperparams, frozen
     try:
-        if compiled := path and read_executable(path, arguments, mesh):
-            while_compiling()
-        else:
-            with without_garbage_collection():
-                lowered = step.lower(*arguments)
-            while_compiling()
-            with compiling_kernels(lowered):
-                compiled = lowered.compile(compiler_options=options or None)
-            if path:
-                write_executable(path, compiled)
+        compiled = cached_executable(compile_lowered, origin, arguments, options)
     except NotImplementedError as error:  # a backend asked for by name
         of_loss = str(error).startswith("linear_cross_entropy")
         asked = (
