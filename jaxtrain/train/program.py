@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtrain_kernels.hopper.compile_beside import compiling_kernels
+from jaxtrain_kernels.hopper.lower_beside import lowering_in_workers
 from jaxtyping import PyTree
 
 from jaxtrain import data
@@ -52,7 +53,7 @@ def compile_step(
     options = known_options(names) | c.train.compiler_options
 
     def compile_lowered() -> jax.stages.Compiled:
-        with without_garbage_collection():
+        with without_garbage_collection(), lowering_in_workers():
             lowered = step.lower(*arguments)
         while_compiling()
         with compiling_kernels(lowered):

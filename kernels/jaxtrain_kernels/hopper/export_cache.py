@@ -9,6 +9,7 @@ import contextvars
 import enum
 import functools
 import hashlib
+import importlib
 import inspect
 import logging
 import re
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib.version
@@ -30,7 +31,7 @@ from jax.export import DisabledSafetyCheck, Exported, deserialize, export
 
 from jaxtrain_kernels import dispatch
 from jaxtrain_kernels.disk_cache import cache_folder, hash_of_sources, read_file, write_file
-from jaxtrain_kernels.hopper import compile_beside
+from jaxtrain_kernels.hopper import compile_beside, lower_beside
 
 logger = logging.getLogger("jaxtrain_kernels")
 PACKAGE = __name__.partition(".")[0]
@@ -47,6 +48,35 @@ PLAIN_TYPE = re.compile(r"~?\w+\[[\d,]*\]")
 
 class UnnamedValue(Exception):
     """A value has no key that is unique to it and the same in each process."""
+
+
+class Kernel(NamedTuple):
+    """A call of a module's kernel. fixed: arguments that are no arrays, by name. arrays: names of
+    the others. tree: of the arrays."""
+
+    module: str
+    name: str
+    fixed: dict[str, Any]
+    arrays: list[str]
+    tree: Any
+
+    def run(self, function: Callable[..., Any], *leaves: Any) -> Any:
+        """Call `function`, which has the kernel's signature, with these arrays."""
+        arrays = dict(zip(self.arrays, jax.tree.unflatten(self.tree, leaves)))
+        given = inspect.BoundArguments(
+            inspect.signature(function), OrderedDict({**self.fixed, **arrays})
+        )
+        return function(*given.args, **given.kwargs)
+
+    def jitted(self) -> Any:
+        """The kernel as a function of its arrays, with the kernel's name."""
+        function = getattr(sys.modules[self.module], self.name).__wrapped__
+
+        def run(*leaves: Any) -> Any:
+            return self.run(function, *leaves)
+
+        run.__name__ = run.__qualname__ = self.name
+        return jax.jit(run)
 
 
 def cached_kernel(
@@ -79,31 +109,29 @@ def cached_kernel(
         if (kept := EXPORTED.get((function, key))) is not None:
             return kept(*leaves)
 
-        def flat(run: Callable[..., Any], *leaves: Any) -> Any:
-            given = OrderedDict({**fixed, **dict(zip(arrays, jax.tree.unflatten(tree, leaves)))})
-            arguments = inspect.BoundArguments(signature, given)
-            return run(*arguments.args, **arguments.kwargs)
-
-        without = functools.partial(flat, plain)
+        kernel = Kernel(function.__module__, function.__name__, fixed, arrays, tree)
+        without = functools.partial(kernel.run, plain)
         try:
-            exported = _exported(function.__name__, functools.partial(flat, function), leaves, key)
+            exported = _exported(kernel, without, leaves, key)
         except Exception as error:
             result = without(*leaves)  # raises if the call itself is wrong
             logger.warning("%s is lowered anew in each program: %s", function.__qualname__, error)
             EXPORTED[function, key] = without
             return result
-        EXPORTED[function, key] = kept = _caller(exported, without)
+        EXPORTED[function, key] = kept = _caller(exported, function.__name__, without)
         return kept(*leaves)
 
     return call
 
 
-def _caller(exported: Exported, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap exported.call as a function that a program contains once; under vmap, call `plain`.
+def _caller(
+    exported: Callable[..., Any], name: str, plain: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wrap an exported function as one that a program contains once; under vmap, call `plain`.
 
     An exported function has no batching rule.
     """
-    mapped = custom_vmap(exported.call)
+    mapped = custom_vmap(exported)
 
     @mapped.def_vmap
     def rule(axis_size: int, in_batched: list[bool], *leaves: Any) -> tuple[Any, Any]:
@@ -120,50 +148,100 @@ def _caller(exported: Exported, plain: Callable[..., Any]) -> Callable[..., Any]
     def run(*leaves: Any) -> Any:
         return jax.tree.map(in_mesh, mapped(*leaves))
 
-    run.__name__ = run.__qualname__ = exported.fun_name
+    run.__name__ = run.__qualname__ = name
     return jax.jit(run)
 
 
 def _exported(
-    name: str, function: Callable[..., Any], leaves: Sequence[Any], key: tuple[Any, ...]
-) -> Exported:
+    kernel: Kernel, plain: Callable[..., Any], leaves: Sequence[Any], key: tuple[Any, ...]
+) -> Callable[..., Any]:
     """Read the exported function from the cache folder, or make it and store it there."""
-    path = _path(name, key)
+    path = _path(kernel.name, key)
     types = [jax.typeof(x) for x in leaves]
     if path and (kept := _read(path)) and [str(x) for x in kept.in_avals] == list(map(str, types)):
-        return kept
-
-    def run(*arrays: Any) -> Any:
-        return function(*arrays)
-
-    run.__name__ = run.__qualname__ = name
+        return kept.call
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in types]
+    settings, where = _settings(), dispatch.target()
 
-    def make() -> Exported:
-        if _settings() != settings:
-            raise UnnamedValue("a setting of JAX holds in the caller's thread alone")
-        with _as_without_export():
-            return export(jax.jit(run), platforms=("cuda",), disabled_checks=CHECKS)(*shapes)
+    def in_thread[R](function: Callable[..., R]) -> R:
+        def run() -> R:
+            if _settings() != settings:
+                raise UnnamedValue("a setting of JAX holds in the caller's thread alone")
+            return function(kernel, shapes)
 
-    settings = _settings()
-    made = _in_new_thread(make)
-    _start_compiling(made, shapes)
+        return _in_new_thread(run)
+
+    def stored(content: bytes) -> Exported:
+        if path:
+            write_file(path, content)
+        exported = deserialize(bytearray(content))  # a copy that holds no trace
+        if jax.local_devices()[0].platform == "gpu":
+            compile_beside.start_compiling(in_thread(lambda *_: _mosaic_kernels(exported, shapes)))
+        return exported
+
+    def here() -> Exported:
+        made = in_thread(_export)
+        try:
+            content = bytes(made.serialize())
+        except (ImportError, ValueError):  # without flatbuffers; a result that is no tuple
+            return made
+        return stored(content)
+
+    work = lower_beside.submit(stored, _in_worker, kernel, shapes, settings, where, key[3])
+    if work is None:
+        return here().call
+
+    @functools.cache
+    def code() -> Callable[..., Any]:
+        try:
+            # What no worker has begun is lowered here.
+            return (here() if work.cancel() else work.result()).call
+        except Exception as error:
+            logger.warning("%s is lowered anew in each program: %s", kernel.name, error)
+            return plain
+
+    return lower_beside.pending(code, in_thread(_results))
+
+
+def _export(kernel: Kernel, shapes: Sequence[jax.ShapeDtypeStruct]) -> Exported:
+    with _as_without_export():
+        jitted = kernel.jitted()
+        made = export(jitted, platforms=("cuda",), disabled_checks=CHECKS)(*shapes)
     if made.ordered_effects or made.unordered_effects:
         raise ValueError(f"its effects are {made.ordered_effects + made.unordered_effects}")
-    try:
-        content = bytes(made.serialize())
-    except (ImportError, ValueError):  # without flatbuffers; a result that is no tuple
-        return made
-    if path:
-        write_file(path, content)
-    return deserialize(bytearray(content))  # a copy that holds no trace
+    return made
 
 
-def _start_compiling(made: Exported, shapes: Sequence[jax.ShapeDtypeStruct]) -> None:
-    """Compile a new kernel in a thread, if its GPU is there, while Python lowers the next."""
-    if jax.local_devices()[0].platform == "gpu":
-        lower = lambda: jax.jit(made.call).lower(*shapes)
-        compile_beside.start_compiling(compile_beside.mosaic_kernels(_in_new_thread(lower)))
+def _results(kernel: Kernel, shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
+    """Types of a kernel's results."""
+    traced = kernel.jitted().trace(*shapes)
+    # A kernel that changes an operand in place has this effect until it is lowered.
+    inside = "InternalMutableArrayEffect"
+    if effects := [x for x in traced.jaxpr.effects if type(x).__name__ != inside]:
+        raise ValueError(f"its effects are {effects}")
+    return traced.out_info
+
+
+def _mosaic_kernels(
+    exported: Exported, shapes: Sequence[jax.ShapeDtypeStruct]
+) -> list[compile_beside.MosaicKernel]:
+    return compile_beside.mosaic_kernels(jax.jit(exported.call).lower(*shapes))
+
+
+def _in_worker(
+    kernel: Kernel,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    settings: Sequence[Any],
+    where: dispatch.Target,
+    sm_count: int,
+) -> bytes:
+    """Lower a kernel in a process without the GPU, as `_exported` does in one that has it."""
+    importlib.import_module(kernel.module)
+    for name, value in zip(SETTINGS, settings):
+        jax.config.update(name, value)
+    vars(importlib.import_module(f"{PACKAGE}.hopper"))["sm_count"] = lambda: sm_count
+    with dispatch.on_target(*where):
+        return bytes(_export(kernel, shapes).serialize())
 
 
 @contextlib.contextmanager
