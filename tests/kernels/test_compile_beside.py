@@ -29,6 +29,11 @@ def lowered():
     return lowered_for_cuda(network, (512, 128), (128, 256), (256, 128))
 
 
+@pytest.fixture(autouse=True)
+def none_started(monkeypatch):
+    monkeypatch.setattr(compile_beside, "STARTED", set())
+
+
 def calls(lowered):
     """The kernels' attributes in a program's text, each once."""
     text = lowered.as_text()
