@@ -68,7 +68,7 @@ def _start() -> subprocess.Popen[bytes]:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     environment.pop("XLA_FLAGS", None)  # they may be for the GPU's XLA alone
     return subprocess.Popen(
-        [sys.executable, "-c", START],
+        [sys.executable, "-P", "-c", START],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
