@@ -193,9 +193,11 @@ def _exported(
 
     @functools.cache
     def code() -> Callable[..., Any]:
+        if not work.cancel():
+            with contextlib.suppress(Exception):  # a worker that died
+                return work.result().call
         try:
-            # What no worker has begun is lowered here.
-            return (here() if work.cancel() else work.result()).call
+            return here().call  # no worker has begun it
         except Exception as error:
             logger.warning("%s is lowered anew in each program: %s", kernel.name, error)
             return plain
