@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 
 TARGET = "mosaic_gpu_v2"  # XLA's custom call of a kernel
-POOL = ThreadPoolExecutor(16)
+POOL = ThreadPoolExecutor(32)  # most wait for XLA's lock of LLVM's options, see LOG.md
 STARTED: set[bytes | bool] = set()  # hashes of kernels
 PATIENCE = 1.0  # seconds that XLA has to find the program in its disk cache
 # Dtypes of MLIR's element types.
