@@ -77,7 +77,7 @@ def _path(
         return None
     leaves, tree = jax.tree.flatten(arguments)
     types = [(str(jax.typeof(x)), str(x.sharding)) for x in leaves]
-    key = origin, str(tree), types, mesh_key(mesh), sorted(options.items()), environment()
+    key = origin, str(tree), types, mesh_key(mesh), sorted(options.items()), process_key()
     return folder / hashlib.sha256(repr(key).encode()).hexdigest()
 
 
@@ -98,7 +98,7 @@ def mesh_key(mesh: Mesh) -> Any:
     return axes, devices, known, client.platform, client.platform_version
 
 
-def environment() -> Any:
+def process_key() -> Any:
     """Describe what else a trace and a compilation depend on in this process."""
     settings = {name: str(getattr(jax.config, name, None)) for name in jax.config.values}
     flags = {name: x for name, x in os.environ.items() if name.startswith(VARIABLES)}

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 from jaxtrain_kernels import disk_cache
 from jaxtrain_kernels.dispatch import on_target
-from jaxtrain_kernels.hopper import export_cache
+from jaxtrain_kernels.hopper import compile_beside, export_cache
 from jaxtrain_kernels.matmul.hopper import gemm, symmetric
 from jaxtrain_kernels.rows.hopper import norm, rope_in_place
 from jaxtrain_kernels.rows.hopper.norm import NormOptions
@@ -124,6 +124,21 @@ def test_what_a_kernel_depends_on_is_in_its_key(lowerings, monkeypatch, change):
         monkeypatch.setattr("jaxtrain_kernels.hopper.sm_count", lambda: 114)
         lowered(forward)
     assert len(lowerings) == 2
+
+
+@pytest.mark.slow
+def test_a_new_kernel_compiles_before_its_program_is_lowered(lowerings, monkeypatch):
+    begun = []
+    monkeypatch.setattr(compile_beside, "start_compiling", begun.extend)
+    lowered(forward)
+    assert not begun  # without a GPU
+    monkeypatch.setattr(compile_beside, "has_gpu", lambda: True)
+    lowered(lambda x: forward(x, OPTIONS._replace(eps=1e-5)))
+    (kernel,) = begun
+    assert kernel.operands[0].shape == (2, 8, 128)
+    forget()
+    lowered(lambda x: forward(x, OPTIONS._replace(eps=1e-5)))  # from disk: XLA's cache may have it
+    assert len(begun) == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"another program's", None])

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 
 TARGET = "mosaic_gpu_v2"  # XLA's custom call of a kernel
-POOL = ThreadPoolExecutor(32)  # most wait for XLA's lock of LLVM's options, see LOG.md
+POOL = ThreadPoolExecutor(32)  # one thread a kernel: most of the time it waits (LOG.md)
 STARTED: set[bytes | bool] = set()  # hashes of kernels
 PATIENCE = 1.0  # seconds that XLA has to find the program in its disk cache
 # Dtypes of MLIR's element types.
@@ -86,6 +86,11 @@ def tensor_shape(kind: ir.Type) -> jax.ShapeDtypeStruct:
     if (name := str(tensor.element_type)) not in DTYPES:
         raise TypeError(name)
     return jax.ShapeDtypeStruct(tuple(tensor.shape), jnp.dtype(DTYPES[name]))
+
+
+def has_gpu() -> bool:
+    """Whether this process has a GPU to compile kernels for."""
+    return jax.local_devices()[0].platform == "gpu"
 
 
 def compile_kernel(kernel: MosaicKernel) -> None:

@@ -175,7 +175,7 @@ def _exported(
         if path:
             write_file(path, content)
         exported = deserialize(bytearray(content))  # a copy that holds no trace
-        if jax.local_devices()[0].platform == "gpu":
+        if compile_beside.has_gpu():
             compile_beside.start_compiling(in_thread(lambda *_: _mosaic_kernels(exported, shapes)))
         return exported
 
@@ -227,7 +227,8 @@ def _results(kernel: Kernel, shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
 def _mosaic_kernels(
     exported: Exported, shapes: Sequence[jax.ShapeDtypeStruct]
 ) -> list[compile_beside.MosaicKernel]:
-    return compile_beside.mosaic_kernels(jax.jit(exported.call).lower(*shapes))
+    traced = jax.jit(exported.call).trace(*shapes)
+    return compile_beside.mosaic_kernels(traced.lower(lowering_platforms=("cuda",)))
 
 
 def _in_worker(

@@ -21,7 +21,9 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-START = "from jaxtrain_kernels.hopper.lower_beside import serve; serve()"
+from jaxtrain_kernels.hopper.compile_beside import has_gpu
+
+START = "from jaxtrain_kernels.hopper.lower_beside import run_worker; run_worker()"
 MOST = 8
 # Threads and their worker processes; None outside of `lowering_in_workers`.
 WORKERS: contextvars.ContextVar[tuple[ThreadPoolExecutor, threading.local] | None]
@@ -36,8 +38,7 @@ def lowering_in_workers(count: int | None = None) -> Iterator[None]:
     half of the CPU's cores, up to MOST.
     """
     if count is None:
-        gpu = jax.local_devices()[0].platform == "gpu"
-        count = min(MOST, (os.cpu_count() or 1) // 2) if gpu else 0
+        count = min(MOST, (os.cpu_count() or 1) // 2) if has_gpu() else 0
     if count < 2:
         yield
         return
@@ -90,7 +91,7 @@ def _answer(process: subprocess.Popen[bytes]) -> bytes:
     return result
 
 
-def serve() -> None:
+def run_worker() -> None:
     """Run a worker: call functions until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     inbox, outbox = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
