@@ -21,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxtrain_kernels
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.sharding import Mesh
 from jaxtrain_kernels.disk_cache import cache_folder, hash_of_sources, read_file, write_file
+from jaxtrain_kernels.hopper import export_cache
 from jaxtyping import PyTree
 
 from jaxtrain.config.resolve import Resolved
 
 COMMANDS = ("jaxtrain.cli", "jaxtrain.main")  # their processes run our functions alone
-ROOTS = Path(__file__).parents[1], Path(jaxtrain_kernels.__file__).parent
-SOURCES = tuple(map(hash_of_sources, ROOTS))
+SOURCES = hash_of_sources(Path(__file__).parents[1]), export_cache.SOURCES
 VARIABLES = ("XLA_", "TF_", "NVIDIA_TF32", "TRITON_")  # of the environment, which XLA reads
 PLACE = {"name", "directory", "preemption"}  # fields of `run` that no program depends on
 
