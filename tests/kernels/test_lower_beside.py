@@ -66,11 +66,19 @@ def test_workers_lower_what_this_process_would(here, tmp_path, monkeypatch):
     assert lowered() == whole and len(here) == 2
 
 
+DIES = {
+    "at once": "import sys; sys.exit(1)",
+    "with a kernel": "import pickle, sys; out = sys.stdout.buffer; pickle.dump((b'', None), out); "
+    "out.flush(); sys.stdin.buffer.read(1)",
+}
+
+
 @pytest.mark.slow
-def test_without_a_worker_that_lives_kernels_are_lowered_here(here, monkeypatch):
+@pytest.mark.parametrize("when", DIES)
+def test_without_a_worker_that_lives_kernels_are_lowered_here(here, monkeypatch, when):
     whole = lowered()
     wait_for_workers(monkeypatch)
-    monkeypatch.setattr(lower_beside, "START", "import sys; sys.exit(1)")
+    monkeypatch.setattr(lower_beside, "START", DIES[when])
     monkeypatch.setattr(export_cache, "cache_folder", lambda name: None)
     with lowering_in_workers(2):
         assert lowered() == whole
