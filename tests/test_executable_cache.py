@@ -1,5 +1,6 @@
 """Compiled steps on disk: which are read, which are not, and that they are the same."""
 
+import logging
 import shutil
 import tempfile
 from pathlib import Path
@@ -65,6 +66,7 @@ class Step:
 
         def compile_step():
             self.count += 1
+            logging.getLogger("jaxtrain_kernels").info("attention %s: xla", "T 2048")
             if forget:
                 forget_programs()
             step = jax.jit(update, donate_argnums=0, out_shardings=self.everywhere)
@@ -124,6 +126,14 @@ def test_a_change_is_compiled_anew(folder, monkeypatch, change):
     assert step.count == 2
     step.compile(**more)
     assert step.count == 2 and len(list(folder.iterdir())) == 2
+
+
+def test_kernel_choices_are_logged_without_a_trace(folder, caplog):
+    step = Step()
+    with caplog.at_level(logging.INFO, "jaxtrain_kernels"):
+        step.compile()
+        step.compile()
+    assert caplog.messages == ["attention T 2048: xla"] * 2 and step.count == 1
 
 
 def test_a_setting_of_jax_is_in_the_key(folder):

@@ -9,14 +9,16 @@ functions, so it neither reads nor writes these files; nor does a job of several
 The files contain pickles and machine code, as JAX's own. See `disk_cache` for who must be trusted.
 """
 
+import contextlib
 import hashlib
+import logging
 import os
 import pickle
 import platform
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from jaxtrain.config.resolve import Resolved
 
 COMMANDS = ("jaxtrain.cli", "jaxtrain.main")  # their processes run our functions alone
 SOURCES = hash_of_sources(Path(__file__).parents[1]), export_cache.SOURCES
+KERNELS = logging.getLogger("jaxtrain_kernels")
 VARIABLES = ("XLA_", "TF_", "NVIDIA_TF32", "TRITON_")  # of the environment, which XLA reads
 PLACE = {"name", "directory", "preemption"}  # fields of `run` that no program depends on
 
@@ -57,11 +60,12 @@ def cached_executable(
     if path and (kept := _read(path, arguments, mesh)):
         return kept
     before = MISSES[threading.get_ident()]
-    compiled = compile_step()
+    with _noting_lines() as lines:
+        compiled = compile_step()
     # A program that JAX read from its own cache cannot be serialized again (on a CPU it would lack
     # its functions), so only one that XLA has compiled just now is kept.
     if path and MISSES[threading.get_ident()] > before:
-        _write(path, compiled)
+        _write(path, compiled, lines)
     return compiled
 
 
@@ -128,22 +132,39 @@ def _read(path: Path, arguments: tuple[PyTree, ...], mesh: Mesh) -> jax.stages.C
         return None
     devices = list(mesh.devices.flat)
     try:
-        parts = pickle.loads(content)
+        parts, lines = pickle.loads(content)
         compiled = deserialize_and_load(
             *parts, backend=devices[0].client, execution_devices=devices
         )
     except Exception:  # a damaged file, or one of a runtime that the key does not tell apart
         return None
-    return compiled if compiled.in_tree == jax.tree.structure((arguments, {})) else None
+    if compiled.in_tree != jax.tree.structure((arguments, {})):
+        return None
+    for line in lines:
+        KERNELS.info("%s", line)
+    return compiled
 
 
-def _write(path: Path, compiled: jax.stages.Compiled) -> None:
+def _write(path: Path, compiled: jax.stages.Compiled, lines: Sequence[str]) -> None:
     """Keep a compiled step, if it can be kept: one that calls Python cannot."""
     try:
-        content = pickle.dumps(serialize(compiled))
+        content = pickle.dumps((serialize(compiled), lines))
     except Exception:  # such as a callback, or constants that are arguments
         return
     write_file(path, content)
+
+
+@contextlib.contextmanager
+def _noting_lines() -> Iterator[list[str]]:
+    """The kernel choices that are logged inside, for runs that do not trace the step."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    KERNELS.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        KERNELS.removeHandler(handler)
 
 
 def _count(event: str, **_: str | int) -> None:

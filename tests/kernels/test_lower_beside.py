@@ -100,6 +100,17 @@ def test_a_gpu_that_is_not_there_has_no_workers():
         assert lower_beside.submit(bytes, len) is None
 
 
+@pytest.mark.parametrize("gpu, processes, cores, count", [
+    (True, 1, 16, 8), (True, 1, 64, 8), (True, 1, 6, 3), (True, 1, 1, 0), (False, 1, 16, 0),
+    (True, 8, 64, 0),
+])  # fmt: skip
+def test_workers_are_as_many_as_the_cores_bear(monkeypatch, gpu, processes, cores, count):
+    monkeypatch.setattr(lower_beside, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(lower_beside.jax, "process_count", lambda: processes)
+    monkeypatch.setattr(lower_beside.os, "sched_getaffinity", lambda _: range(cores), raising=False)
+    assert lower_beside.default_count() == count
+
+
 def test_an_argument_that_has_no_name_stays_here():
     with lowering_in_workers(2):
         assert lower_beside.submit(bytes, len, lambda: None) is None

@@ -277,9 +277,10 @@ def _path(name: str, key: tuple[Any, ...]) -> Path | None:
 
 
 def _read(path: Path) -> Exported | None:
-    content = read_file(path)
+    if (content := read_file(path)) is None:
+        return None
     try:
-        return content and deserialize(bytearray(content))
+        return deserialize(bytearray(content))
     except Exception:  # another version's file, no flatbuffers
         return None
 

@@ -30,15 +30,22 @@ WORKERS: contextvars.ContextVar[tuple[ThreadPoolExecutor, threading.local] | Non
 WORKERS = contextvars.ContextVar("workers", default=None)
 
 
+def default_count() -> int:
+    """Half of this process's cores, up to MOST, if it has a GPU. None in a job of several
+    processes, which would all lower the same kernels on one host."""
+    if not has_gpu() or jax.process_count() > 1:
+        return 0
+    known = hasattr(os, "sched_getaffinity")
+    return min(MOST, (len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1) // 2)
+
+
 @contextlib.contextmanager
 def lowering_in_workers(count: int | None = None) -> Iterator[None]:
     """Kernels that are traced inside are lowered by worker processes. So must be their program.
 
-    A process starts with each kernel, until there are `count`; default: for a GPU that is there,
-    half of the CPU's cores, up to MOST.
+    A process starts with each kernel, until there are `count` (default_count).
     """
-    if count is None:
-        count = min(MOST, (os.cpu_count() or 1) // 2) if has_gpu() else 0
+    count = default_count() if count is None else count
     if count < 2:
         yield
         return
