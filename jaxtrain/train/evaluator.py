@@ -47,8 +47,10 @@ class Evaluator:
         one = self.plan.mesh.size == 1
         self._programs = BackgroundCompiler(self.plan.mesh, dict(self._later(state)) if one else {})
 
-    def compile_in_background(self) -> None:
-        """Compile the lowered programs while steps run."""
+    def compile_in_background(self, state: State) -> None:
+        """Compile the lowered programs while steps run; lower them if nothing has yet."""
+        if self._programs is None:
+            self.lower_in_background(state)
         if self._programs is not None:
             self._programs.compile()
 

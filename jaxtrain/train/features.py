@@ -27,6 +27,7 @@ from jaxtrain.train.events import (
     SavedModel,
     Validation,
 )
+from jaxtrain.train.executable_cache import origin_of
 from jaxtrain.train.file_offload import file_offload
 from jaxtrain.train.float8_scaling import float8
 from jaxtrain.train.local_sgd import replicas
@@ -95,7 +96,8 @@ def step_of(plan: Plan, tokenizer: Tokenizer) -> StepSpec:
     c, bytes_V = plan.config, jnp.asarray(tokenizer.token_bytes())
     parts = plan.graphdef, plan.partition, plan.optimizer, plan.dtype
     spec = make_step_spec(c, *parts, bytes_V, tokenizer.pieces)
-    return wrap_step(spec, c, plan.mesh, plan.resumed)
+    spec = wrap_step(spec, c, plan.mesh, plan.resumed)
+    return spec._replace(origin=origin_of(c, tokenizer.pieces))
 
 
 def wrap_step(spec: StepSpec, c: Resolved, mesh: Mesh, resumed: bool = False) -> StepSpec:

@@ -144,7 +144,7 @@ def train_phase(
         program = make_program(state, feed.peek(), while_compiling=while_compiling)
         facts = program.facts | {"compile_s": time.perf_counter() - begun}
         log(f"compile  {facts['compile_s']:.0f} s")
-        evaluator.compile_in_background()
+        evaluator.compile_in_background(state)
 
         def save(step: int, state: State) -> None:
             rest = non_param_state(saved_part(state, spec))

@@ -154,7 +154,7 @@ class PopulationProgram(Program):
     ):
         self.members, self.own_batches = members, batch.tokens_BT.ndim == 3
         try:
-            super().__init__(spec, plan, state, batch, hyperparams, None)
+            super().__init__(spec._replace(origin=None), plan, state, batch, hyperparams, None)
         except UserError as error:
             raise UserError(f"a population of {members}: {error}; or train fewer at once") from None
 

@@ -1,6 +1,7 @@
 """The compiled step of a phase. No other part of the loop depends on shapes."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtrain_kernels.hopper.compile_beside import compiling_kernels
+from jaxtrain_kernels.hopper.lower_beside import lowering_in_workers
 from jaxtyping import PyTree
 
 from jaxtrain import data
@@ -22,6 +24,7 @@ from jaxtrain.optim.types import Hyperparams
 from jaxtrain.parallel import place_batch
 from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
 from jaxtrain.settings import UserError
+from jaxtrain.train.executable_cache import cached_executable
 from jaxtrain.train.memory_advice import memory_advice
 from jaxtrain.train.plan import Plan
 from jaxtrain.train.step import State, StepSpec, make_step
@@ -36,21 +39,29 @@ def compile_step(
     c: Resolved,
     frozen: Params | None = None,
     while_compiling: Callable[[], None] = lambda: None,
+    origin: str | None = None,
 ) -> jax.stages.Compiled:
     """Compile the step ahead of the loop. UserError if the device lacks a feature or the memory.
 
     while_compiling: starts Python work that overlaps with XLA's compilation, which does not hold
-    the GIL.
+    the GIL. Not called if the compiled step is read from disk. origin: `StepSpec.origin`; with it
+    the compiled step is kept on disk.
     """
     check_options(c.train.compiler_options)
     fp8 = c.model.fp8 or c.model.kernels.loss in FP8_LOSSES
     names = ("cublas",) * bool(fp8) + ("once",) * c.model.scan_layers
     options = known_options(names) | c.train.compiler_options
-    try:
-        lowered = step.lower(state, batch, hyperparams, frozen)
+
+    def compile_lowered() -> jax.stages.Compiled:
+        with without_garbage_collection(), lowering_in_workers():
+            lowered = step.lower(*arguments)
         while_compiling()
         with compiling_kernels(lowered):
-            compiled = lowered.compile(compiler_options=options or None)
+            return lowered.compile(compiler_options=options or None)
+
+    arguments = state, batch, hyperparams, frozen
+    try:
+        compiled = cached_executable(compile_lowered, origin, arguments, options)
     except NotImplementedError as error:  # a backend asked for by name
         of_loss = str(error).startswith("linear_cross_entropy")
         asked = (
@@ -61,6 +72,18 @@ def compile_step(
     if limit and memory_needed(compiled) > limit:
         raise UserError(memory_advice(c, memory_needed(compiled), limit))
     return compiled
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Do not collect garbage: a trace's objects live on, and looking at them is a tenth of it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def memory_needed(compiled: jax.stages.Compiled) -> int:
@@ -168,6 +191,7 @@ class Program:
             plan.config,
             frozen,
             while_compiling,
+            spec.origin,
         )
 
     def make_step(self, spec: StepSpec) -> jax.stages.Wrapped:

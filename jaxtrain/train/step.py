@@ -71,6 +71,7 @@ class StepSpec(NamedTuple):
     facts: dict[str, float] = {}  # noqa: RUF012 - of the features, for the run's first row
     summary: str | None = None  # log line of the features
     saved_params: Callable[[State], Params] = lambda state: state.params  # for a checkpoint
+    origin: str | None = None  # `executable_cache.origin_of`; None: the compiled step is not kept
 
 
 class BeforeUpdate(NamedTuple):

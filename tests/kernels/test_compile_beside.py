@@ -8,7 +8,11 @@ import pytest
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.feed_forward import feed_forward_relu2
 from jaxtrain_kernels.hopper import compile_beside
-from jaxtrain_kernels.hopper.compile_beside import compiling_kernels, mosaic_kernels
+from jaxtrain_kernels.hopper.compile_beside import (
+    compiling_kernels,
+    mosaic_kernels,
+    start_compiling,
+)
 from jaxtrain_kernels.rows import residual_norm
 
 
@@ -27,6 +31,11 @@ def network(x, up, down):
 @pytest.fixture(scope="module")
 def lowered():
     return lowered_for_cuda(network, (512, 128), (128, 256), (256, 128))
+
+
+@pytest.fixture(autouse=True)
+def none_started(monkeypatch):
+    monkeypatch.setattr(compile_beside, "STARTED", set())
 
 
 def calls(lowered):
@@ -90,3 +99,9 @@ def test_dtypes_of_other_kernels_are_read():
         lambda x, y: residual_norm(x, y, eps=1e-6), (2, 1024, 256), (2, 1024, 256)
     )
     assert len(mosaic_kernels(lowered)) == len(calls(lowered)) > 0
+
+
+def test_a_kernel_is_compiled_once(lowered):
+    seen, kernels = [], mosaic_kernels(lowered)
+    begun = start_compiling(kernels, seen.append) + start_compiling(kernels, seen.append)
+    assert [one.result(30) for one in begun] == [None, None] and seen == kernels

@@ -15,8 +15,9 @@ from golden_runs import normalized
 from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
+from jaxtrain_kernels import disk_cache
 from jaxtrain_kernels.dispatch import on_target
-from jaxtrain_kernels.hopper import export_cache
+from jaxtrain_kernels.hopper import compile_beside, export_cache
 from jaxtrain_kernels.matmul.hopper import gemm, symmetric
 from jaxtrain_kernels.rows.hopper import norm, rope_in_place
 from jaxtrain_kernels.rows.hopper.norm import NormOptions
@@ -87,6 +88,7 @@ def test_another_process_lowers_none(lowerings, tmp_path):
     code = """
 import sys, jax, jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtrain_kernels import disk_cache
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.rows.hopper import norm, rope_in_place
 def forbidden(*_, **__):
@@ -124,6 +126,21 @@ def test_what_a_kernel_depends_on_is_in_its_key(lowerings, monkeypatch, change):
     assert len(lowerings) == 2
 
 
+@pytest.mark.slow
+def test_a_new_kernel_compiles_before_its_program_is_lowered(lowerings, monkeypatch):
+    begun = []
+    monkeypatch.setattr(compile_beside, "start_compiling", begun.extend)
+    lowered(forward)
+    assert not begun  # without a GPU
+    monkeypatch.setattr(compile_beside, "has_gpu", lambda: True)
+    lowered(lambda x: forward(x, OPTIONS._replace(eps=1e-5)))
+    (kernel,) = begun
+    assert kernel.operands[0].shape == (16, 128)
+    forget()
+    lowered(lambda x: forward(x, OPTIONS._replace(eps=1e-5)))  # from disk: XLA's cache may have it
+    assert len(begun) == 1
+
+
 @pytest.mark.parametrize("damage", [b"", b"another program's", None])
 def test_a_damaged_file_is_replaced(lowerings, tmp_path, damage):
     first = normalized(lowered(forward))
@@ -148,7 +165,7 @@ def test_files_that_nobody_reads_are_deleted(lowerings, tmp_path, monkeypatch):
         os.utime(folder / name, (time.time() - 86400 * days,) * 2)
 
     def another():
-        export_cache._write(folder / "new", b"content")
+        disk_cache.write_file(folder / "new", b"content")
         return {file.name for file in files(tmp_path)} - {"new"}
 
     put("unread-29", 29)
@@ -158,16 +175,16 @@ def test_files_that_nobody_reads_are_deleted(lowerings, tmp_path, monkeypatch):
     lowered(forward)
     assert len(lowerings) == 1 and another() == {"unread-29", read.name}
     put("unread-2", 2)
-    monkeypatch.setattr(export_cache, "MOST_BYTES", read.stat().st_size + 1500)
+    monkeypatch.setattr(disk_cache, "MOST_BYTES", read.stat().st_size + 1500)
     assert another() == {"unread-2", read.name}
 
 
 def test_processes_may_delete_the_same_files(tmp_path, monkeypatch):
     for i in range(50):
         (tmp_path / str(i)).write_bytes(bytes(10))
-    monkeypatch.setattr(export_cache, "MOST_BYTES", 100)
+    monkeypatch.setattr(disk_cache, "MOST_BYTES", 100)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: export_cache._evict(tmp_path), range(8)))
+        list(pool.map(lambda _: disk_cache.evict(tmp_path), range(8)))
     assert len(list(tmp_path.iterdir())) == 10
 
     def another_was_first(path, unlink=os.unlink):
@@ -176,7 +193,7 @@ def test_processes_may_delete_the_same_files(tmp_path, monkeypatch):
 
     (tmp_path / "large").write_bytes(bytes(1000))
     monkeypatch.setattr(os, "unlink", another_was_first)
-    export_cache._evict(tmp_path)
+    disk_cache.evict(tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,15 +1,18 @@
-"""Compile a program's Mosaic kernels in threads, in parallel with XLA's compilation of the program.
+"""Compile a program's Mosaic kernels in threads, in parallel with the rest of its compilation.
 
 XLA compiles kernels one after the other, after the rest of the program. jaxlib caches compiled
 kernels in the process by their hash, and holds no lock while it compiles
 (jaxlib/mosaic/gpu/custom_call.cc). So a thread fills that cache by compiling a small program with
 the same kernel. gpt_d12's step on an H200 with 16 cores: 24 kernels in 8 s, all in 10 s (LOG.md).
+
+A kernel that is lowered for the first time (`export_cache`) compiles at once, while Python lowers
+the others; a program's other kernels compile beside XLA's compilation of the program.
 """
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -17,7 +20,8 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 
 TARGET = "mosaic_gpu_v2"  # XLA's custom call of a kernel
-THREADS = 16
+POOL = ThreadPoolExecutor(32)  # one thread a kernel: most of the time it waits (LOG.md)
+STARTED: set[bytes | bool] = set()  # hashes of kernels
 PATIENCE = 1.0  # seconds that XLA has to find the program in its disk cache
 # Dtypes of MLIR's element types.
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "i1": "bool",
@@ -84,9 +88,27 @@ def tensor_shape(kind: ir.Type) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(tensor.shape), jnp.dtype(DTYPES[name]))
 
 
+def has_gpu() -> bool:
+    """Whether this process has a GPU to compile kernels for."""
+    return jax.local_devices()[0].platform == "gpu"
+
+
 def compile_kernel(kernel: MosaicKernel) -> None:
     """Compile a program of this kernel alone, for the first device of this process."""
     jax.jit(kernel.call).lower(*kernel.operands).compile()
+
+
+def start_compiling(
+    kernels: Iterable[MosaicKernel], compile_one: Callable[[MosaicKernel], None] = compile_kernel
+) -> list[Future[None]]:
+    """Compile the kernels that no thread has begun to compile in this process."""
+    begun: list[Future[None]] = []
+    for kernel in kernels:
+        digest = dict(kernel.attributes)["kernel_hash"]
+        if digest not in STARTED:
+            STARTED.add(digest)
+            begun.append(POOL.submit(compile_one, kernel))
+    return begun
 
 
 @contextlib.contextmanager
@@ -102,12 +124,10 @@ def compiling_kernels(
     done = threading.Event()
 
     def begin() -> None:
-        if done.wait(PATIENCE):
-            return
-        with ThreadPoolExecutor(THREADS) as pool:
-            futures = [pool.submit(compile_one, kernel) for kernel in kernels]
+        if not done.wait(PATIENCE):
+            begun = start_compiling(kernels, compile_one)
             done.wait()
-            for one in futures:
+            for one in begun:
                 one.cancel()
 
     if kernels:

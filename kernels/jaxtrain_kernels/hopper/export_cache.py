@@ -2,10 +2,6 @@
 
 JAX's compilation cache saves a second process from compiling a program, but not from lowering it.
 Pallas lowers a kernel in Python: about 0.4 s per kernel, in each program that contains it.
-
-A file that no process has read for MOST_AGE seconds is deleted. So are the files that were read
-least recently, while the folder has more than MOST_BYTES. A new version of the package or of JAX
-makes new files, so old ones are never read again. Processes may share the folder.
 """
 
 import contextlib
@@ -13,19 +9,18 @@ import contextvars
 import enum
 import functools
 import hashlib
+import importlib
 import inspect
 import logging
-import os
 import re
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib.version
@@ -35,6 +30,8 @@ from jax.custom_batching import custom_vmap
 from jax.export import DisabledSafetyCheck, Exported, deserialize, export
 
 from jaxtrain_kernels import dispatch
+from jaxtrain_kernels.disk_cache import cache_folder, hash_of_sources, read_file, write_file
+from jaxtrain_kernels.hopper import compile_beside, lower_beside
 
 logger = logging.getLogger("jaxtrain_kernels")
 PACKAGE = __name__.partition(".")[0]
@@ -43,8 +40,7 @@ CHECKS = (DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)
 # JAX settings that a trace depends on. A thread may have its own values.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 EXPORTED: dict[tuple[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]] = {}
-MOST_AGE = 30 * 24 * 3600.0  # seconds since a file was read
-MOST_BYTES = 1 << 30  # of all files in the folder
+SOURCES = hash_of_sources(Path(__file__).parents[1])
 SETTING_LOCK = threading.Lock()  # guards a JAX setting that all threads share
 # An array's type without a sharding, a memory space or a mesh axis along which it varies.
 PLAIN_TYPE = re.compile(r"~?\w+\[[\d,]*\]")
@@ -54,17 +50,33 @@ class UnnamedValue(Exception):
     """A value has no key that is unique to it and the same in each process."""
 
 
-def _hash_of_sources() -> str | None:
-    """Hash of the package's source, None without source. Read at import, as files may be edited
-    while the process runs."""
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in (paths := sorted(root.rglob("*.py"))):
-        digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest() if paths else None
+class Kernel(NamedTuple):
+    """A call of a module's kernel. fixed: arguments that are no arrays, by name. arrays: names of
+    the others. tree: of the arrays."""
 
+    module: str
+    name: str
+    fixed: dict[str, Any]
+    arrays: list[str]
+    tree: Any
 
-SOURCES = _hash_of_sources()
+    def run(self, function: Callable[..., Any], *leaves: Any) -> Any:
+        """Call `function`, which has the kernel's signature, with these arrays."""
+        arrays = dict(zip(self.arrays, jax.tree.unflatten(self.tree, leaves)))
+        given = inspect.BoundArguments(
+            inspect.signature(function), OrderedDict({**self.fixed, **arrays})
+        )
+        return function(*given.args, **given.kwargs)
+
+    def jitted(self) -> Any:
+        """The kernel as a function of its arrays, with the kernel's name."""
+        function = getattr(sys.modules[self.module], self.name).__wrapped__
+
+        def run(*leaves: Any) -> Any:
+            return self.run(function, *leaves)
+
+        run.__name__ = run.__qualname__ = self.name
+        return jax.jit(run)
 
 
 def cached_kernel(
@@ -97,31 +109,29 @@ def cached_kernel(
         if (kept := EXPORTED.get((function, key))) is not None:
             return kept(*leaves)
 
-        def flat(run: Callable[..., Any], *leaves: Any) -> Any:
-            given = OrderedDict({**fixed, **dict(zip(arrays, jax.tree.unflatten(tree, leaves)))})
-            arguments = inspect.BoundArguments(signature, given)
-            return run(*arguments.args, **arguments.kwargs)
-
-        without = functools.partial(flat, plain)
+        kernel = Kernel(function.__module__, function.__name__, fixed, arrays, tree)
+        without = functools.partial(kernel.run, plain)
         try:
-            exported = _exported(function.__name__, functools.partial(flat, function), leaves, key)
+            exported = _exported(kernel, without, leaves, key)
         except Exception as error:
             result = without(*leaves)  # raises if the call itself is wrong
             logger.warning("%s is lowered anew in each program: %s", function.__qualname__, error)
             EXPORTED[function, key] = without
             return result
-        EXPORTED[function, key] = kept = _caller(exported, without)
+        EXPORTED[function, key] = kept = _caller(exported, function.__name__, without)
         return kept(*leaves)
 
     return call
 
 
-def _caller(exported: Exported, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap exported.call as a function that a program contains once; under vmap, call `plain`.
+def _caller(
+    exported: Callable[..., Any], name: str, plain: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wrap an exported function as one that a program contains once; under vmap, call `plain`.
 
     An exported function has no batching rule.
     """
-    mapped = custom_vmap(exported.call)
+    mapped = custom_vmap(exported)
 
     @mapped.def_vmap
     def rule(axis_size: int, in_batched: list[bool], *leaves: Any) -> tuple[Any, Any]:
@@ -138,42 +148,103 @@ def _caller(exported: Exported, plain: Callable[..., Any]) -> Callable[..., Any]
     def run(*leaves: Any) -> Any:
         return jax.tree.map(in_mesh, mapped(*leaves))
 
-    run.__name__ = run.__qualname__ = exported.fun_name
+    run.__name__ = run.__qualname__ = name
     return jax.jit(run)
 
 
 def _exported(
-    name: str, function: Callable[..., Any], leaves: Sequence[Any], key: tuple[Any, ...]
-) -> Exported:
+    kernel: Kernel, plain: Callable[..., Any], leaves: Sequence[Any], key: tuple[Any, ...]
+) -> Callable[..., Any]:
     """Read the exported function from the cache folder, or make it and store it there."""
-    path = _path(name, key)
+    path = _path(kernel.name, key)
     types = [jax.typeof(x) for x in leaves]
     if path and (kept := _read(path)) and [str(x) for x in kept.in_avals] == list(map(str, types)):
-        return kept
-
-    def run(*arrays: Any) -> Any:
-        return function(*arrays)
-
-    run.__name__ = run.__qualname__ = name
+        return kept.call
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in types]
+    settings, where = _settings(), dispatch.target()
 
-    def make() -> Exported:
-        if _settings() != settings:
-            raise UnnamedValue("a setting of JAX holds in the caller's thread alone")
-        with _as_without_export():
-            return export(jax.jit(run), platforms=("cuda",), disabled_checks=CHECKS)(*shapes)
+    def in_thread[R](function: Callable[..., R]) -> R:
+        def run() -> R:
+            if _settings() != settings:
+                raise UnnamedValue("a setting of JAX holds in the caller's thread alone")
+            return function(kernel, shapes)
 
-    settings = _settings()
-    made = _in_new_thread(make)
+        return _in_new_thread(run)
+
+    def stored(content: bytes) -> Exported:
+        if path:
+            write_file(path, content)
+        exported = deserialize(bytearray(content))  # a copy that holds no trace
+        if compile_beside.has_gpu():
+            compile_beside.start_compiling(in_thread(lambda *_: _mosaic_kernels(exported, shapes)))
+        return exported
+
+    def here() -> Exported:
+        made = in_thread(_export)
+        try:
+            content = bytes(made.serialize())
+        except (ImportError, ValueError):  # without flatbuffers; a result that is no tuple
+            return made
+        return stored(content)
+
+    work = lower_beside.submit(stored, _in_worker, kernel, shapes, settings, where, key[3])
+    if work is None:
+        return here().call
+
+    @functools.cache
+    def code() -> Callable[..., Any]:
+        if not work.cancel():
+            with contextlib.suppress(Exception):  # a worker that died
+                return work.result().call
+        try:
+            return here().call  # no worker has begun it
+        except Exception as error:
+            logger.warning("%s is lowered anew in each program: %s", kernel.name, error)
+            return plain
+
+    return lower_beside.pending(code, in_thread(_results))
+
+
+def _export(kernel: Kernel, shapes: Sequence[jax.ShapeDtypeStruct]) -> Exported:
+    with _as_without_export():
+        jitted = kernel.jitted()
+        made = export(jitted, platforms=("cuda",), disabled_checks=CHECKS)(*shapes)
     if made.ordered_effects or made.unordered_effects:
         raise ValueError(f"its effects are {made.ordered_effects + made.unordered_effects}")
-    try:
-        content = bytes(made.serialize())
-    except (ImportError, ValueError):  # without flatbuffers; a result that is no tuple
-        return made
-    if path:
-        _write(path, content)
-    return deserialize(bytearray(content))  # a copy that holds no trace
+    return made
+
+
+def _results(kernel: Kernel, shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
+    """Types of a kernel's results."""
+    traced = kernel.jitted().trace(*shapes)
+    # A kernel that changes an operand in place has this effect until it is lowered.
+    inside = "InternalMutableArrayEffect"
+    if effects := [x for x in traced.jaxpr.effects if type(x).__name__ != inside]:
+        raise ValueError(f"its effects are {effects}")
+    return traced.out_info
+
+
+def _mosaic_kernels(
+    exported: Exported, shapes: Sequence[jax.ShapeDtypeStruct]
+) -> list[compile_beside.MosaicKernel]:
+    traced = jax.jit(exported.call).trace(*shapes)
+    return compile_beside.mosaic_kernels(traced.lower(lowering_platforms=("cuda",)))
+
+
+def _in_worker(
+    kernel: Kernel,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    settings: Sequence[Any],
+    where: dispatch.Target,
+    sm_count: int,
+) -> bytes:
+    """Lower a kernel in a process without the GPU, as `_exported` does in one that has it."""
+    importlib.import_module(kernel.module)
+    for name, value in zip(SETTINGS, settings):
+        jax.config.update(name, value)
+    vars(importlib.import_module(f"{PACKAGE}.hopper"))["sm_count"] = lambda: sm_count
+    with dispatch.on_target(*where):
+        return bytes(_export(kernel, shapes).serialize())
 
 
 @contextlib.contextmanager
@@ -198,61 +269,20 @@ def _in_new_thread[R](run: Callable[[], R]) -> R:
 
 def _path(name: str, key: tuple[Any, ...]) -> Path | None:
     """Path of a kernel on disk; None without a compilation cache on disk or without sources."""
-    folder = jax.config.jax_compilation_cache_dir
-    if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
-        return None
-    if SOURCES is None:
+    folder = cache_folder("kernels")
+    if folder is None or SOURCES is None:
         return None
     whole = SOURCES, jax.__version__, jaxlib.version.__version__, key
-    return Path(folder) / "kernels" / f"{name}-{hashlib.sha256(repr(whole).encode()).hexdigest()}"
+    return folder / f"{name}-{hashlib.sha256(repr(whole).encode()).hexdigest()}"
 
 
 def _read(path: Path) -> Exported | None:
-    try:
-        content = path.read_bytes()
-        if hashlib.sha256(content[32:]).digest() != content[:32]:
-            return None
-        with contextlib.suppress(OSError):  # another user's file, or another process deleted it
-            os.utime(path)  # its time says when it was last read; atime is often off
-        return deserialize(bytearray(content[32:]))
-    except Exception:  # an unreadable folder, another program's file, no flatbuffers
+    if (content := read_file(path)) is None:
         return None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write the file atomically, as several processes may write at once."""
-    # Not by `tempfile`, whose files other users of the folder cannot read.
-    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_bytes(hashlib.sha256(content).digest() + content)
-            os.replace(part, path)
-        except OSError:
-            part.unlink(missing_ok=True)
-        _evict(path.parent)
-
-
-def _evict(folder: Path) -> None:
-    """Delete the files of the cache that are too old, and the oldest while all are too large.
-
-    Other processes may read, write and delete meanwhile. A process that has opened a file reads it
-    to its end; one that comes later lowers the kernel again.
-    """
-    found: list[tuple[float, int, str]] = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                if entry.is_file(follow_symlinks=False):
-                    about = entry.stat(follow_symlinks=False)
-                    found.append((about.st_mtime, about.st_size, entry.path))
-    total, oldest = sum(size for _, size, _ in found), time.time() - MOST_AGE
-    for read_at, size, path in sorted(found):
-        if read_at >= oldest and total <= MOST_BYTES:
-            break
-        with contextlib.suppress(OSError):  # deleted by another process, or of another user
-            os.unlink(path)
-        total -= size
+    try:
+        return deserialize(bytearray(content))
+    except Exception:  # another version's file, no flatbuffers
+        return None
 
 
 def _function_key(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -102,6 +102,7 @@ def unsupported_reason(V: int, dtype: DTypeLike, fp8: bool = False) -> str | Non
     return None
 
 
+@hopper.jit_kernel("softcap", "z_loss", "valid_vocab", "gradient_dtype", "blocks", "interpret")
 def loss_rows(
     logits_CV: Float[Array, "C V"],
     labels_C: Int[Array, "C"],

@@ -20,6 +20,7 @@ SIDE = 128  # of a tile
 PAIRS = SIDE // 2
 
 
+@hopper.jit_kernel("interpret")
 def fp8_transpose(x_MK: Float[Array, "M K"], *, interpret: hopper.Interpret = False) -> Any:
     """Return x_KM, the transpose of a float8 matrix whose sides are multiples of 128.
 
