@@ -87,8 +87,8 @@ def _append(interpret: bool, pages, new, table_BW, starts_B, counts_B):
         read_TH, kept_TH = ((h_1H < H) & (t_T1 < most) for most in (T, counts_ref[b]))
         for new_ref, out_ref in zip(new_refs, refs[-n:]):
             x_TH = plgpu.load(new_ref.at[b, t_T1, k, h_1H], mask=read_TH, other=0.0)
-            place = out_ref.at[page_T1, slot_T1, k, h_1H]
-            plgpu.store(place, x_TH.astype(out_ref.dtype), mask=kept_TH)
+            target_TH = out_ref.at[page_T1, slot_T1, k, h_1H]
+            plgpu.store(target_TH, x_TH.astype(out_ref.dtype), mask=kept_TH)
 
     return pl.pallas_call(
         kernel,
