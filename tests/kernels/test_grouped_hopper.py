@@ -1,5 +1,9 @@
 """The grouped matmul for Hopper: tiles of rows, equality with the reference, lowering."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,8 +52,8 @@ def results(f, x, w, dy, sizes):
 @pytest.mark.parametrize(
     ("sizes", "M", "K", "N", "dtype", "tiling"),
     [
-        # Uneven, one empty, two that end inside a tile, rows behind; two tiles of a cluster.
-        ((70, 0, 66, 30), 200, 128, 128, BF16, TURNS._replace(cluster=2)),
+        # Uneven, one empty, all ends inside a tile, rows behind.
+        ((70, 0, 66, 30), 200, 128, 128, BF16, TURNS),
         # Four groups in one tile; a last tile that is not full.
         ((3, 2, 190, 5), 200, 128, 192, jnp.float16, TURNS._replace(rows=128, stages=3)),
         ((136,), 136, 192, 128, BF16, TURNS),  # one group
@@ -60,6 +64,26 @@ def results(f, x, w, dy, sizes):
 @pytest.mark.quick("uneven")
 def test_equals_the_reference_without_races(sizes, M, K, N, dtype, tiling, capfd):
     """Value and gradients; rows after the last group may be any values."""
+    assert_equals_reference(sizes, M, K, N, dtype, tiling)
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.slow
+def test_equals_the_reference_with_tiles_of_a_cluster():
+    """The interpreter runs six warpgroups of a cluster at once, and XLA a thread for each core."""
+    code = """if True:
+        import test_grouped_hopper as t
+        sizes, tiling = (70, 0, 66, 30), t.TURNS._replace(cluster=2, columns=128)
+        t.assert_equals_reference(sizes, 200, 128, 192, t.BF16, tiling)
+    """
+    env = os.environ | {
+        "NPROC": "32",
+        "PYTHONPATH": os.pathsep.join([*sys.path, os.path.dirname(__file__)]),
+    }
+    subprocess.run([sys.executable, "-c", code], env=env, timeout=300, check=True)
+
+
+def assert_equals_reference(sizes, M, K, N, dtype, tiling):
     given = arrays(sizes, M, K, N, dtype, after=np.nan)
     ours = lambda *a: hopper.grouped_matmul(*a, tiling=tiling, interpret=INTERPRET)
     eps = float(jnp.finfo(dtype).eps)
@@ -69,7 +93,6 @@ def test_equals_the_reference_without_races(sizes, M, K, N, dtype, tiling, capfd
         np.testing.assert_allclose(
             out.astype(jnp.float32), right, atol=eps * size, rtol=eps, err_msg=name
         )
-    assert "RACE" not in "".join(capfd.readouterr())
 
 
 def test_warpgroups_may_share_a_tile_of_rows_and_not_one_of_a_matrix():
@@ -86,15 +109,18 @@ def test_warpgroups_may_share_a_tile_of_rows_and_not_one_of_a_matrix():
     [((70, 0, 66, 30), 200), ((64, 64), 128), ((1, 1, 1, 1), 130), ((0, 0), 65), ((0, 200), 200)],
 )
 def test_each_row_of_a_group_is_in_one_tile(sizes, M):
-    tiles = row_tiles(jnp.asarray(sizes), M, 64)
-    seen = []
-    for row, group, start, end in np.asarray(tiles.pairs_P4)[: int(tiles.count_1[0])]:
+    tiles, place_M = row_tiles(jnp.asarray(sizes), M, 64)
+    seen, places = [], []
+    pairs = np.asarray(tiles.pairs_P4)[: int(tiles.count_1[0])]
+    for n, (row, group, start, end) in enumerate(pairs):
         assert row % 64 == 0
         rows = range(max(row, start), min(row + 64, end, M))
         assert rows, "a tile without rows"
         seen += [(r, group) for r in rows]
+        places += [64 * n + r - row for r in rows]
     groups = np.repeat(np.arange(len(sizes) + 1), [*sizes, M - sum(sizes)])
     assert seen == list(enumerate(groups.tolist()))
+    assert places == place_M.tolist()
 
 
 def test_large_groups_come_first():

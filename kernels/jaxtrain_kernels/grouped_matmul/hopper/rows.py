@@ -4,8 +4,12 @@ The pipeline is the one of `matmul/hopper/gemm.py`. Tiles of rows start at multi
 as TMA cannot load from every row. A tile in which groups meet is computed once for each group, of
 which its own rows are stored, one by one. Rows after the last group are computed as well, and
 stored as zeros.
+
+An epilogue may use a factor for each row and a second input of the result's shape, which is loaded
+into the 64 x 64 buffers that the result is stored from. It may also sum values over each row.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,37 +25,65 @@ from jaxtrain_kernels.matmul.hopper import gemm
 from jaxtrain_kernels.matmul.hopper.gemm import PART, STEP, WARPGROUPS, GemmPlan, GemmTiling
 
 
+def product_alone(product: jax.Array) -> jax.Array:
+    return product
+
+
+class Epilogue(NamedTuple):
+    """function: (product, *factors, *other) -> the result or, with `sums`, (result, values).
+
+    All are float32 and 64 x 64: the factors of the rows too. The values are summed over a row.
+    """
+
+    function: Callable[..., Any] = product_alone
+    sums: bool = False
+
+
 class RowsPlan(NamedTuple):
     """Static parameters of the kernel. gemm.M counts all rows."""
 
     gemm: GemmPlan
     E: int
+    epilogue: Epilogue
+    factors: bool
+    other: bool
+
+
+class RowsArrays(NamedTuple):
+    """factors: [rows of all tiles]; sums: [columns of tiles, pairs x rows of a tile]."""
+
+    gemm: gemm.GemmArrays
+    tiles: RowTiles[Ref]
+    factors: Ref | None
+    sums: Ref | None
 
 
 class RowsMemory(NamedTuple):
     """Shared memory. single: a part whose rows are stored one by one, by warpgroup."""
 
     gemm: gemm.GemmMemory
-    single: Any
+    single: Ref
 
 
 class RowsWork(NamedTuple):
     plan: RowsPlan
-    arrays: gemm.GemmArrays
-    tiles: RowTiles[Ref]
+    arrays: RowsArrays
     memory: RowsMemory
     gemm: gemm.GemmWork
 
 
 class Place(NamedTuple):
-    """What a CUDA block computes: a tile of rows of one group, from a row and a column on."""
+    """What a CUDA block computes: a tile of rows of one group, from a row and a column on.
+
+    sums: where the sums of its first row are.
+    """
 
     tile: RowTile
     row: jax.Array
     column: jax.Array
+    sums: jax.Array
 
 
-@hopper.jit_kernel("b_is_NK", "tiling", "interpret")
 def rows_matmul(
     a_MK,
     b,
@@ -65,39 +97,56 @@ def rows_matmul(
 
     Rows after the last group give zeros. interpret: plgpu.InterpretGPUParams, to run on a CPU.
     """
+    how = dict(b_is_NK=b_is_NK, tiling=tiling, interpret=interpret)
+    return rows_matmul_with(a_MK, b, sizes_E, None, None, epilogue=Epilogue(), **how)[0]
+
+
+@hopper.jit_kernel("epilogue", "b_is_NK", "tiling", "interpret")
+def rows_matmul_with(
+    a_MK,
+    b,
+    sizes_E,
+    factors_M,
+    other_MN,
+    *,
+    epilogue: Epilogue,
+    b_is_NK: bool = False,
+    tiling: GemmTiling | None = None,
+    interpret: hopper.Interpret = False,
+) -> list[jax.Array]:
+    """[epilogue's result in a's dtype, and with `sums` the sums over rows, float32 [M]].
+
+    The factors and the other input may be None. Raises ValueError for another input in one part.
+    """
     tiling = tiling or GemmTiling()
+    if other_MN is not None and tiling.parts < 2:
+        raise ValueError(f"another input needs two parts, got {tiling}")
     (M, K), E, N = a_MK.shape, len(b), b.shape[1 if b_is_NK else 2]
-    plan = GemmPlan(M, N, K, a_MK.dtype, b_is_NK, lambda product: product, False, tiling, 0)
-    tiling = tiling._replace(parts=min(tiling.parts, len(plan.places)))
-    tiles = row_tiles(sizes_E, M, tiling.block_rows * tiling.cluster)
-    blocks = tiling.blocks or hopper.sm_count()
-    clusters = min(blocks // tiling.cluster, len(tiles.pairs_P4) * plan.grid[1])
-    whole = RowsPlan(plan._replace(tiling=tiling, clusters=clusters), E)
+    gemm_plan = GemmPlan(M, N, K, a_MK.dtype, b_is_NK, product_alone, False, tiling, 0)
+    tiling = tiling._replace(parts=min(tiling.parts, len(gemm_plan.places)))
+    rows = tiling.block_rows * tiling.cluster
+    tiles, place_M = row_tiles(sizes_E, M, rows)
+    blocks, across = tiling.blocks or hopper.sm_count(), gemm_plan.grid[1]
+    clusters = min(blocks // tiling.cluster, len(tiles.pairs_P4) * across)
+    gemm_plan = gemm_plan._replace(tiling=tiling, clusters=clusters)
+    plan = RowsPlan(gemm_plan, E, epilogue, factors_M is not None, other_MN is not None)
+    inputs = [a_MK, b, *tiles]
+    if factors_M is not None:
+        inputs.append(jnp.pad(factors_M.astype(jnp.float32), (0, -M % rows)))
+    if other_MN is not None:
+        inputs.append(other_MN)
+    out_type = [jax.ShapeDtypeStruct((M, N), a_MK.dtype)]
+    if epilogue.sums:
+        length = len(tiles.pairs_P4) * rows
+        out_type.append(jax.ShapeDtypeStruct((across, length), jnp.float32))
 
-    def grouped_rows_matmul(*refs, single, **memory):
-        a, b, pairs, count, out = refs
-        _block(
-            whole,
-            gemm.GemmArrays(a, b, None, out),
-            RowTiles(pairs, count),
-            RowsMemory(gemm.GemmMemory(**memory), single),
-        )
+    def grouped_rows_matmul(*refs, **memory):
+        _block(plan, refs, memory)
 
-    stages, users = tiling.stages, WARPGROUPS // whole.gemm.users
-    b_tile = (tiling.columns, STEP) if b_is_NK else (STEP, tiling.columns)
-    return plgpu.kernel(
+    results = plgpu.kernel(
         grouped_rows_matmul,
-        out_type=jax.ShapeDtypeStruct((M, N), plan.dtype),
-        scratch_types=dict(
-            a=hopper.tiles((stages, tiling.block_rows, STEP), plan.dtype),
-            b=hopper.tiles((stages, *b_tile), plan.dtype),
-            parts=hopper.tiles((WARPGROUPS, tiling.parts, PART, PART), plan.dtype),
-            single=plgpu.SMEM((WARPGROUPS, PART, PART), plan.dtype),
-            full=plgpu.Barrier(num_barriers=users * stages, num_arrivals=2),
-            free=plgpu.ClusterBarrier(
-                num_barriers=stages, num_arrivals=whole.gemm.users, collective_axes=("peer",)
-            ),
-        ),
+        out_type=out_type,
+        scratch_types=_shared_memory(plan),
         grid=(clusters,),
         grid_names=("cluster",),
         cluster=(tiling.cluster,),
@@ -106,15 +155,47 @@ def rows_matmul(
         thread_name="warpgroup",
         compiler_params=hopper.compiler_params(),
         interpret=interpret,
-    )(a_MK, b, *tiles)
+    )(*inputs)
+    if epilogue.sums:
+        inside_M = jnp.arange(M) < jnp.sum(sizes_E)
+        results[1] = jnp.where(inside_M, jnp.sum(results[1], axis=0)[place_M], 0)
+    return results
 
 
-def _block(plan: RowsPlan, arrays: gemm.GemmArrays, tiles: RowTiles[Ref], memory: RowsMemory):
+def _shared_memory(plan: RowsPlan) -> dict[str, Any]:
+    tiling, dtype = plan.gemm.tiling, plan.gemm.dtype
+    stages, users = tiling.stages, WARPGROUPS // plan.gemm.users
+    b_tile = (tiling.columns, STEP) if plan.gemm.b_is_NK else (STEP, tiling.columns)
+    memory = dict(
+        a=hopper.tiles((stages, tiling.block_rows, STEP), dtype),
+        b=hopper.tiles((stages, *b_tile), dtype),
+        parts=hopper.tiles((WARPGROUPS, tiling.parts, PART, PART), dtype),
+        single=plgpu.SMEM((WARPGROUPS, PART, PART), dtype),
+        full=plgpu.Barrier(num_barriers=users * stages, num_arrivals=2),
+        free=plgpu.ClusterBarrier(
+            num_barriers=stages, num_arrivals=plan.gemm.users, collective_axes=("peer",)
+        ),
+    )
+    if plan.other:
+        memory["arrived"] = plgpu.Barrier(num_barriers=WARPGROUPS * tiling.parts)
+    return memory
+
+
+def _block(plan: RowsPlan, refs: tuple[Any, ...], memory: dict[str, Any]):
     """One CUDA block."""
+    a, b, pairs, count, *rest = refs
+    factors = rest.pop(0) if plan.factors else None
+    other = rest.pop(0) if plan.other else None
+    out, sums = rest if plan.epilogue.sums else (rest[0], None)
+    of_gemm = gemm.GemmArrays(a, b, other, out)
+    arrays = RowsArrays(of_gemm, RowTiles(pairs, count), factors, sums)
+    single = memory.pop("single")
+    shared = RowsMemory(gemm.GemmMemory(**memory), single)
 
     def work(warpgroup: Index) -> RowsWork:
-        work = gemm.GemmWork(plan.gemm, arrays, memory.gemm, warpgroup)
-        return RowsWork(plan, arrays, tiles, memory, work)
+        return RowsWork(
+            plan, arrays, shared, gemm.GemmWork(plan.gemm, of_gemm, shared.gemm, warpgroup)
+        )
 
     hopper.specialize_warpgroups(
         WARPGROUPS, lambda: _load(work(0)), lambda warpgroup: _compute(work(warpgroup))
@@ -124,37 +205,38 @@ def _block(plan: RowsPlan, arrays: gemm.GemmArrays, tiles: RowTiles[Ref], memory
 def _rounds(work: RowsWork) -> jax.Array:
     """Number of tiles that this cluster processes."""
     plan = work.plan.gemm
-    count = work.tiles.count_1[0] * plan.grid[1]
+    count = work.arrays.tiles.count_1[0] * plan.grid[1]
     return lax.div(count + plan.clusters - 1 - lax.axis_index("cluster"), plan.clusters)
 
 
 def _place(work: RowsWork, t: Index) -> Place:
     """Place of the block's t-th tile."""
-    plan, tiling = work.plan.gemm, work.plan.gemm.tiling
+    plan, tiling, tiles = work.plan.gemm, work.plan.gemm.tiling, work.arrays.tiles
     number = lax.axis_index("cluster") + t * plan.clusters
-    pair, column = gemm.tile_of(plan, number, work.tiles.count_1[0])
-    tile = row_tile(work.tiles, pair)
-    row = tile.row + lax.axis_index("peer") * tiling.block_rows
-    return Place(tile, row, column * tiling.columns)
+    pair, column = gemm.tile_of(plan, number, tiles.count_1[0])
+    tile, below = row_tile(tiles, pair), lax.axis_index("peer") * tiling.block_rows
+    sums = pair * (tiling.block_rows * tiling.cluster) + below
+    return Place(tile, tile.row + below, column * tiling.columns, sums)
 
 
 def _load(work: RowsWork):
     """Load the operands of each tile's steps."""
     plan, tiling, memory = work.plan.gemm, work.plan.gemm.tiling, work.memory.gemm
+    a, b = work.arrays.gemm.a, work.arrays.gemm.b
 
     def load_tile(t, _):
         place = _place(work, t)
         rows = pl.ds(place.row, tiling.block_rows)
         columns = pl.ds(place.column, tiling.columns)
-        matrix = work.arrays.b.at[jnp.minimum(place.tile.group, work.plan.E - 1)]
+        matrix = b.at[jnp.minimum(place.tile.group, work.plan.E - 1)]
 
         def load_step(k, _):
             slot = lax.rem(t * plan.steps + k, tiling.stages)
             full, at = gemm.full_barrier(plan, memory, t, slot), pl.ds(k * plan.step, plan.step)
             plgpu.barrier_wait(memory.free.at[slot])
-            plgpu.copy_gmem_to_smem(work.arrays.a.at[rows, at], memory.a.at[slot], full)
-            b = matrix.at[columns, at] if plan.b_is_NK else matrix.at[at, columns]
-            plgpu.copy_gmem_to_smem(b, memory.b.at[slot], full, collective_axes=("peer",))
+            plgpu.copy_gmem_to_smem(a.at[rows, at], memory.a.at[slot], full)
+            part = matrix.at[columns, at] if plan.b_is_NK else matrix.at[at, columns]
+            plgpu.copy_gmem_to_smem(part, memory.b.at[slot], full, collective_axes=("peer",))
 
         lax.fori_loop(0, plan.steps, load_step, None)
 
@@ -173,34 +255,82 @@ def _compute(work: RowsWork):
 
     def tile(i, _):
         t = first + turns * i
-        place = _place(work, t)
+        place, used = _place(work, t), i * len(plan.places)
+        if work.plan.other:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile is stored
+            for n in range(tiling.parts):
+                _fetch(work, place, n, used)
         product = pl.run_scoped(
             lambda acc: gemm.multiply(work.gemm, t, i, acc),
             plgpu.WGMMAAccumulatorRef((tiling.rows, tiling.columns), jnp.float32),
         )
         plgpu.barrier_arrive(memory.free.at[lax.rem((t + 1) * plan.steps - 1, tiling.stages)])
-        _store(work, place, i, product)
+        _store(work, place, used, product, _factors(work, place))
 
     lax.fori_loop(0, rounds, tile, None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _store(work: RowsWork, place: Place, i: Index, product: jax.Array):
-    """Store the group's rows of a tile."""
-    plan, tiling = work.plan.gemm, work.plan.gemm.tiling
+def _factors(work: RowsWork, place: Place) -> list[jax.Array]:
+    """Load the factors of a tile's rows, [64] each, while its operands are on the way."""
+    if (factors := work.arrays.factors) is None:
+        return []
+    rows = [work.gemm.own(place.row) + r for r in range(0, work.plan.gemm.tiling.rows, PART)]
+    load = lambda row: plgpu.load(factors.at[pl.ds(row, PART)], layout=hopper.ROWS, optimized=False)
+    return [load(row) for row in rows]
+
+
+def _fetch(work: RowsWork, place: Place, n: int, used: Index):
+    """Start to load part n of a tile's other input; used: number of parts before this tile."""
+    tiling, (r, c) = work.plan.gemm.tiling, work.plan.gemm.places[n]
+    rows, columns = pl.ds(work.gemm.own(place.row) + r, PART), pl.ds(place.column + c, PART)
+    plgpu.copy_gmem_to_smem(
+        work.arrays.gemm.other.at[rows, columns],
+        work.gemm.part(lax.rem(used + n, tiling.parts)),
+        _arrived(work, n, used),
+    )
+
+
+def _arrived(work: RowsWork, n: int, used: Index) -> Any:
+    parts = work.plan.gemm.tiling.parts
+    return work.memory.gemm.arrived.at[work.gemm.warpgroup * parts + lax.rem(used + n, parts)]
+
+
+def _store(work: RowsWork, place: Place, used: Index, product: jax.Array, factors: list[jax.Array]):
+    """Apply the epilogue to a tile's parts, and store the rows of its group."""
+    plan, tiling, arrays = work.plan.gemm, work.plan.gemm.tiling, work.arrays
+    sums: dict[int, jax.Array] = {}
     for n, (r, c) in enumerate(plan.places):
-        row, column = work.gemm.own(place.row) + r, place.column + c
-        values = product[r : r + PART, c : c + PART]
-        values = values.astype(plan.dtype)
-        slot = lax.rem(i * len(plan.places) + n, tiling.parts)
-        store_part(work, values, slot, place.tile, row, column)
+        row, slot = work.gemm.own(place.row) + r, lax.rem(used + n, tiling.parts)
+        inputs = [product[r : r + PART, c : c + PART]]
+        if factors:
+            inputs.append(lax.broadcast_in_dim(factors[r // PART], (PART, PART), [0]))
+        if work.plan.other:
+            plgpu.barrier_wait(_arrived(work, n, used))
+            inputs.append(
+                plgpu.load(work.gemm.part(slot), layout=hopper.MATRIX).astype(jnp.float32)
+            )
+        values = work.plan.epilogue.function(*inputs)
+        if arrays.sums is not None:
+            values, summed = values
+            summed = jnp.sum(summed, axis=1)
+            sums[r] = sums[r] + summed if r in sums else summed
+        _store_part(work, values.astype(plan.dtype), slot, place.tile, row, place.column + c)
+        if work.plan.other and 0 < n <= len(plan.places) - tiling.parts:
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the previous part is stored
+            _fetch(work, place, n + tiling.parts - 1, used)
+    if arrays.sums is not None:
+        across = lax.div(place.column, tiling.columns)
+        for r, summed in sums.items():
+            arrays.sums[across, pl.ds(work.gemm.own(place.sums) + r, PART)] = summed
 
 
-def store_part(
+def _store_part(
     work: RowsWork, values: jax.Array, slot: Index, tile: RowTile, row: Index, column: Index
 ):
     """Store a part at (row, column): by one copy, or only the rows of the tile's group."""
-    parts, out, columns = work.plan.gemm.tiling.parts, work.arrays.out, pl.ds(column, PART)
+    parts, out = work.plan.gemm.tiling.parts, work.arrays.gemm.out
+    columns = pl.ds(column, PART)
     low, high = jnp.maximum(tile.start - row, 0), jnp.minimum(tile.end - row, PART)
 
     def write(part):
@@ -215,7 +345,8 @@ def store_part(
 
     def store_all():
         part = work.gemm.part(slot)
-        plgpu.wait_smem_to_gmem(parts - 1, wait_read_only=True)
+        if not work.plan.other:  # with which the part was loaded
+            plgpu.wait_smem_to_gmem(parts - 1, wait_read_only=True)
         write(part)
         plgpu.copy_smem_to_gmem(part, out.at[pl.ds(row, PART), columns])
 
@@ -226,7 +357,8 @@ def store_part(
         def store_row(m, _):
             plgpu.copy_smem_to_gmem(single.at[pl.ds(m, 1)], out.at[pl.ds(row + m, 1), columns])
 
-        lax.fori_loop(low, high, store_row, None)
+        # Mosaic copies one row as contiguous bytes: columns outside would be the next row's.
+        lax.fori_loop(low, jnp.where(column < work.plan.gemm.N, high, low), store_row, None)
         # The next part overwrites it; and `store_all` counts one copy for each part.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -21,8 +21,10 @@ class RowTiles[Table](NamedTuple):
     count_1: Table
 
 
-def row_tiles(sizes_E: Int[Array, "E"], M: int, rows: int) -> RowTiles[Array]:
-    """Pairs of M rows in tiles of `rows`."""
+def row_tiles(
+    sizes_E: Int[Array, "E"], M: int, rows: int
+) -> tuple[RowTiles[Array], Int[Array, " M"]]:
+    """Pairs of M rows in tiles of `rows`; and each row's place in a list of all pairs' rows."""
     ends_G = _ends(sizes_E, M)
     starts_G = jnp.concatenate([jnp.zeros(1, jnp.int32), ends_G[:-1]])
     first_G = starts_G // rows
@@ -34,7 +36,10 @@ def row_tiles(sizes_E: Int[Array, "E"], M: int, rows: int) -> RowTiles[Array]:
     group_P = jnp.minimum(group_P, len(sizes_E))
     tile_P = (number_P - (last_G - counts_G - first_G)[group_P]) * rows
     pairs_P4 = jnp.stack([tile_P, group_P, starts_G[group_P], ends_G[group_P]], axis=1)
-    return RowTiles(pairs_P4.astype(jnp.int32), last_G[-1:].astype(jnp.int32))
+    row_M = jnp.arange(M, dtype=jnp.int32)
+    group_M = jnp.sum(row_M[:, None] >= ends_G[None], axis=1)
+    place_M = row_M + rows * (last_G - counts_G - first_G)[group_M]
+    return RowTiles(pairs_P4.astype(jnp.int32), last_G[-1:].astype(jnp.int32)), place_M
 
 
 def largest_first(sizes_E: Int[Array, "E"], M: int) -> Int[Array, "E 3"]:

@@ -85,9 +85,7 @@ def weights_matmul(
 
     def grouped_weights_matmul(*refs, **memory):
         arrays = WeightsArrays(*refs)
-        work = lambda warpgroup: WeightsWork(
-            plan, E, arrays, gemm.GemmMemory(**memory), warpgroup
-        )
+        work = lambda warpgroup: WeightsWork(plan, E, arrays, gemm.GemmMemory(**memory), warpgroup)
         hopper.specialize_warpgroups(
             WARPGROUPS, lambda: _load(work(0)), lambda warpgroup: _compute(work(warpgroup))
         )
