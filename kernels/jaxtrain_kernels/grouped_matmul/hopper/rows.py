@@ -53,7 +53,7 @@ class RowsArrays(NamedTuple):
     """factors: [rows of all tiles]; sums: [columns of tiles, pairs x rows of a tile]."""
 
     gemm: gemm.GemmArrays
-    tiles: RowTiles[Ref]
+    tiles: RowTiles
     factors: Ref | None
     sums: Ref | None
 

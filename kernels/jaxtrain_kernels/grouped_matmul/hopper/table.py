@@ -1,15 +1,13 @@
 """Which rows belong to which group, as tables that the kernels read from device memory."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxtrain_kernels.hopper import Ref
 
-
-class RowTiles[Table](NamedTuple):
+class RowTiles(NamedTuple):
     """Pairs of a tile of rows and a group with rows in it, by row; arrays, or references to them.
 
     pairs_P4: first row of the tile, group, first row of the group, end of the group. The rows after
@@ -17,13 +15,11 @@ class RowTiles[Table](NamedTuple):
     number of pairs that exist.
     """
 
-    pairs_P4: Table
-    count_1: Table
+    pairs_P4: Any
+    count_1: Any
 
 
-def row_tiles(
-    sizes_E: Int[Array, "E"], M: int, rows: int
-) -> tuple[RowTiles[Array], Int[Array, " M"]]:
+def row_tiles(sizes_E: Int[Array, "E"], M: int, rows: int) -> tuple[RowTiles, Int[Array, " M"]]:
     """Pairs of M rows in tiles of `rows`; and each row's place in a list of all pairs' rows."""
     ends_G = _ends(sizes_E, M)
     starts_G = jnp.concatenate([jnp.zeros(1, jnp.int32), ends_G[:-1]])
@@ -65,5 +61,5 @@ class RowTile(NamedTuple):
     end: jax.Array
 
 
-def row_tile(tiles: RowTiles[Ref], pair: jax.Array) -> RowTile:
+def row_tile(tiles: RowTiles, pair: jax.Array) -> RowTile:
     return RowTile(*(tiles.pairs_P4[pair, n] for n in range(4)))
