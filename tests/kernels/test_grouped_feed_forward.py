@@ -36,8 +36,11 @@ def results(f, dy, x, up, down, weights, sizes):
 def exact(dy, x, up, down, weights, sizes):
     """By the reference's autodiff, in float32 and without the rows after the last group."""
     end = int(jnp.sum(sizes))
-    wide = [a.astype(jnp.float32) for a in (dy[:end], x[:end], up, down, weights[:end])]
-    y, dx, dup, ddown, dweights = results(reference.grouped_feed_forward_relu2, *wide, sizes)
+    wide = lambda a: a.astype(jnp.float32)
+    y, dx, dup, ddown, dweights = results(
+        reference.grouped_feed_forward_relu2,
+        wide(dy[:end]), wide(x[:end]), wide(up), wide(down), weights[:end], sizes,
+    )  # fmt: skip
     padded = lambda a: jnp.pad(a, ((0, len(x) - end), (0, 0)))
     return padded(y), padded(dx), dup, ddown, padded(dweights)
 

@@ -109,7 +109,7 @@ def test_warpgroups_may_share_a_tile_of_rows_and_not_one_of_a_matrix():
     [((70, 0, 66, 30), 200), ((64, 64), 128), ((1, 1, 1, 1), 130), ((0, 0), 65), ((0, 200), 200)],
 )
 def test_each_row_of_a_group_is_in_one_tile(sizes, M):
-    tiles, place_M = row_tiles(jnp.asarray(sizes), M, 64)
+    tiles, position_M = row_tiles(jnp.asarray(sizes), M, 64)
     seen, places = [], []
     pairs = np.asarray(tiles.pairs_P4)[: int(tiles.count_1[0])]
     for n, (row, group, start, end) in enumerate(pairs):
@@ -120,7 +120,7 @@ def test_each_row_of_a_group_is_in_one_tile(sizes, M):
         places += [64 * n + r - row for r in rows]
     groups = np.repeat(np.arange(len(sizes) + 1), [*sizes, M - sum(sizes)])
     assert seen == list(enumerate(groups.tolist()))
-    assert places == place_M.tolist()
+    assert places == position_M.tolist()
 
 
 def test_large_groups_come_first():

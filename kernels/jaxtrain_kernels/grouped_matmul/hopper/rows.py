@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtrain_kernels import hopper
-from jaxtrain_kernels.grouped_matmul.hopper.table import RowTile, RowTiles, row_tile, row_tiles
+from jaxtrain_kernels.grouped_matmul.hopper.table import RowTiles, TilePair, row_tiles, tile_pair
 from jaxtrain_kernels.hopper import Index, Ref
 from jaxtrain_kernels.matmul.hopper import gemm
 from jaxtrain_kernels.matmul.hopper.gemm import PART, STEP, WARPGROUPS, GemmPlan, GemmTiling
@@ -72,13 +72,13 @@ class RowsWork(NamedTuple):
     gemm: gemm.GemmWork
 
 
-class Place(NamedTuple):
+class RowsTile(NamedTuple):
     """What a CUDA block computes: a tile of rows of one group, from a row and a column on.
 
     sums: where the sums of its first row are.
     """
 
-    tile: RowTile
+    pair: TilePair
     row: jax.Array
     column: jax.Array
     sums: jax.Array
@@ -125,7 +125,7 @@ def rows_matmul_with(
     gemm_plan = GemmPlan(M, N, K, a_MK.dtype, b_is_NK, product_alone, False, tiling, 0)
     tiling = tiling._replace(parts=min(tiling.parts, len(gemm_plan.places)))
     rows = tiling.block_rows * tiling.cluster
-    tiles, place_M = row_tiles(sizes_E, M, rows)
+    tiles, position_M = row_tiles(sizes_E, M, rows)
     blocks, across = tiling.blocks or hopper.sm_count(), gemm_plan.grid[1]
     clusters = min(blocks // tiling.cluster, len(tiles.pairs_P4) * across)
     gemm_plan = gemm_plan._replace(tiling=tiling, clusters=clusters)
@@ -158,7 +158,7 @@ def rows_matmul_with(
     )(*inputs)
     if epilogue.sums:
         inside_M = jnp.arange(M) < jnp.sum(sizes_E)
-        results[1] = jnp.where(inside_M, jnp.sum(results[1], axis=0)[place_M], 0)
+        results[1] = jnp.where(inside_M, jnp.sum(results[1], axis=0)[position_M], 0)
     return results
 
 
@@ -209,14 +209,14 @@ def _rounds(work: RowsWork) -> jax.Array:
     return lax.div(count + plan.clusters - 1 - lax.axis_index("cluster"), plan.clusters)
 
 
-def _place(work: RowsWork, t: Index) -> Place:
-    """Place of the block's t-th tile."""
+def _tile(work: RowsWork, t: Index) -> RowsTile:
+    """Return the t-th tile of the block."""
     plan, tiling, tiles = work.plan.gemm, work.plan.gemm.tiling, work.arrays.tiles
     number = lax.axis_index("cluster") + t * plan.clusters
     pair, column = gemm.tile_of(plan, number, tiles.count_1[0])
-    tile, below = row_tile(tiles, pair), lax.axis_index("peer") * tiling.block_rows
+    tile, below = tile_pair(tiles, pair), lax.axis_index("peer") * tiling.block_rows
     sums = pair * (tiling.block_rows * tiling.cluster) + below
-    return Place(tile, tile.row + below, column * tiling.columns, sums)
+    return RowsTile(tile, tile.row + below, column * tiling.columns, sums)
 
 
 def _load(work: RowsWork):
@@ -225,10 +225,10 @@ def _load(work: RowsWork):
     a, b = work.arrays.gemm.a, work.arrays.gemm.b
 
     def load_tile(t, _):
-        place = _place(work, t)
-        rows = pl.ds(place.row, tiling.block_rows)
-        columns = pl.ds(place.column, tiling.columns)
-        matrix = b.at[jnp.minimum(place.tile.group, work.plan.E - 1)]
+        tile = _tile(work, t)
+        rows = pl.ds(tile.row, tiling.block_rows)
+        columns = pl.ds(tile.column, tiling.columns)
+        matrix = b.at[jnp.minimum(tile.pair.group, work.plan.E - 1)]
 
         def load_step(k, _):
             slot = lax.rem(t * plan.steps + k, tiling.stages)
@@ -251,39 +251,39 @@ def _compute(work: RowsWork):
     turns = 1 if tiling.shared else WARPGROUPS
     first = 0 if tiling.shared else work.gemm.warpgroup
     rounds = lax.div(_rounds(work) - first + turns - 1, turns)
-    gemm.free_all(work.gemm)
+    gemm.free_all(plan, memory, work.gemm.warpgroup)
 
-    def tile(i, _):
+    def compute_tile(i, _):
         t = first + turns * i
-        place, used = _place(work, t), i * len(plan.places)
+        tile, used = _tile(work, t), i * len(plan.places)
         if work.plan.other:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile is stored
             for n in range(tiling.parts):
-                _fetch(work, place, n, used)
+                _fetch(work, tile, n, used)
         product = pl.run_scoped(
             lambda acc: gemm.multiply(work.gemm, t, i, acc),
             plgpu.WGMMAAccumulatorRef((tiling.rows, tiling.columns), jnp.float32),
         )
         plgpu.barrier_arrive(memory.free.at[lax.rem((t + 1) * plan.steps - 1, tiling.stages)])
-        _store(work, place, used, product, _factors(work, place))
+        _store(work, tile, used, product, _factors(work, tile))
 
-    lax.fori_loop(0, rounds, tile, None)
+    lax.fori_loop(0, rounds, compute_tile, None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _factors(work: RowsWork, place: Place) -> list[jax.Array]:
+def _factors(work: RowsWork, tile: RowsTile) -> list[jax.Array]:
     """Load the factors of a tile's rows, [64] each, while its operands are on the way."""
     if (factors := work.arrays.factors) is None:
         return []
-    rows = [work.gemm.own(place.row) + r for r in range(0, work.plan.gemm.tiling.rows, PART)]
+    rows = [work.gemm.own(tile.row) + r for r in range(0, work.plan.gemm.tiling.rows, PART)]
     load = lambda row: plgpu.load(factors.at[pl.ds(row, PART)], layout=hopper.ROWS, optimized=False)
     return [load(row) for row in rows]
 
 
-def _fetch(work: RowsWork, place: Place, n: int, used: Index):
+def _fetch(work: RowsWork, tile: RowsTile, n: int, used: Index):
     """Start to load part n of a tile's other input; used: number of parts before this tile."""
     tiling, (r, c) = work.plan.gemm.tiling, work.plan.gemm.places[n]
-    rows, columns = pl.ds(work.gemm.own(place.row) + r, PART), pl.ds(place.column + c, PART)
+    rows, columns = pl.ds(work.gemm.own(tile.row) + r, PART), pl.ds(tile.column + c, PART)
     plgpu.copy_gmem_to_smem(
         work.arrays.gemm.other.at[rows, columns],
         work.gemm.part(lax.rem(used + n, tiling.parts)),
@@ -296,12 +296,14 @@ def _arrived(work: RowsWork, n: int, used: Index) -> Any:
     return work.memory.gemm.arrived.at[work.gemm.warpgroup * parts + lax.rem(used + n, parts)]
 
 
-def _store(work: RowsWork, place: Place, used: Index, product: jax.Array, factors: list[jax.Array]):
+def _store(
+    work: RowsWork, tile: RowsTile, used: Index, product: jax.Array, factors: list[jax.Array]
+):
     """Apply the epilogue to a tile's parts, and store the rows of its group."""
     plan, tiling, arrays = work.plan.gemm, work.plan.gemm.tiling, work.arrays
     sums: dict[int, jax.Array] = {}
     for n, (r, c) in enumerate(plan.places):
-        row, slot = work.gemm.own(place.row) + r, lax.rem(used + n, tiling.parts)
+        row, slot = work.gemm.own(tile.row) + r, lax.rem(used + n, tiling.parts)
         inputs = [product[r : r + PART, c : c + PART]]
         if factors:
             inputs.append(lax.broadcast_in_dim(factors[r // PART], (PART, PART), [0]))
@@ -315,29 +317,29 @@ def _store(work: RowsWork, place: Place, used: Index, product: jax.Array, factor
             values, summed = values
             summed = jnp.sum(summed, axis=1)
             sums[r] = sums[r] + summed if r in sums else summed
-        _store_part(work, values.astype(plan.dtype), slot, place.tile, row, place.column + c)
+        _store_part(work, values.astype(plan.dtype), slot, tile.pair, row, tile.column + c)
         if work.plan.other and 0 < n <= len(plan.places) - tiling.parts:
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the previous part is stored
-            _fetch(work, place, n + tiling.parts - 1, used)
+            _fetch(work, tile, n + tiling.parts - 1, used)
     if arrays.sums is not None:
-        across = lax.div(place.column, tiling.columns)
+        across = lax.div(tile.column, tiling.columns)
         for r, summed in sums.items():
-            arrays.sums[across, pl.ds(work.gemm.own(place.sums) + r, PART)] = summed
+            arrays.sums[across, pl.ds(work.gemm.own(tile.sums) + r, PART)] = summed
 
 
 def _store_part(
-    work: RowsWork, values: jax.Array, slot: Index, tile: RowTile, row: Index, column: Index
+    work: RowsWork, values: jax.Array, slot: Index, pair: TilePair, row: Index, column: Index
 ):
     """Store a part at (row, column): by one copy, or only the rows of the tile's group."""
     parts, out = work.plan.gemm.tiling.parts, work.arrays.gemm.out
     columns = pl.ds(column, PART)
-    low, high = jnp.maximum(tile.start - row, 0), jnp.minimum(tile.end - row, PART)
+    low, high = jnp.maximum(pair.start - row, 0), jnp.minimum(pair.end - row, PART)
 
     def write(part):
         part[...] = values
 
         # A select of the sums instead would make the compiler wait for each wgmma.
-        @pl.when(tile.group == work.plan.E)
+        @pl.when(pair.group == work.plan.E)
         def _():
             part[...] = plgpu.layout_cast(jnp.zeros_like(values), hopper.MATRIX)
 

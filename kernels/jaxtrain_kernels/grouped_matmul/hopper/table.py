@@ -20,7 +20,7 @@ class RowTiles(NamedTuple):
 
 
 def row_tiles(sizes_E: Int[Array, "E"], M: int, rows: int) -> tuple[RowTiles, Int[Array, " M"]]:
-    """Pairs of M rows in tiles of `rows`; and each row's place in a list of all pairs' rows."""
+    """Pairs of M rows in tiles of `rows`; and each row's position in a list of all pairs' rows."""
     ends_G = _ends(sizes_E, M)
     starts_G = jnp.concatenate([jnp.zeros(1, jnp.int32), ends_G[:-1]])
     first_G = starts_G // rows
@@ -34,8 +34,8 @@ def row_tiles(sizes_E: Int[Array, "E"], M: int, rows: int) -> tuple[RowTiles, In
     pairs_P4 = jnp.stack([tile_P, group_P, starts_G[group_P], ends_G[group_P]], axis=1)
     row_M = jnp.arange(M, dtype=jnp.int32)
     group_M = jnp.sum(row_M[:, None] >= ends_G[None], axis=1)
-    place_M = row_M + rows * (last_G - counts_G - first_G)[group_M]
-    return RowTiles(pairs_P4.astype(jnp.int32), last_G[-1:].astype(jnp.int32)), place_M
+    position_M = row_M + rows * (last_G - counts_G - first_G)[group_M]
+    return RowTiles(pairs_P4.astype(jnp.int32), last_G[-1:].astype(jnp.int32)), position_M
 
 
 def largest_first(sizes_E: Int[Array, "E"], M: int) -> Int[Array, "E 3"]:
@@ -52,7 +52,7 @@ def _ends(sizes_E: Array, M: int) -> Array:
     return jnp.concatenate([ends_E, jnp.full(1, M, jnp.int32)])
 
 
-class RowTile(NamedTuple):
+class TilePair(NamedTuple):
     """One pair: the tile's first row, the group, and the rows of that group."""
 
     row: jax.Array
@@ -61,5 +61,5 @@ class RowTile(NamedTuple):
     end: jax.Array
 
 
-def row_tile(tiles: RowTiles, pair: jax.Array) -> RowTile:
-    return RowTile(*(tiles.pairs_P4[pair, n] for n in range(4)))
+def tile_pair(tiles: RowTiles, pair: jax.Array) -> TilePair:
+    return TilePair(*(tiles.pairs_P4[pair, n] for n in range(4)))

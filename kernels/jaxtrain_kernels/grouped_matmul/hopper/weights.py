@@ -40,7 +40,7 @@ class WeightsWork(NamedTuple):
     warpgroup: Index
 
 
-class Place(NamedTuple):
+class WeightsTile(NamedTuple):
     """A block's tile: from a row and a column of a group's matrix on; start, end: its rows."""
 
     group: jax.Array
@@ -121,8 +121,8 @@ def _rounds(work: WeightsWork) -> jax.Array:
     return lax.div(count - 1 - lax.axis_index("cluster"), work.plan.clusters) + 1
 
 
-def _place(work: WeightsWork, t: Index) -> Place:
-    """Place of the block's t-th tile."""
+def _tile(work: WeightsWork, t: Index) -> WeightsTile:
+    """Return the t-th tile of the block."""
     plan, tiling = work.plan, work.plan.tiling
     down, across = plan.grid
     number = lax.axis_index("cluster") + t * plan.clusters
@@ -130,7 +130,7 @@ def _place(work: WeightsWork, t: Index) -> Place:
     row, column = gemm.tile_of(plan, lax.rem(number, down * across))
     row = (row * tiling.cluster + lax.axis_index("peer")) * tiling.rows
     group, start, end = (work.arrays.groups[rank, n] for n in range(3))
-    return Place(group, row, column * tiling.columns, start, end)
+    return WeightsTile(group, row, column * tiling.columns, start, end)
 
 
 def _load(work: WeightsWork):
@@ -138,20 +138,20 @@ def _load(work: WeightsWork):
     plan, tiling, memory, arrays = work.plan, work.plan.tiling, work.memory, work.arrays
 
     def load_tile(t, begin):
-        place = _place(work, t)
-        rows, columns = pl.ds(place.row, tiling.rows), pl.ds(place.column, tiling.columns)
+        tile = _tile(work, t)
+        rows, columns = pl.ds(tile.row, tiling.rows), pl.ds(tile.column, tiling.columns)
 
         def load_step(k, _):
             slot = lax.rem(begin + k, tiling.stages)
-            full, at = gemm.full_barrier(plan, memory, t, slot), pl.ds(place.first + k * STEP, STEP)
+            full, at = gemm.full_barrier(plan, memory, t, slot), pl.ds(tile.first + k * STEP, STEP)
             plgpu.barrier_wait(memory.free.at[slot])
             plgpu.copy_gmem_to_smem(arrays.x.at[at, rows], memory.a.at[slot], full)
             plgpu.copy_gmem_to_smem(
                 arrays.dy.at[at, columns], memory.b.at[slot], full, collective_axes=("peer",)
             )
 
-        lax.fori_loop(0, place.steps, load_step, None)
-        return begin + place.steps
+        lax.fori_loop(0, tile.steps, load_step, None)
+        return begin + tile.steps
 
     steps = lax.fori_loop(0, _rounds(work), load_tile, jnp.int32(0))
     gemm.drain(plan, memory, steps)
@@ -159,29 +159,29 @@ def _load(work: WeightsWork):
 
 def _compute(work: WeightsWork):
     """Compute every second tile of the block, from the warpgroup's own on."""
-    gemm.free_all(gemm.GemmWork(work.plan, work.arrays, work.memory, work.warpgroup))
+    gemm.free_all(work.plan, work.memory, work.warpgroup)
 
-    def tile(t, state):
+    def compute_tile(t, state):
         begin, used = state
-        place = _place(work, t)
+        tile = _tile(work, t)
         own = lax.rem(t, WARPGROUPS) == work.warpgroup
 
         @pl.when(own)
         def _():
             product = pl.run_scoped(
-                lambda acc: _multiply(work, place, t, begin, acc),
+                lambda acc: _multiply(work, tile, t, begin, acc),
                 plgpu.WGMMAAccumulatorRef((work.plan.tiling.rows, work.plan.tiling.columns)),
             )
-            _store(work, place, used, product)
+            _store(work, tile, used, product)
 
         parts = len(work.plan.places)
-        return begin + place.steps, jnp.where(own, used + parts, used)
+        return begin + tile.steps, jnp.where(own, used + parts, used)
 
-    lax.fori_loop(0, _rounds(work), tile, (jnp.int32(0), jnp.int32(0)))
+    lax.fori_loop(0, _rounds(work), compute_tile, (jnp.int32(0), jnp.int32(0)))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _multiply(work: WeightsWork, place: Place, t: Index, begin: Index, acc: Any):
+def _multiply(work: WeightsWork, tile: WeightsTile, t: Index, begin: Index, acc: Any):
     """Return the sum over a tile's steps; begin: number of the block's steps before them."""
     memory, stages = work.memory, work.plan.tiling.stages
 
@@ -191,34 +191,35 @@ def _multiply(work: WeightsWork, place: Place, t: Index, begin: Index, acc: Any)
     def step(k, _):
         slot = lax.rem(begin + k, stages)
         plgpu.barrier_wait(gemm.full_barrier(work.plan, memory, t, slot))
-        row = place.first + k * STEP
+        row = tile.first + k * STEP
 
-        @pl.when((row < place.start) | (row + STEP > place.end))
+        @pl.when((row < tile.start) | (row + STEP > tile.end))
         def _():
-            for operand in (memory.a.at[slot], memory.b.at[slot]):
-                zero_outside(operand, place.start - row, place.end - row)
+            sizes = work.plan.tiling.rows, work.plan.tiling.columns
+            for operand, size in zip((memory.a.at[slot], memory.b.at[slot]), sizes):
+                zero_outside(operand, size, tile.start - row, tile.end - row)
             plgpu.commit_smem()
 
         plgpu.wgmma(acc, memory.a.at[slot].T, memory.b.at[slot])
         plgpu.wgmma_wait(1)
         pl.when(k > 0)(lambda: free(begin + k - 1))
 
-    lax.fori_loop(0, place.steps, step, None)
+    lax.fori_loop(0, tile.steps, step, None)
     product = acc[...]
-    pl.when(place.steps > 0)(lambda: free(begin + place.steps - 1))
+    pl.when(tile.steps > 0)(lambda: free(begin + tile.steps - 1))
     return product
 
 
-def zero_outside(operand: Ref, start: Index, end: Index):
+def zero_outside(operand: Ref, columns: int, start: Index, end: Index):
     """Zero the rows of a step's operand outside start .. end - 1."""
-    for c in range(0, operand.shape[1], PART):
+    for c in range(0, columns, PART):
         part = operand.at[:, pl.ds(c, PART)]
         row = plgpu.broadcasted_iota(jnp.int32, (STEP, PART), 0, layout=hopper.MATRIX)
         values = plgpu.load(part, layout=hopper.MATRIX)
         part[...] = jnp.where((row >= start) & (row < end), values, jnp.zeros_like(values))
 
 
-def _store(work: WeightsWork, place: Place, used: Index, product: jax.Array):
+def _store(work: WeightsWork, tile: WeightsTile, used: Index, product: jax.Array):
     """Store a tile through shared memory; used: number of the warpgroup's parts before it."""
     plan, tiling = work.plan, work.plan.tiling
     for n, (r, c) in enumerate(plan.places):
@@ -226,5 +227,5 @@ def _store(work: WeightsWork, place: Place, used: Index, product: jax.Array):
         plgpu.wait_smem_to_gmem(tiling.parts - 1, wait_read_only=True)
         part[...] = product[r : r + PART, c : c + PART].astype(plan.dtype)
         plgpu.commit_smem()
-        rows, columns = pl.ds(place.row + r, PART), pl.ds(place.column + c, PART)
-        plgpu.copy_smem_to_gmem(part, work.arrays.out.at[place.group, rows, columns])
+        rows, columns = pl.ds(tile.row + r, PART), pl.ds(tile.column + c, PART)
+        plgpu.copy_smem_to_gmem(part, work.arrays.out.at[tile.group, rows, columns])

@@ -216,7 +216,7 @@ def _compute(work: EpilogueWork):
     turns = 1 if tiling.shared else WARPGROUPS
     first = 0 if tiling.shared else work.gemm.warpgroup
     rounds = lax.div(gemm.rounds_of(plan.gemm) - first + turns - 1, turns)
-    gemm.free_all(work.gemm)
+    gemm.free_all(plan.gemm, work.memory.gemm, work.gemm.warpgroup)
 
     def tile(i, _):
         t = first + turns * i

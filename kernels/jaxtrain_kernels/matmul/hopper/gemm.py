@@ -269,7 +269,7 @@ class GemmWork(NamedTuple):
     plan: GemmPlan
     arrays: GemmArrays
     memory: GemmMemory
-    warpgroup: jax.Array
+    warpgroup: Index
 
     def own(self, row: jax.Array) -> jax.Array:
         """First row of the warpgroup's tile, from the first row of the block's tile."""
@@ -296,7 +296,7 @@ def _compute(work: GemmWork):
     turns = 1 if plan.tiling.shared else WARPGROUPS
     rounds, first = rounds_of(plan), 0 if plan.tiling.shared else work.warpgroup
     rounds = lax.div(rounds - first + turns - 1, turns)
-    free_all(work)
+    free_all(plan, memory, work.warpgroup)
 
     def fetch_first():
         for n in range(parts_ahead(plan)):
@@ -318,17 +318,17 @@ def _compute(work: GemmWork):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def free_all(work: GemmWork):
+def free_all(plan: GemmPlan, memory: GemmMemory, warpgroup: Index):
     """Free all slots, before the first step."""
 
     def free():
-        for slot in range(work.plan.tiling.stages):
-            plgpu.barrier_arrive(work.memory.free.at[slot])
+        for slot in range(plan.tiling.stages):
+            plgpu.barrier_arrive(memory.free.at[slot])
 
-    if work.plan.tiling.shared:
+    if plan.tiling.shared:
         free()
     else:
-        pl.when(work.warpgroup == 0)(free)
+        pl.when(warpgroup == 0)(free)
 
 
 def parts_ahead(plan: GemmPlan) -> int:
