@@ -202,21 +202,25 @@ def _block(plan: RowsPlan, refs: tuple[Any, ...], memory: dict[str, Any]):
     )
 
 
-def _rounds(work: RowsWork) -> jax.Array:
-    """Number of tiles that this cluster processes."""
-    plan = work.plan.gemm
-    count = work.arrays.tiles.count_1[0] * plan.grid[1]
-    return lax.div(count + plan.clusters - 1 - lax.axis_index("cluster"), plan.clusters)
+def _rounds(work: RowsWork, count: jax.Array) -> jax.Array:
+    """Number of tiles that this cluster processes; count: of all tiles."""
+    clusters = work.plan.gemm.clusters
+    return lax.div(count + clusters - 1 - lax.axis_index("cluster"), clusters)
 
 
-def _tile(work: RowsWork, t: Index) -> RowsTile:
-    """Return the t-th tile of the block."""
+def _count(work: RowsWork) -> jax.Array:
+    """Number of tiles."""
+    return work.arrays.tiles.count_1[0] * work.plan.gemm.grid[1]
+
+
+def _tile(work: RowsWork, count: jax.Array, t: Index) -> RowsTile:
+    """Return the t-th tile of the block, or the last of all."""
     plan, tiling, tiles = work.plan.gemm, work.plan.gemm.tiling, work.arrays.tiles
-    number = lax.axis_index("cluster") + t * plan.clusters
-    pair, column = gemm.tile_of(plan, number, tiles.count_1[0])
-    tile, below = tile_pair(tiles, pair), lax.axis_index("peer") * tiling.block_rows
-    sums = pair * (tiling.block_rows * tiling.cluster) + below
-    return RowsTile(tile, tile.row + below, column * tiling.columns, sums)
+    number = jnp.minimum(lax.axis_index("cluster") + t * plan.clusters, count - 1)
+    index, column = gemm.tile_of(plan, number, lax.div(count, plan.grid[1]))
+    pair, below = tile_pair(tiles, index), lax.axis_index("peer") * tiling.block_rows
+    sums = index * (tiling.block_rows * tiling.cluster) + below
+    return RowsTile(pair, pair.row + below, column * tiling.columns, sums)
 
 
 def _load(work: RowsWork):
@@ -224,8 +228,10 @@ def _load(work: RowsWork):
     plan, tiling, memory = work.plan.gemm, work.plan.gemm.tiling, work.memory.gemm
     a, b = work.arrays.gemm.a, work.arrays.gemm.b
 
-    def load_tile(t, _):
-        tile = _tile(work, t)
+    count = _count(work)
+
+    def load_tile(t, tile):
+        following = _tile(work, count, t + 1)  # which arrives while this tile's steps are loaded
         rows = pl.ds(tile.row, tiling.block_rows)
         columns = pl.ds(tile.column, tiling.columns)
         matrix = b.at[jnp.minimum(tile.pair.group, work.plan.E - 1)]
@@ -239,9 +245,10 @@ def _load(work: RowsWork):
             plgpu.copy_gmem_to_smem(part, memory.b.at[slot], full, collective_axes=("peer",))
 
         lax.fori_loop(0, plan.steps, load_step, None)
+        return following
 
-    rounds = _rounds(work)
-    lax.fori_loop(0, rounds, load_tile, None)
+    rounds = _rounds(work, count)
+    lax.fori_loop(0, rounds, load_tile, _tile(work, count, 0))
     gemm.drain(plan, memory, rounds * plan.steps)
 
 
@@ -250,12 +257,13 @@ def _compute(work: RowsWork):
     plan, tiling, memory = work.plan.gemm, work.plan.gemm.tiling, work.memory.gemm
     turns = 1 if tiling.shared else WARPGROUPS
     first = 0 if tiling.shared else work.gemm.warpgroup
-    rounds = lax.div(_rounds(work) - first + turns - 1, turns)
+    count = _count(work)
+    rounds = lax.div(_rounds(work, count) - first + turns - 1, turns)
     gemm.free_all(plan, memory, work.gemm.warpgroup)
 
     def compute_tile(i, _):
         t = first + turns * i
-        tile, used = _tile(work, t), i * len(plan.places)
+        tile, used = _tile(work, count, t), i * len(plan.places)
         if work.plan.other:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile is stored
             for n in range(tiling.parts):
