@@ -253,10 +253,11 @@ def experts(s: Grouped, backends: set[str], dtype: Any) -> Iterator[Row]:
 
 
 def experts_with_gradients(backend: str) -> Callable[..., Any]:
-    def run(dy: Any, *operands: Any) -> Any:
-        *operands, sizes_E = operands
-        f = lambda *a: kernels.grouped_feed_forward_relu2(*a, sizes_E, implementation=backend)
-        return with_gradients(f)(dy, *operands)
+    def run(dy: Any, x: Any, up: Any, down: Any, weights: Any, sizes_E: Any) -> Any:
+        f = lambda x, up, down, weights: kernels.grouped_feed_forward_relu2(
+            x, up, down, weights, sizes_E, implementation=backend
+        )
+        return with_gradients(f)(dy, x, up, down, weights)
 
     return run
 

@@ -3,7 +3,8 @@
 As in `matmul/hopper/gemm.py`, two warpgroups alternate, each with its own tile [K, N] of a group.
 A step contracts 64 rows, and starts at a multiple of 64. In a group's first and last step, the
 warpgroup zeros the rows of other groups in shared memory, in both operands: those rows may be any
-values. Tiles of large groups come first, so that the last tiles are short.
+values. Tiles of large groups come first, and every second round is in reverse order, so that blocks
+end at about the same time.
 """
 
 from typing import Any, NamedTuple
@@ -114,18 +115,27 @@ def weights_matmul(
     )(x_MK, dy_MN, largest_first(sizes_E, M))
 
 
+def _position(work: WeightsWork, t: Index) -> jax.Array:
+    """This cluster's position in round t: every second round is in reverse.
+
+    So a cluster with large tiles in one round has small ones in the next.
+    """
+    cluster = lax.axis_index("cluster")
+    return jnp.where(lax.rem(t, 2) == 0, cluster, work.plan.clusters - 1 - cluster)
+
+
 def _rounds(work: WeightsWork) -> jax.Array:
     """Number of tiles that this cluster processes."""
     down, across = work.plan.grid
-    count = work.E * down * across
-    return lax.div(count - 1 - lax.axis_index("cluster"), work.plan.clusters) + 1
+    whole, rest = divmod(work.E * down * across, work.plan.clusters)
+    return whole + jnp.where(_position(work, whole) < rest, 1, 0)
 
 
 def _tile(work: WeightsWork, t: Index) -> WeightsTile:
     """Return the t-th tile of the block."""
     plan, tiling = work.plan, work.plan.tiling
     down, across = plan.grid
-    number = lax.axis_index("cluster") + t * plan.clusters
+    number = t * plan.clusters + _position(work, t)
     rank = lax.div(number, down * across)
     row, column = gemm.tile_of(plan, lax.rem(number, down * across))
     row = (row * tiling.cluster + lax.axis_index("peer")) * tiling.rows
