@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 from jaxtrain_kernels import feed_forward
 from jaxtrain_kernels.dispatch import target
+from jaxtrain_kernels.grouped_feed_forward import BACKENDS as EXPERTS_BACKENDS
 from jaxtrain_kernels.grouped_matmul import BACKENDS as GROUPED_BACKENDS
 from jaxtrain_kernels.matmul import hopper
 
@@ -58,6 +59,7 @@ DENSE = (
     Dense("m32768_k1536_n6144", 32768, 1536, 6144),
 )
 GROUPED = (
+    Grouped("m131072_k768_n1536_e8", 131072, 768, 1536, 8),
     Grouped("m65536_k1536_n3072_e8", 65536, 1536, 3072, 8),
     Grouped("m131072_k768_n768_e64", 131072, 768, 768, 64),
 )
@@ -69,8 +71,9 @@ STACKS = (
 # fp8_xla, fp8_delayed_xla: casts by XLA. xla and mosaic belong to the other ops.
 # triton, reduce and dot belong to matmuls with integer weights.
 # fp8_epilogue: fp8_delayed with the hidden layer's casts in the epilogues of the matmuls.
+# matmuls: the experts' network as two grouped matmuls by their default.
 BACKENDS = ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla", "fp8_epilogue", "xla",
-            "mosaic", "tokamax", *integers.BACKENDS[1:])  # fmt: skip
+            "mosaic", "tokamax", "matmuls", *integers.BACKENDS[1:])  # fmt: skip
 
 
 def bench_matmuls(
@@ -91,7 +94,8 @@ def matmul_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
     for part, all_shapes, small in (
         (dense, DENSE, small_dense), (hidden_casts, DENSE, small_dense),
         (hidden_products, DENSE, small_dense), (stream_norms, DENSE, small_dense),
-        (grouped, GROUPED, small_grouped), (muon, STACKS, small_stacks),
+        (grouped, GROUPED, small_grouped), (experts, GROUPED, small_grouped),
+        (muon, STACKS, small_stacks),
         (integers.product_rows, integers.PRODUCTS, integers.small_product),
         (integer_chain.chain_rows, integer_chain.CHAINS, integer_chain.small_chain),
     ):  # fmt: skip
@@ -224,6 +228,38 @@ def grouped_inputs(s: Grouped, dtype: Any, key: jax.Array) -> Arrays:
     )
     expert_M = jax.random.randint(keys[3], (s.M,), 0, s.E)
     return dy, x, (w * s.K**-0.5).astype(dtype), jnp.bincount(expert_M, length=s.E)
+
+
+def experts(s: Grouped, backends: set[str], dtype: Any) -> Iterator[Row]:
+    """Their network with the squared ReLU and weighted rows, forward and backward."""
+
+    def make(key: jax.Array, s: Grouped) -> Arrays:
+        _, x, up, sizes_E = grouped_inputs(s, dtype, key)
+        keys = jax.random.split(key, 3)
+        dy = jax.random.normal(keys[0], x.shape, dtype)
+        down = jax.random.normal(keys[1], (s.E, s.N, s.K), dtype) * s.N**-0.5
+        weights = jax.random.uniform(keys[2], (s.M, 1), jnp.float32, 0.1)
+        return dy, x, up, down.astype(dtype), weights, sizes_E
+
+    inputs = rotating(lambda key: make(key, s))
+    tested = make(jax.random.key(1), small_grouped(s))
+    for backend in [b for b in BACKENDS if b in EXPERTS_BACKENDS and b in backends]:
+        fn = experts_with_gradients(backend)
+        figures = measured(fn, inputs, 12.0 * s.M * s.K * s.N)
+        if figures is not None:
+            error = error_of(fn, experts_with_gradients("reference"), tested)
+            row = {"name": "grouped_feed_forward_relu2", "shape": s.name, "backend": backend}
+            yield row | figures | {"error": error}
+
+
+def experts_with_gradients(backend: str) -> Callable[..., Any]:
+    def run(dy: Any, x: Any, up: Any, down: Any, weights: Any, sizes_E: Any) -> Any:
+        f = lambda x, up, down, weights: kernels.grouped_feed_forward_relu2(
+            x, up, down, weights, sizes_E, implementation=backend
+        )
+        return with_gradients(f)(dy, x, up, down, weights)
+
+    return run
 
 
 def muon(s: Stacks, backends: set[str], dtype: Any) -> Iterator[Row]:

@@ -146,7 +146,8 @@ def test_matmuls(tmp_path, monkeypatch):
           for how in ("", " measured")),
         *((f"norm_cast {op}{how}", "xla") for op in ("residual", "mixed")
           for how in ("", " apart")),
-        ("grouped_matmul", "xla"), ("orthogonalize", "xla"),
+        ("grouped_matmul", "xla"), ("grouped_feed_forward_relu2", "matmuls"),
+        ("orthogonalize", "xla"),
     }  # fmt: skip
     ceiling, copy = record["floor"]["matmul_tflops"], record["floor"]["copy_gbps"]
     for (name, _), row in rows.items():
@@ -160,6 +161,7 @@ def test_matmuls(tmp_path, monkeypatch):
         assert 1e-2 < rows["feed_forward_relu2", fp8]["error"] < 0.15
     for name in ("feed_forward_relu2", "grouped_matmul", "orthogonalize"):
         assert rows[name, "xla"]["error"] < 1e-5
+    assert rows["grouped_feed_forward_relu2", "matmuls"]["error"] < 1e-5
 
 
 @pytest.mark.slow

@@ -111,6 +111,9 @@ class MixtureOfExperts(nnx.Module):
         sizes_E: Int[Array, "E"],
     ) -> Float[Array, "M D"]:
         """Run each group of rows through its expert, times the rows' weights."""
+        if self.kind == "relu2":
+            (up_EDF,) = ups
+            return kernels.grouped_feed_forward_relu2(x_MD, up_EDF, down_EFD, weights_M1, sizes_E)
         act = ACTIVATIONS[self.kind]
         first, *second = (kernels.grouped_matmul(x_MD, up_EDF, sizes_E) for up_EDF in ups)
         h_MF = act(first) * second[0] if second else act(first)

@@ -15,6 +15,7 @@ from jaxtrain_kernels.attention import (
 from jaxtrain_kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_per_token
 from jaxtrain_kernels.feed_forward import feed_forward_relu2
 from jaxtrain_kernels.feed_forward.fp8 import fp8_feed_forward_relu2
+from jaxtrain_kernels.grouped_feed_forward import grouped_feed_forward_relu2
 from jaxtrain_kernels.grouped_matmul import grouped_matmul
 from jaxtrain_kernels.matmul.fp8 import (
     E4M3,
@@ -45,6 +46,7 @@ __all__ = [
     "fp8_quantize",
     "fp8_quantize_delayed",
     "fp8_unsupported",
+    "grouped_feed_forward_relu2",
     "grouped_matmul",
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",

@@ -76,6 +76,18 @@ def test_a_layer_is_what_a_loop_over_tokens_says(scores):
     np.testing.assert_allclose(loss_B, balance @ [1e-4, 1e-5], rtol=1e-5)
 
 
+def test_gated_experts_apply_the_weights_of_their_rows():
+    layer = nnx.merge(*split(MixtureOfExperts(resolved(ffn="swiglu", moe=MOE), 1)))
+    random = np.random.default_rng(0)
+    shapes = (6, 8), (6, 1), (2, 8, 12), (2, 8, 12), (2, 12, 8)
+    x, weights, gate, up, down = (jnp.float32(random.normal(size=s)) for s in shapes)
+    y_MD = layer.network(x, weights, (gate, up), down, jnp.array([4, 2]))
+    for rows, e in ((slice(4), 0), (slice(4, 6), 1)):
+        u = x[rows] @ gate[e]
+        h = u / (1 + np.exp(-u)) * (x[rows] @ up[e]) * weights[rows]
+        np.testing.assert_allclose(y_MD[rows], h @ down[e], rtol=1e-4, atol=1e-4)
+
+
 def test_an_even_load_has_a_balance_loss_of_one():
     chosen_BTk = jnp.arange(8).reshape(1, 4, 2) % 4
     assert balance_loss(jnp.ones((1, 4, 4)), chosen_BTk)[0] == pytest.approx(1.0)

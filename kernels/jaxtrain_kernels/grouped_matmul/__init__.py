@@ -3,10 +3,10 @@
 from jaxtyping import Array, Float, Int
 
 from jaxtrain_kernels.dispatch import choose_backend, target
-from jaxtrain_kernels.grouped_matmul import reference, tokamax, xla
+from jaxtrain_kernels.grouped_matmul import hopper, reference, tokamax, xla
 
 # Fastest first: the first that can serve is the default.
-BACKENDS = {"tokamax": tokamax, "xla": xla, "reference": reference}
+BACKENDS = {"mosaic": hopper, "tokamax": tokamax, "xla": xla, "reference": reference}
 
 
 def grouped_matmul(

@@ -216,15 +216,7 @@ def _compute(work: EpilogueWork):
     turns = 1 if tiling.shared else WARPGROUPS
     first = 0 if tiling.shared else work.gemm.warpgroup
     rounds = lax.div(gemm.rounds_of(plan.gemm) - first + turns - 1, turns)
-
-    def free_all():
-        for slot in range(tiling.stages):
-            plgpu.barrier_arrive(work.memory.gemm.free.at[slot])
-
-    if tiling.shared:
-        free_all()
-    else:
-        pl.when(work.gemm.warpgroup == 0)(free_all)
+    gemm.free_all(plan.gemm, work.memory.gemm, work.gemm.warpgroup)
 
     def tile(i, _):
         t = first + turns * i

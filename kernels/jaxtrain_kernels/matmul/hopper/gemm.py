@@ -208,9 +208,15 @@ def place_of(plan: GemmPlan, t: Index) -> tuple[jax.Array, jax.Array]:
     return row * tiling.block_rows, column * tiling.columns
 
 
-def tile_of(plan: GemmPlan, number: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """(row, column) of a cluster's tile: down a group of rows, then the next column."""
-    (down, across), group = plan.grid, plan.tiling.group
+def tile_of(
+    plan: GemmPlan, number: ArrayLike, down: ArrayLike | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(row, column) of a cluster's tile: down a group of rows, then the next column.
+
+    down: number of rows of tiles; None = the grid's.
+    """
+    (rows, across), group = plan.grid, plan.tiling.group
+    down = rows if down is None else down
     first = lax.div(number, group * across) * group
     height = jnp.minimum(down - first, group)
     rest = lax.rem(number, group * across)
@@ -243,19 +249,27 @@ def load_tiles(plan: GemmPlan, arrays: GemmArrays, memory: GemmMemory):
 
     rounds = rounds_of(plan)
     lax.fori_loop(0, rounds, load_tile, None)
+    drain(plan, memory, rounds * plan.steps)
 
-    # A block of a cluster must not exit before the others have signalled its free barriers.
-    def drain(step, _):
-        plgpu.barrier_wait(memory.free.at[lax.rem(step, tiling.stages)])
 
-    lax.fori_loop(rounds * plan.steps, rounds * plan.steps + tiling.stages, drain, None)
+def drain(plan: GemmPlan, memory: GemmMemory, steps: Any):
+    """Wait, after that many steps, until all slots are free.
+
+    A block of a cluster must not exit before the others have signalled its free barriers.
+    """
+    stages = plan.tiling.stages
+
+    def wait(step, _):
+        plgpu.barrier_wait(memory.free.at[lax.rem(step, stages)])
+
+    lax.fori_loop(steps, steps + stages, wait, None)
 
 
 class GemmWork(NamedTuple):
     plan: GemmPlan
     arrays: GemmArrays
     memory: GemmMemory
-    warpgroup: jax.Array
+    warpgroup: Index
 
     def own(self, row: jax.Array) -> jax.Array:
         """First row of the warpgroup's tile, from the first row of the block's tile."""
@@ -282,15 +296,7 @@ def _compute(work: GemmWork):
     turns = 1 if plan.tiling.shared else WARPGROUPS
     rounds, first = rounds_of(plan), 0 if plan.tiling.shared else work.warpgroup
     rounds = lax.div(rounds - first + turns - 1, turns)
-
-    def free_all():
-        for slot in range(plan.tiling.stages):
-            plgpu.barrier_arrive(memory.free.at[slot])
-
-    if plan.tiling.shared:
-        free_all()
-    else:
-        pl.when(work.warpgroup == 0)(free_all)
+    free_all(plan, memory, work.warpgroup)
 
     def fetch_first():
         for n in range(parts_ahead(plan)):
@@ -310,6 +316,19 @@ def _compute(work: GemmWork):
 
     lax.fori_loop(0, rounds, tile, None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def free_all(plan: GemmPlan, memory: GemmMemory, warpgroup: Index):
+    """Free all slots, before the first step."""
+
+    def free():
+        for slot in range(plan.tiling.stages):
+            plgpu.barrier_arrive(memory.free.at[slot])
+
+    if plan.tiling.shared:
+        free()
+    else:
+        pl.when(warpgroup == 0)(free)
 
 
 def parts_ahead(plan: GemmPlan) -> int:
