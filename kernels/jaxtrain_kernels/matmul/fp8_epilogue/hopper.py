@@ -1,13 +1,15 @@
 """Float8 matmul for Hopper, in Pallas Mosaic GPU, with the casts in its epilogue.
 
-The matmul is that of `matmul.hopper.gemm`, with steps of 128 columns. Its epilogue rounds 64 x 64
-values to 16 bits. It applies the function to them in registers, and again after reading them
-transposed from shared memory. TMA stores both float8 tiles.
+The matmul is that of `matmul.hopper.gemm`, with steps of 128 columns and tiles of 128 rows. Even
+and odd rows of a, and of b, are loaded apart: the first half of a tile's rows in shared memory are
+the even ones. So each thread has 2 x 4 neighbours of the result (`BLOCKS`). It writes 4 bytes of a
+row at once, and pairs of bytes that `stmatrix` transposes: the function and the cast are computed
+once, and nothing is read back.
 
 Two warpgroups alternate: one's epilogue overlaps the other's matmul. The tensor cores' own sum has
 about 14 bits. Where that is too few (`exact`), each step's result is added to a float32 sum in
-registers. This takes twice the registers, so the warpgroups then share a tile: one adds while the
-other multiplies, but nothing overlaps the epilogue.
+registers. The warpgroups then share a tile: one adds while the other multiplies, but nothing
+overlaps the epilogue.
 """
 
 from typing import NamedTuple
@@ -23,16 +25,39 @@ from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.hopper import Index, Ref
 from jaxtrain_kernels.matmul.fp8.functions import Function
+from jaxtrain_kernels.matmul.fp8_epilogue import registers
 from jaxtrain_kernels.matmul.fp8_epilogue.reference import ProductOptions
-from jaxtrain_kernels.matmul.hopper import gemm
-from jaxtrain_kernels.matmul.hopper.gemm import PART, WARPGROUPS, GemmPlan, GemmTiling
+from jaxtrain_kernels.matmul.fp8_epilogue.registers import BLOCKS
 
 STEP = 128  # columns of a and b that a step multiplies
+ROWS = 128  # of a warpgroup's tile
+PART = 64  # columns of the result that the function is applied to at once
+WARPGROUPS = 2  # that multiply
+THREADS = 128  # of a warpgroup
 SHARED_BYTES = 226 * 1024  # per block; 1 KiB of Hopper's shared memory is left for barriers
-# The fastest of those measured on an H200 at gpt_d24's sizes (`bench matmul`). Shared memory: 32
-# and 40 KiB per stage, 16 KiB per part of a warpgroup.
-FAST = GemmTiling(rows=128, columns=128, stages=5, parts=2)
-EXACT = GemmTiling(rows=64, columns=192, shared=True, stages=3, parts=3, cluster=1)
+
+
+class Tiling(NamedTuple):
+    """columns: of a warpgroup's tile.
+
+    shared: whether the warpgroups process horizontally adjacent tiles together (else they
+    alternate). stages: steps whose operands are in shared memory at once. cluster: CUDA blocks with
+    vertically adjacent tiles, which load their columns of b together. group: rows of a cluster's
+    tiles that are processed together, for the L2 cache. blocks: number of CUDA blocks; None = one
+    per multiprocessor.
+    """
+
+    columns: int = 128
+    shared: bool = False
+    stages: int = 5
+    cluster: int = 2
+    group: int = 8
+    blocks: int | None = None
+    skip: str = ""
+
+
+FAST = Tiling()
+EXACT = Tiling(shared=True, stages=3)
 
 
 def supports(target: Target, options: ProductOptions, a_MK, b_NK, *others) -> str | None:
@@ -45,46 +70,69 @@ def supports(target: Target, options: ProductOptions, a_MK, b_NK, *others) -> st
     if options.keep and others:
         return "keeps no product where a second input is read"
     (M, K), N = a_MK.shape, len(b_NK)
-    if M % PART or N % PART or K % STEP or not K or min(M, N) <= PART:
-        return f"needs rows in multiples of {PART} above it and a sum of {STEP}, got {(M, N, K)}"
+    if M % PART or N % PART or K % STEP or not K or min(M, N) <= ROWS:
+        return f"needs rows in multiples of {PART} above {ROWS} and a sum of {STEP}, got {(M, N, K)}"
     return None
 
 
-class EpiloguePlan(NamedTuple):
-    """Static parameters of the kernel. gemm: plan of the matmul, whose `other` is False.
+class Plan(NamedTuple):
+    """Static parameters of the kernel.
 
     other: whether a second input of the result's shape is read. keep: whether the product is
-    written. clip: whether the kernel clips values (else the hardware's cast saturates).
+    written. interpret: whether this runs on a CPU, where the kernel clips values (else the
+    hardware's cast saturates).
     """
 
-    gemm: GemmPlan
+    M: int
+    N: int
+    K: int
     function: Function
     dtype: DTypeLike
     other: bool
     keep: bool
     exact: bool
-    clip: bool
+    tiling: Tiling
+    interpret: bool
 
     @property
-    def copies(self) -> int:
-        """Number of arrays that a part is stored to."""
-        return 2 + self.keep
+    def users(self) -> int:
+        """Number of warpgroups that multiply a step."""
+        return WARPGROUPS if self.tiling.shared else 1
 
     @property
-    def shared_bytes(self) -> int:
-        """Bytes of the operands' stages, and of the parts: 16 bits, and 8 bits in both layouts."""
-        tiling = self.gemm.tiling
-        stage = (tiling.block_rows + tiling.columns) * STEP
-        return tiling.stages * stage + WARPGROUPS * tiling.parts * PART**2 * 4
+    def columns(self) -> int:
+        """Columns of a block's tile."""
+        return self.tiling.columns * self.users
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Number of cluster tiles, down and across."""
+        return -(-self.M // (ROWS * self.tiling.cluster)), -(-self.N // self.columns)
+
+    @property
+    def clusters(self) -> int:
+        blocks = self.tiling.blocks or hopper.sm_count()
+        down, across = self.grid
+        return min(blocks // self.tiling.cluster, down * across)
+
+    @property
+    def steps(self) -> int:
+        return self.K // STEP
+
+    @property
+    def width(self) -> int:
+        """Columns that are stored at once."""
+        return self.tiling.columns if self.other else PART
 
 
-class EpilogueArrays(NamedTuple):
-    """factors: the product's scale, and the multiplier of the function's value before the cast.
-
-    most: amax of each row, per column of tiles.
+class Arrays(NamedTuple):
+    """a, b: [rows / 2, 2, K]. factors: the product's scale, and the multiplier of the function's
+    value before the cast. most: amax of each thread.
     """
 
-    gemm: gemm.GemmArrays
+    a: Ref
+    b: Ref
+    other: Ref | None
     factors: Ref
     q_MN: Ref
     q_NM: Ref
@@ -92,21 +140,24 @@ class EpilogueArrays(NamedTuple):
     product: Ref | None
 
 
-class EpilogueMemory(NamedTuple):
-    """Shared memory. gemm.parts: first the other input's parts, whose barriers are gemm.arrived,
-    then the products in 16 bits. q, qt: float8 results, not transposed and transposed.
-    """
+class Memory(NamedTuple):
+    """Shared memory. a, b: by stage. product or other, q, qt: by warpgroup."""
 
-    gemm: gemm.GemmMemory
+    a: Ref
+    b: Ref
+    wide: Ref | None
     q: Ref
     qt: Ref
+    full: Ref
+    free: Ref
+    arrived: Ref | None
 
 
-class EpilogueWork(NamedTuple):
-    plan: EpiloguePlan
-    arrays: EpilogueArrays
-    memory: EpilogueMemory
-    gemm: gemm.GemmWork
+class Work(NamedTuple):
+    plan: Plan
+    arrays: Arrays
+    memory: Memory
+    warpgroup: jax.Array
 
 
 def product_quantized(
@@ -115,7 +166,7 @@ def product_quantized(
     scale,
     multiplier,
     *,
-    tiling: GemmTiling | None = None,
+    tiling: Tiling | None = None,
     interpret: hopper.Interpret = False,
 ):
     """Backend like `reference`. interpret: plgpu.InterpretGPUParams, to run on a CPU."""
@@ -129,46 +180,62 @@ def _product(options, operands, factors, tiling, interpret):
     """Return [q_MN, q_NM, most, and with `keep` the product]."""
     a_MK, b_NK, *others = operands
     (M, K), N = a_MK.shape, len(b_NK)
-    plan = _plan(options, (M, N, K), a_MK.dtype, bool(others), tiling, bool(interpret))
-    tiling, plan_of_gemm = plan.gemm.tiling, plan.gemm
-    down, across = plan_of_gemm.grid
-    rows = down * tiling.cluster * tiling.block_rows
+    tiling = tiling or (EXACT if options.exact else FAST)
+    plan = Plan(
+        M, N, K, options.function, options.dtype, bool(others), options.keep, options.exact,
+        tiling, bool(interpret),
+    )  # fmt: skip
 
-    def fp8_epilogue_matmul(*refs, a, b, parts, q, qt, full, free, arrived=None):
+    def fp8_epilogue_matmul(*refs, a, b, full, free, out, arrived=None):
         inputs, outputs = refs[: 3 + plan.other], refs[3 + plan.other :]
-        given = gemm.GemmArrays(inputs[0], inputs[1], inputs[2] if plan.other else None, None)
         q_MN, q_NM, most, *kept = outputs
-        arrays = EpilogueArrays(given, inputs[-1], q_MN, q_NM, most, kept[0] if plan.keep else None)
-        memory = EpilogueMemory(gemm.GemmMemory(a, b, parts, full, free, arrived), q, qt)
+        arrays = Arrays(
+            inputs[0], inputs[1], inputs[2] if plan.other else None, inputs[-1],
+            q_MN, q_NM, most, kept[0] if kept else None,
+        )  # fmt: skip
+        if plan.other:
+            wide, both = out
+            q, qt = both, both
+        else:
+            *wide, q, qt = out
+            wide = wide[0] if wide else None
+        memory = Memory(a, b, wide, q, qt, full, free, arrived)
         hopper.specialize_warpgroups(
             WARPGROUPS,
-            lambda: gemm.load_tiles(plan_of_gemm, arrays.gemm, memory.gemm),
-            lambda warpgroup: _compute(
-                EpilogueWork(
-                    plan, arrays, memory,
-                    gemm.GemmWork(plan_of_gemm, arrays.gemm, memory.gemm, warpgroup),
-                )
-            ),
-        )  # fmt: skip
+            lambda: _load(plan, arrays, memory),
+            lambda warpgroup: _compute(Work(plan, arrays, memory, warpgroup)),
+        )
 
-    stages, users = tiling.stages, WARPGROUPS // plan_of_gemm.users
+    stages = tiling.stages
+    if plan.other:
+        out = plgpu.RefUnion(
+            hopper.tiles((WARPGROUPS, ROWS, tiling.columns), options.product_dtype),
+            hopper.tiles((WARPGROUPS, 2, tiling.columns, ROWS), options.dtype),
+        )
+    else:
+        out = [
+            hopper.tiles((WARPGROUPS, 1, ROWS, PART), options.dtype),
+            hopper.tiles((WARPGROUPS, 1, PART, ROWS), options.dtype),
+        ]
+        if plan.keep:
+            out.insert(0, hopper.tiles((WARPGROUPS, ROWS, PART), options.product_dtype))
     scratch = dict(
-        a=hopper.tiles((stages, tiling.block_rows, STEP), a_MK.dtype),
-        b=hopper.tiles((stages, tiling.columns, STEP), b_NK.dtype),
-        parts=hopper.tiles((WARPGROUPS, tiling.parts, PART, PART), options.product_dtype),
-        q=hopper.tiles((WARPGROUPS, tiling.parts, PART, PART), options.dtype),
-        qt=hopper.tiles((WARPGROUPS, tiling.parts, PART, PART), options.dtype),
-        full=plgpu.Barrier(num_barriers=users * stages, num_arrivals=2),
+        a=hopper.tiles((stages, ROWS, STEP), a_MK.dtype),
+        b=hopper.tiles((stages, plan.columns, STEP), b_NK.dtype),
+        out=out,
+        full=plgpu.Barrier(
+            num_barriers=WARPGROUPS // plan.users * stages, num_arrivals=2 + 2 * plan.users
+        ),
         free=plgpu.ClusterBarrier(
-            num_barriers=stages, num_arrivals=plan_of_gemm.users, collective_axes=("peer",)
+            num_barriers=stages, num_arrivals=plan.users, collective_axes=("peer",)
         ),
     )
     if plan.other:
-        scratch["arrived"] = plgpu.Barrier(num_barriers=WARPGROUPS * tiling.parts)
+        scratch["arrived"] = plgpu.Barrier(num_barriers=WARPGROUPS)
     out_type = [
         jax.ShapeDtypeStruct((M, N), options.dtype),
         jax.ShapeDtypeStruct((N, M), options.dtype),
-        jax.ShapeDtypeStruct((across, rows), jnp.float32),
+        jax.ShapeDtypeStruct((plan.clusters * tiling.cluster * WARPGROUPS, THREADS), jnp.float32),
     ]
     if plan.keep:
         out_type.append(jax.ShapeDtypeStruct((M, N), options.product_dtype))
@@ -176,7 +243,7 @@ def _product(options, operands, factors, tiling, interpret):
         fp8_epilogue_matmul,
         out_type=out_type,
         scratch_types=scratch,
-        grid=(plan_of_gemm.clusters,),
+        grid=(plan.clusters,),
         grid_names=("cluster",),
         cluster=(tiling.cluster,),
         cluster_names=("peer",),
@@ -184,152 +251,222 @@ def _product(options, operands, factors, tiling, interpret):
         thread_name="warpgroup",
         compiler_params=hopper.compiler_params(approx_math=False),
         interpret=interpret,
-    )(a_MK, b_NK, *others, factors)
+    )(a_MK.reshape(M // 2, 2, K), b_NK.reshape(N // 2, 2, K), *others, factors)
 
 
-def _plan(options, sizes, dtype, other: bool, tiling: GemmTiling | None, clip: bool):
-    """Make the plan of a call. Raises ValueError for an unsuitable tiling."""
-    tiling = tiling or (EXACT if options.exact else FAST)
-    if options.exact and not tiling.shared:
-        raise ValueError(f"a sum in float32 needs a tile that warpgroups share, got {tiling}")
-    M, N, K = sizes
-    plan = GemmPlan(M, N, K, dtype, True, lambda product: product, False, tiling, 0)
-    if other and tiling.parts < len(plan.places):
-        raise ValueError(f"a second input needs {len(plan.places)} parts, got {tiling}")
-    blocks = tiling.blocks or hopper.sm_count()
-    clusters = min(blocks // tiling.cluster, plan.grid[0] * plan.grid[1])
-    tiling = tiling._replace(parts=min(tiling.parts, len(plan.places)))
-    plan = plan._replace(tiling=tiling, clusters=clusters)
-    keep, exact = options.keep, options.exact
-    whole = EpiloguePlan(plan, options.function, options.dtype, other, keep, exact, clip)
-    if tiling.rows % PART or tiling.columns % PART or whole.shared_bytes > SHARED_BYTES:
-        raise ValueError(
-            f"a tile needs multiples of {PART} and up to {SHARED_BYTES} bytes, got {tiling} with "
-            f"{whole.shared_bytes}"
-        )
-    return whole
+def _rounds(plan: Plan) -> jax.Array:
+    """Number of tiles that this cluster processes."""
+    down, across = plan.grid
+    return lax.div(down * across - 1 - lax.axis_index("cluster"), plan.clusters) + 1
 
 
-def _compute(work: EpilogueWork):
+def _place(plan: Plan, t: Index) -> tuple[jax.Array, jax.Array]:
+    """First row and column of the block's t-th tile: down a group of rows, then the next column."""
+    (down, across), group = plan.grid, plan.tiling.group
+    number = lax.axis_index("cluster") + t * plan.clusters
+    first = lax.div(number, group * across) * group
+    height = jnp.minimum(down - first, group)
+    rest = lax.rem(number, group * across)
+    row, column = first + lax.rem(rest, height), lax.div(rest, height)
+    row = row * plan.tiling.cluster + lax.axis_index("peer")
+    return row * ROWS, column * plan.columns
+
+
+def _full(plan: Plan, memory: Memory, t: Index, slot: Index) -> Ref:
+    """Barrier of a step's operands; if the warpgroups alternate, each has its own."""
+    user = 0 if plan.tiling.shared else lax.rem(t, WARPGROUPS)
+    return memory.full.at[user * plan.tiling.stages + slot]
+
+
+def _load(plan: Plan, arrays: Arrays, memory: Memory):
+    """Load the operands of each tile's steps."""
+    tiling = plan.tiling
+    half = tiling.columns // 2
+
+    def load_tile(t, _):
+        row, column = _place(plan, t)
+
+        def load_step(k, _):
+            slot = lax.rem(t * plan.steps + k, tiling.stages)
+            full, at = _full(plan, memory, t, slot), pl.ds(k * STEP, STEP)
+            plgpu.barrier_wait(memory.free.at[slot])
+            for odd in range(2):
+                hopper.untyped.copy_gmem_to_smem(
+                    arrays.a.at[pl.ds(lax.div(row, 2), ROWS // 2), odd, at],
+                    memory.a.at[slot, pl.ds(odd * ROWS // 2, ROWS // 2)],
+                    full,
+                )
+                for user in range(plan.users):
+                    first = user * tiling.columns
+                    hopper.untyped.copy_gmem_to_smem(
+                        arrays.b.at[pl.ds(lax.div(column + first, 2), half), odd, at],
+                        memory.b.at[slot, pl.ds(first + odd * half, half)],
+                        full,
+                        collective_axes=("peer",),
+                    )
+
+        lax.fori_loop(0, plan.steps, load_step, None)
+
+    rounds = _rounds(plan)
+    lax.fori_loop(0, rounds, load_tile, None)
+
+    # A block of a cluster must not exit before the others have signalled its free barriers.
+    def drain(step, _):
+        plgpu.barrier_wait(memory.free.at[lax.rem(step, tiling.stages)])
+
+    lax.fori_loop(rounds * plan.steps, rounds * plan.steps + tiling.stages, drain, None)
+
+
+def _compute(work: Work):
     """Compute all tiles of one multiplying warpgroup."""
-    plan, tiling = work.plan, work.plan.gemm.tiling
+    plan, tiling, arrays = work.plan, work.plan.tiling, work.arrays
     turns = 1 if tiling.shared else WARPGROUPS
-    first = 0 if tiling.shared else work.gemm.warpgroup
-    rounds = lax.div(gemm.rounds_of(plan.gemm) - first + turns - 1, turns)
+    first = 0 if tiling.shared else work.warpgroup
+    rounds = lax.div(_rounds(plan) - first + turns - 1, turns)
 
     def free_all():
         for slot in range(tiling.stages):
-            plgpu.barrier_arrive(work.memory.gemm.free.at[slot])
+            plgpu.barrier_arrive(work.memory.free.at[slot])
 
     if tiling.shared:
         free_all()
     else:
-        pl.when(work.gemm.warpgroup == 0)(free_all)
+        pl.when(work.warpgroup == 0)(free_all)
+    scale, multiplier = arrays.factors[0], arrays.factors[1]
 
-    def tile(i, _):
+    def tile(i, most):
         t = first + turns * i
-        if plan.other:
-            _fetch_other(work, t)
-        product = _sum_exactly(work, t) if plan.exact else _sum(work, t, i)
-        _store(work, t, i, product)
+        product = _sum_exactly(work, t) if plan.exact else _sum(work, t)
+        return _store(work, t, product, scale, multiplier, most)
 
-    lax.fori_loop(0, rounds, tile, None)
+    most = lax.fori_loop(0, rounds, tile, registers.zeros(plan.interpret))
+    block = lax.axis_index("cluster") * tiling.cluster + lax.axis_index("peer")
+    arrays.most[block * WARPGROUPS + work.warpgroup] = most
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _fetch_other(work: EpilogueWork, t: Index):
-    """Start to load all parts of a tile's second input, while its product is computed."""
-    row, column = gemm.place_of(work.plan.gemm, t)
-    for n, (r, c) in enumerate(work.plan.gemm.places):
-        hopper.untyped.copy_gmem_to_smem(
-            work.arrays.gemm.other.at[pl.ds(work.gemm.own(row) + r, PART), pl.ds(column + c, PART)],
-            work.gemm.part(n),
-            _arrived(work, n),
-        )
-
-
-def _arrived(work: EpilogueWork, n: int) -> Ref:
-    tiling = work.plan.gemm.tiling
-    return work.memory.gemm.arrived.at[work.gemm.warpgroup * tiling.parts + n]
-
-
-def _sum(work: EpilogueWork, t: Index, i: Index):
-    """Return a tile's product, accumulated by the tensor cores."""
-    plan, tiling = work.plan.gemm, work.plan.gemm.tiling
-    product = pl.run_scoped(
-        lambda acc: gemm.multiply(work.gemm, t, i, acc),
-        plgpu.WGMMAAccumulatorRef((tiling.rows, tiling.columns), jnp.float32),
+def _fetch_other(work: Work, t: Index):
+    """Start to load a tile's second input, while its product is computed."""
+    if not work.plan.other or "epilogue" in work.plan.tiling.skip:
+        return
+    row, column = _place(work.plan, t)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's result is stored
+    if work.plan.tiling.shared:
+        column = column + work.warpgroup * work.plan.tiling.columns
+    columns = pl.ds(column, work.plan.tiling.columns)
+    hopper.untyped.copy_gmem_to_smem(
+        work.arrays.other.at[pl.ds(row, ROWS), columns],
+        work.memory.wide.at[work.warpgroup],
+        work.memory.arrived.at[work.warpgroup],
     )
+
+
+def _sum(work: Work, t: Index) -> jax.Array:
+    """Return a tile's product, accumulated by the tensor cores."""
+    plan, memory, tiling = work.plan, work.memory, work.plan.tiling
+    own = pl.ds(work.warpgroup * tiling.columns, tiling.columns) if tiling.shared else slice(None)
+
+    def multiply(acc):
+        def step(k, first: bool = False):
+            slot = lax.rem(t * plan.steps + k, tiling.stages)
+            plgpu.barrier_wait(_full(plan, memory, t, slot))
+            plgpu.wgmma(acc, memory.a.at[slot], memory.b.at[slot, own].T)
+            plgpu.wgmma_wait(1)
+            if not first:
+                last = lax.rem(t * plan.steps + k - 1, tiling.stages)
+                plgpu.barrier_arrive(memory.free.at[last])
+
+        step(0, first=True)
+        _fetch_other(work, t)
+        lax.fori_loop(1, plan.steps, lambda k, _: step(k), None)
+        return acc[...]
+
+    accumulator = plgpu.WGMMAAccumulatorRef((ROWS, tiling.columns), jnp.float32)
+    product = pl.run_scoped(multiply, accumulator)
     last = lax.rem((t + 1) * plan.steps - 1, tiling.stages)
-    plgpu.barrier_arrive(work.memory.gemm.free.at[last])
-    return product
+    plgpu.barrier_arrive(memory.free.at[last])
+    return registers.in_blocks(product, plan.interpret)
 
 
-def _sum_exactly(work: EpilogueWork, t: Index):
+def _sum_exactly(work: Work, t: Index) -> jax.Array:
     """Return a tile's product, with the results of the steps accumulated in float32."""
-    plan, memory = work.plan.gemm, work.memory.gemm
-    tiling, shape = plan.tiling, (plan.tiling.rows, plan.tiling.columns)
-    rows = pl.ds(work.gemm.warpgroup * tiling.rows, tiling.rows)
+    plan, memory, tiling = work.plan, work.memory, work.plan.tiling
+    own = pl.ds(work.warpgroup * tiling.columns, tiling.columns) if tiling.shared else slice(None)
+    shape = (ROWS // 2, tiling.columns)
 
-    def step(k, total):
+    def step(k, totals):
         slot = lax.rem(t * plan.steps + k, tiling.stages)
-        plgpu.barrier_wait(gemm.full_barrier(plan, memory, t, slot))
+        plgpu.barrier_wait(_full(plan, memory, t, slot))
 
-        def product(acc):
-            plgpu.wgmma(acc, memory.a.at[slot, rows], memory.b.at[slot].T)
+        def product(acc, odd):
+            rows = pl.ds(odd * ROWS // 2, ROWS // 2)
+            plgpu.wgmma(acc, memory.a.at[slot, rows], memory.b.at[slot, own].T)
             return acc[...]  # waits for it
 
-        part = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        plgpu.barrier_arrive(memory.free.at[slot])
-        return total + part
+        sums = []
+        for odd, total in enumerate(totals):
+            part = pl.run_scoped(
+                lambda acc, odd=odd: product(acc, odd),
+                plgpu.WGMMAAccumulatorRef(shape, jnp.float32),
+            )
+            if odd:
+                plgpu.barrier_arrive(memory.free.at[slot])
+            sums.append(total + part)
+        return tuple(sums)
 
+    _fetch_other(work, t)
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), hopper.MATRIX)
-    return lax.fori_loop(0, plan.steps, step, zeros)
+    totals = lax.fori_loop(0, plan.steps, step, (zeros, zeros))
+    return registers.halves_in_blocks(*totals, plan.interpret)
 
 
-def _store(work: EpilogueWork, t: Index, i: Index, product: jax.Array):
-    """Round a tile's parts, cast them in both layouts and store them."""
-    plan, tiling, arrays = work.plan, work.plan.gemm.tiling, work.arrays
-    row, column = gemm.place_of(plan.gemm, t)
-    row = work.gemm.own(row)
-    scale, multiplier = arrays.factors[0], arrays.factors[1]
-    most: dict[int, jax.Array] = {}
-    for n, (r, c) in enumerate(plan.gemm.places):
-        slot = lax.rem(i * len(plan.gemm.places) + n, tiling.parts)
-        part, q, qt = (
-            work.gemm.part(slot),
-            *(tiles.at[work.gemm.warpgroup, slot] for tiles in (work.memory.q, work.memory.qt)),
-        )
-        plgpu.wait_smem_to_gmem((tiling.parts - 1) * plan.copies, wait_read_only=True)
-        others, others_turned = [], []
-        if plan.other:
-            hopper.untyped.barrier_wait(_arrived(work, n))
-            others = [plgpu.load(part, layout=hopper.MATRIX)]
-            others_turned = [plgpu.load(part.T, layout=hopper.MATRIX)]
-            plgpu.commit_smem()  # the product overwrites it
-        rounded = (product[r : r + PART, c : c + PART] * scale).astype(jnp.bfloat16)
-        part[...] = rounded
+def _store(work: Work, t: Index, product, scale, multiplier, most):
+    """Round a tile, cast it and store both layouts; return the threads' amax."""
+    plan, memory, arrays = work.plan, work.memory, work.arrays
+    skip = plan.tiling.skip
+    if "epilogue" in skip:
+        return registers.peaks(product, most, plan.interpret)
+    row, column = _place(plan, t)
+    if plan.tiling.shared:
+        column = column + work.warpgroup * plan.tiling.columns
+    wide = memory.wide.at[work.warpgroup] if memory.wide is not None else None
+    if plan.other:
+        hopper.untyped.barrier_wait(memory.arrived.at[work.warpgroup])
+    q = memory.q.at[work.warpgroup, 0]
+    qt = memory.qt.at[work.warpgroup, 1 if plan.other else 0]
+    rows = pl.ds(row, ROWS)
+    for c in range(0, plan.tiling.columns, plan.width):
+        casts, kept = [], []
+        for piece in range(c, c + plan.width, PART):
+            others = []
+            if plan.other:
+                others = [plgpu.load(wide, (slice(None), pl.ds(piece, PART)), layout=BLOCKS)]
+            rounded = registers.rounded(product[:, piece : piece + PART] * scale, plan.interpret)
+            values = plan.function(rounded, *others).astype(jnp.float32)
+            most = registers.peaks(jnp.abs(values), most, plan.interpret)
+            casts.append(_cast(plan, values * multiplier))
+            kept.append(rounded)
+        if not plan.other:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        # All threads have read, and TMA has, what is overwritten.
         plgpu.commit_smem()
-        values = plan.function(rounded, *others)
-        peaks = jnp.max(jnp.abs(values), 1).astype(jnp.float32)
-        most[r] = jnp.maximum(most[r], peaks) if r in most else peaks
-        q[...] = _quantized(plan, values, multiplier)
-        turned = plan.function(plgpu.load(part.T, layout=hopper.MATRIX), *others_turned)
-        qt[...] = _quantized(plan, turned, multiplier)
+        for n, (cast, rounded) in enumerate(zip(casts, kept)):
+            registers.store(cast, q, qt, n * PART, plan.interpret)
+            if plan.keep:
+                wide[...] = rounded
         plgpu.commit_smem()
-        rows, columns = pl.ds(row + r, PART), pl.ds(column + c, PART)
+        if "stores" in skip:
+            continue
+        columns = pl.ds(column + c, plan.width)
         plgpu.copy_smem_to_gmem(q, arrays.q_MN.at[rows, columns])
         plgpu.copy_smem_to_gmem(qt, arrays.q_NM.at[columns, rows])
         if arrays.product is not None:
-            plgpu.copy_smem_to_gmem(part, arrays.product.at[rows, columns])
-    for r, peaks in most.items():
-        across = lax.div(column, tiling.columns)
-        arrays.most[across, pl.ds(row + r, PART)] = peaks
+            plgpu.copy_smem_to_gmem(wide, arrays.product.at[rows, columns])
+    return most
 
 
-def _quantized(plan: EpiloguePlan, values: jax.Array, multiplier: jax.Array) -> jax.Array:
-    scaled = values.astype(jnp.float32) * multiplier
-    if plan.clip:
+def _cast(plan: Plan, scaled: jax.Array) -> jax.Array:
+    if plan.interpret:
         largest = float(jnp.finfo(plan.dtype).max)
         scaled = jnp.minimum(jnp.maximum(scaled, -largest), largest)
     return scaled.astype(plan.dtype)
