@@ -121,7 +121,8 @@ def peaks(values: jax.Array, most: jax.Array, interpret: bool) -> jax.Array:
         [old] = most.registers.flat
         found = list(values.registers.flat)
         while len(found) > 1:
-            found = [arith.maximumf(a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
+            pairs = zip(found[::2], found[1::2])
+            found = [arith.maximumf(*pair) for pair in pairs] + found[len(found) // 2 * 2 :]
         kind = old.type
         elements = [vector.extract(found[0], [], [n]) for n in range(4)]
         top = vector.extract(old, [], [0])
