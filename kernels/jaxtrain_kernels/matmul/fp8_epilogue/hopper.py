@@ -54,6 +54,7 @@ class Tiling(NamedTuple):
     group: int = 8
     blocks: int | None = None
     skip: str = ""
+    apart: bool = False
 
 
 FAST = Tiling()
@@ -144,7 +145,9 @@ class Memory(NamedTuple):
     """Shared memory. a, b: by stage. product or other, q, qt: by warpgroup."""
 
     a: Ref
+    a_halves: Ref
     b: Ref
+    b_halves: Ref
     wide: Ref | None
     q: Ref
     qt: Ref
@@ -199,7 +202,7 @@ def _product(options, operands, factors, tiling, interpret):
         else:
             *wide, q, qt = out
             wide = wide[0] if wide else None
-        memory = Memory(a, b, wide, q, qt, full, free, arrived)
+        memory = Memory(*a, *b, wide, q, qt, full, free, arrived)
         hopper.specialize_warpgroups(
             WARPGROUPS,
             lambda: _load(plan, arrays, memory),
@@ -220,11 +223,17 @@ def _product(options, operands, factors, tiling, interpret):
         if plan.keep:
             out.insert(0, hopper.tiles((WARPGROUPS, ROWS, PART), options.product_dtype))
     scratch = dict(
-        a=hopper.tiles((stages, ROWS, STEP), a_MK.dtype),
-        b=hopper.tiles((stages, plan.columns, STEP), b_NK.dtype),
+        a=plgpu.RefUnion(
+            hopper.tiles((stages, ROWS, STEP), a_MK.dtype),
+            hopper.tiles((stages, 2, ROWS // 2, STEP), a_MK.dtype),
+        ),
+        b=plgpu.RefUnion(
+            hopper.tiles((stages, plan.columns, STEP), b_NK.dtype),
+            hopper.tiles((stages, plan.users, 2, tiling.columns // 2, STEP), b_NK.dtype),
+        ),
         out=out,
         full=plgpu.Barrier(
-            num_barriers=WARPGROUPS // plan.users * stages, num_arrivals=2 + 2 * plan.users
+            num_barriers=WARPGROUPS // plan.users * stages, num_arrivals=(1 + plan.users) * (1 + tiling.apart)
         ),
         free=plgpu.ClusterBarrier(
             num_barriers=stages, num_arrivals=plan.users, collective_axes=("peer",)
@@ -290,20 +299,36 @@ def _load(plan: Plan, arrays: Arrays, memory: Memory):
             slot = lax.rem(t * plan.steps + k, tiling.stages)
             full, at = _full(plan, memory, t, slot), pl.ds(k * STEP, STEP)
             plgpu.barrier_wait(memory.free.at[slot])
-            for odd in range(2):
-                hopper.untyped.copy_gmem_to_smem(
-                    arrays.a.at[pl.ds(lax.div(row, 2), ROWS // 2), odd, at],
-                    memory.a.at[slot, pl.ds(odd * ROWS // 2, ROWS // 2)],
-                    full,
-                )
-                for user in range(plan.users):
-                    first = user * tiling.columns
+            if tiling.apart:
+                for odd in range(2):
                     hopper.untyped.copy_gmem_to_smem(
-                        arrays.b.at[pl.ds(lax.div(column + first, 2), half), odd, at],
-                        memory.b.at[slot, pl.ds(first + odd * half, half)],
+                        arrays.a.at[pl.ds(lax.div(row, 2), ROWS // 2), odd, at],
+                        memory.a.at[slot, pl.ds(odd * ROWS // 2, ROWS // 2)],
                         full,
-                        collective_axes=("peer",),
                     )
+                    for user in range(plan.users):
+                        first = user * tiling.columns
+                        hopper.untyped.copy_gmem_to_smem(
+                            arrays.b.at[pl.ds(lax.div(column + first, 2), half), odd, at],
+                            memory.b.at[slot, pl.ds(first + odd * half, half)],
+                            full,
+                            collective_axes=("peer",),
+                        )
+                return
+            turned = lambda ref: plgpu.transpose_ref(ref, (1, 0, 2))
+            hopper.untyped.copy_gmem_to_smem(
+                arrays.a.at[pl.ds(lax.div(row, 2), ROWS // 2), :, at],
+                turned(memory.a_halves.at[slot]),
+                full,
+            )
+            for user in range(plan.users):
+                first = user * tiling.columns
+                hopper.untyped.copy_gmem_to_smem(
+                    arrays.b.at[pl.ds(lax.div(column + first, 2), half), :, at],
+                    turned(memory.b_halves.at[slot, user]),
+                    full,
+                    collective_axes=("peer",),
+                )
 
         lax.fori_loop(0, plan.steps, load_step, None)
 
