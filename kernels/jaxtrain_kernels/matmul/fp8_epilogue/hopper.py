@@ -55,6 +55,8 @@ class Tiling(NamedTuple):
     blocks: int | None = None
     skip: str = ""
     apart: bool = False
+    unroll: int = 0
+    width: int = 64
 
 
 FAST = Tiling()
@@ -123,7 +125,15 @@ class Plan(NamedTuple):
     @property
     def width(self) -> int:
         """Columns that are stored at once."""
-        return self.tiling.columns if self.other else PART
+        return self.tiling.columns if self.union else self.tiling.width
+
+    @property
+    def union(self) -> bool:
+        return self.other and self.tiling.columns == 128
+
+    @property
+    def buffers(self) -> int:
+        return 1 if self.union or self.tiling.width == 64 else 2
 
 
 class Arrays(NamedTuple):
@@ -196,7 +206,7 @@ def _product(options, operands, factors, tiling, interpret):
             inputs[0], inputs[1], inputs[2] if plan.other else None, inputs[-1],
             q_MN, q_NM, most, kept[0] if kept else None,
         )  # fmt: skip
-        if plan.other:
+        if plan.union:
             wide, both = out
             q, qt = both, both
         else:
@@ -210,18 +220,19 @@ def _product(options, operands, factors, tiling, interpret):
         )
 
     stages = tiling.stages
-    if plan.other:
+    if plan.union:
         out = plgpu.RefUnion(
             hopper.tiles((WARPGROUPS, ROWS, tiling.columns), options.product_dtype),
             hopper.tiles((WARPGROUPS, 2, tiling.columns, ROWS), options.dtype),
         )
     else:
         out = [
-            hopper.tiles((WARPGROUPS, 1, ROWS, PART), options.dtype),
-            hopper.tiles((WARPGROUPS, 1, PART, ROWS), options.dtype),
+            hopper.tiles((WARPGROUPS, plan.buffers, ROWS, plan.width), options.dtype),
+            hopper.tiles((WARPGROUPS, plan.buffers, plan.width, ROWS), options.dtype),
         ]
-        if plan.keep:
-            out.insert(0, hopper.tiles((WARPGROUPS, ROWS, PART), options.product_dtype))
+        if plan.keep or plan.other:
+            columns = tiling.columns if plan.other else plan.width
+            out.insert(0, hopper.tiles((WARPGROUPS, ROWS, columns), options.product_dtype))
     scratch = dict(
         a=plgpu.RefUnion(
             hopper.tiles((stages, ROWS, STEP), a_MK.dtype),
@@ -439,9 +450,43 @@ def _sum_exactly(work: Work, t: Index) -> jax.Array:
             sums.append(total + part)
         return tuple(sums)
 
+    def steps(k, totals):
+        """`unroll` steps: one half is added while the next is multiplied."""
+        jobs = [(k * tiling.unroll + n, odd) for n in range(tiling.unroll) for odd in (0, 1)]
+        slot = lambda n: lax.rem(t * plan.steps + jobs[n][0], tiling.stages)
+
+        def added(sums, n, accumulator, ahead):
+            odd = jobs[n][1]
+            found = sums[odd] + plgpu.wgmma_accumulator_load(accumulator, wait_n=ahead)
+            if odd:
+                plgpu.barrier_arrive(memory.free.at[slot(n)])
+            return (sums[0], found) if odd else (found, sums[1])
+
+        def following(n, sums, before=None):
+            """Start product n, add the one before, and so on."""
+
+            def run(accumulator):
+                odd, found = jobs[n][1], sums
+                if not odd:
+                    plgpu.barrier_wait(_full(plan, memory, t, slot(n)))
+                rows = pl.ds(odd * ROWS // 2, ROWS // 2)
+                plgpu.wgmma(accumulator, memory.a.at[slot(n), rows], memory.b.at[slot(n), own].T)
+                if before is not None:
+                    found = added(found, n - 1, before, 1)
+                if n + 1 < len(jobs):
+                    return following(n + 1, found, accumulator)
+                return added(found, n, accumulator, 0)
+
+            return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+        return following(0, totals)
+
     _fetch_other(work, t)
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), hopper.MATRIX)
-    totals = lax.fori_loop(0, plan.steps, step, (zeros, zeros))
+    if tiling.unroll:
+        totals = lax.fori_loop(0, plan.steps // tiling.unroll, steps, (zeros, zeros))
+    else:
+        totals = lax.fori_loop(0, plan.steps, step, (zeros, zeros))
     return registers.halves_in_blocks(*totals, plan.interpret)
 
 
@@ -457,26 +502,29 @@ def _store(work: Work, t: Index, product, scale, multiplier, most):
     wide = memory.wide.at[work.warpgroup] if memory.wide is not None else None
     if plan.other:
         hopper.untyped.barrier_wait(memory.arrived.at[work.warpgroup])
-    q = memory.q.at[work.warpgroup, 0]
-    qt = memory.qt.at[work.warpgroup, 1 if plan.other else 0]
     rows = pl.ds(row, ROWS)
-    for c in range(0, plan.tiling.columns, plan.width):
+    size = min(PART, plan.width)
+    for part, c in enumerate(range(0, plan.tiling.columns, plan.width)):
+        q = memory.q.at[work.warpgroup, part % plan.buffers]
+        qt = memory.qt.at[work.warpgroup, 1 if plan.union else part % plan.buffers]
         casts, kept = [], []
-        for piece in range(c, c + plan.width, PART):
+        for piece in range(c, c + plan.width, size):
             others = []
             if plan.other:
-                others = [plgpu.load(wide, (slice(None), pl.ds(piece, PART)), layout=BLOCKS)]
-            rounded = registers.rounded(product[:, piece : piece + PART] * scale, plan.interpret)
+                others = [plgpu.load(wide, (slice(None), pl.ds(piece, size)), layout=BLOCKS)]
+            rounded = registers.rounded(product[:, piece : piece + size] * scale, plan.interpret)
             values = plan.function(rounded, *others).astype(jnp.float32)
             most = registers.peaks(jnp.abs(values), most, plan.interpret)
             casts.append(_cast(plan, values * multiplier))
             kept.append(rounded)
-        if not plan.other:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        # All threads have read, and TMA has, what is overwritten.
-        plgpu.commit_smem()
+        if plan.union:
+            plgpu.commit_smem()  # all threads have read what is overwritten
+        else:
+            plgpu.wait_smem_to_gmem(
+                2 * (plan.buffers - 1) if part else 0, wait_read_only=True
+            )
         for n, (cast, rounded) in enumerate(zip(casts, kept)):
-            registers.store(cast, q, qt, n * PART, plan.interpret)
+            registers.store(cast, q, qt, n * size, plan.interpret)
             if plan.keep:
                 wide[...] = rounded
         plgpu.commit_smem()

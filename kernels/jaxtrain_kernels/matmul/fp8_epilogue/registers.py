@@ -173,7 +173,7 @@ def _store(cast: Any, q: Any, qt: Any, first: int) -> None:
 
     odd = arith.xori(second, bits(c, 2, 1))
     row = total(times(warp, 32), times(below, 16), times(c, 2), odd)
-    bank = bits(row, 0, 3) if width == 128 else bits(row, 1, 2)
+    bank = {128: bits(row, 0, 3), 64: bits(row, 1, 2), 32: bits(row, 2, 1)}[width]
     q_address = total(address(q), times(row, width), times(bank, 16))
 
     pair = arith.xori(second, bits(c, 2, 1))
