@@ -33,6 +33,7 @@ STEP = 128  # columns of a and b that a step multiplies
 ROWS = 128  # of a warpgroup's tile
 PART = 64  # columns of the result that the function is applied to at once
 WARPGROUPS = 2  # that multiply
+TURN = 8  # the first of the hardware barriers by which the warpgroups take turns
 THREADS = 128  # of a warpgroup
 SHARED_BYTES = 226 * 1024  # per block; 1 KiB of Hopper's shared memory is left for barriers
 
@@ -57,6 +58,10 @@ class Tiling(NamedTuple):
     apart: bool = False
     unroll: int = 0
     width: int = 64
+    buffers: int = 1
+    direct: bool = False
+    ordered: bool = False
+    late: int = 0
 
 
 FAST = Tiling()
@@ -130,10 +135,6 @@ class Plan(NamedTuple):
     @property
     def union(self) -> bool:
         return self.other and self.tiling.columns == 128
-
-    @property
-    def buffers(self) -> int:
-        return 1 if self.union or self.tiling.width == 64 else 2
 
 
 class Arrays(NamedTuple):
@@ -227,10 +228,10 @@ def _product(options, operands, factors, tiling, interpret):
         )
     else:
         out = [
-            hopper.tiles((WARPGROUPS, plan.buffers, ROWS, plan.width), options.dtype),
-            hopper.tiles((WARPGROUPS, plan.buffers, plan.width, ROWS), options.dtype),
+            hopper.tiles((WARPGROUPS, plan.tiling.buffers, ROWS, plan.width), options.dtype),
+            hopper.tiles((WARPGROUPS, plan.tiling.buffers, plan.width, ROWS), options.dtype),
         ]
-        if plan.keep or plan.other:
+        if (plan.keep and not tiling.direct) or plan.other:
             columns = tiling.columns if plan.other else plan.width
             out.insert(0, hopper.tiles((WARPGROUPS, ROWS, columns), options.product_dtype))
     scratch = dict(
@@ -368,6 +369,8 @@ def _compute(work: Work):
         free_all()
     else:
         pl.when(work.warpgroup == 0)(free_all)
+    if tiling.ordered:
+        pl.when(work.warpgroup == 1)(lambda: hopper.bar_arrive(TURN, WARPGROUPS))
     scale, multiplier = arrays.factors[0], arrays.factors[1]
 
     def tile(i, most):
@@ -376,6 +379,8 @@ def _compute(work: Work):
         return _store(work, t, product, scale, multiplier, most)
 
     most = lax.fori_loop(0, rounds, tile, registers.zeros(plan.interpret))
+    if tiling.ordered:
+        pl.when(work.warpgroup == 0)(lambda: hopper.bar_sync(TURN, WARPGROUPS))
     block = lax.axis_index("cluster") * tiling.cluster + lax.axis_index("peer")
     arrays.most[block * WARPGROUPS + work.warpgroup] = most
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -431,12 +436,18 @@ def _sum_exactly(work: Work, t: Index) -> jax.Array:
     shape = (ROWS // 2, tiling.columns)
 
     def step(k, totals):
+        if tiling.late:
+            pl.when(k == min(tiling.late, plan.steps - 1))(lambda: _fetch_other(work, t))
         slot = lax.rem(t * plan.steps + k, tiling.stages)
         plgpu.barrier_wait(_full(plan, memory, t, slot))
 
         def product(acc, odd):
             rows = pl.ds(odd * ROWS // 2, ROWS // 2)
+            if tiling.ordered:
+                hopper.bar_sync(TURN + work.warpgroup, WARPGROUPS)
             plgpu.wgmma(acc, memory.a.at[slot, rows], memory.b.at[slot, own].T)
+            if tiling.ordered:
+                hopper.bar_arrive(TURN + 1 - work.warpgroup, WARPGROUPS)
             return acc[...]  # waits for it
 
         sums = []
@@ -481,7 +492,8 @@ def _sum_exactly(work: Work, t: Index) -> jax.Array:
 
         return following(0, totals)
 
-    _fetch_other(work, t)
+    if not tiling.late:
+        _fetch_other(work, t)
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), hopper.MATRIX)
     if tiling.unroll:
         totals = lax.fori_loop(0, plan.steps // tiling.unroll, steps, (zeros, zeros))
@@ -505,8 +517,8 @@ def _store(work: Work, t: Index, product, scale, multiplier, most):
     rows = pl.ds(row, ROWS)
     size = min(PART, plan.width)
     for part, c in enumerate(range(0, plan.tiling.columns, plan.width)):
-        q = memory.q.at[work.warpgroup, part % plan.buffers]
-        qt = memory.qt.at[work.warpgroup, 1 if plan.union else part % plan.buffers]
+        q = memory.q.at[work.warpgroup, part % plan.tiling.buffers]
+        qt = memory.qt.at[work.warpgroup, 1 if plan.union else part % plan.tiling.buffers]
         casts, kept = [], []
         for piece in range(c, c + plan.width, size):
             others = []
@@ -517,23 +529,33 @@ def _store(work: Work, t: Index, product, scale, multiplier, most):
             most = registers.peaks(jnp.abs(values), most, plan.interpret)
             casts.append(_cast(plan, values * multiplier))
             kept.append(rounded)
+        columns = pl.ds(column + c, plan.width)
+        if plan.keep and plan.tiling.direct and "product" not in skip:
+
+            def keep():
+                for n, rounded in enumerate(kept):
+                    at = pl.ds(column + c + n * size, size)
+                    arrays.product[rows, at] = rounded
+
+            pl.when((row < plan.M) & (column + c < plan.N))(keep)
         if plan.union:
             plgpu.commit_smem()  # all threads have read what is overwritten
         else:
-            plgpu.wait_smem_to_gmem(
-                2 * (plan.buffers - 1) if part else 0, wait_read_only=True
-            )
+            copies = 2 + (plan.keep and not plan.tiling.direct)
+            ahead = copies * (plan.tiling.buffers - 1)
+            plgpu.wait_smem_to_gmem(ahead if part else 0, wait_read_only=True)
         for n, (cast, rounded) in enumerate(zip(casts, kept)):
             registers.store(cast, q, qt, n * size, plan.interpret)
-            if plan.keep:
+            if plan.keep and not plan.tiling.direct:
                 wide[...] = rounded
         plgpu.commit_smem()
         if "stores" in skip:
             continue
-        columns = pl.ds(column + c, plan.width)
-        plgpu.copy_smem_to_gmem(q, arrays.q_MN.at[rows, columns])
-        plgpu.copy_smem_to_gmem(qt, arrays.q_NM.at[columns, rows])
-        if arrays.product is not None:
+        if "q" not in skip.split():
+            plgpu.copy_smem_to_gmem(q, arrays.q_MN.at[rows, columns])
+        if "qt" not in skip.split():
+            plgpu.copy_smem_to_gmem(qt, arrays.q_NM.at[columns, rows])
+        if arrays.product is not None and not plan.tiling.direct and "product" not in skip:
             plgpu.copy_smem_to_gmem(wide, arrays.product.at[rows, columns])
     return most
 
