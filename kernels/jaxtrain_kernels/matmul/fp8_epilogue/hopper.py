@@ -62,6 +62,7 @@ class Tiling(NamedTuple):
     direct: bool = False
     ordered: bool = False
     late: int = 0
+    fold: bool = False
 
 
 FAST = Tiling()
@@ -186,7 +187,10 @@ def product_quantized(
     """Backend like `reference`. interpret: plgpu.InterpretGPUParams, to run on a CPU."""
     factors = jnp.stack([scale.astype(jnp.float32), multiplier.astype(jnp.float32)])
     q_MN, q_NM, most, *product = _product(options, operands, factors, tiling, interpret)
-    return q_MN, q_NM, jnp.max(most), product[0] if options.keep else None
+    seen = jnp.max(most)
+    if tiling is not None and tiling.fold:
+        seen = seen / multiplier
+    return q_MN, q_NM, seen, product[0] if options.keep else None
 
 
 @hopper.jit_kernel("options", "tiling", "interpret")
@@ -524,10 +528,17 @@ def _store(work: Work, t: Index, product, scale, multiplier, most):
             others = []
             if plan.other:
                 others = [plgpu.load(wide, (slice(None), pl.ds(piece, size)), layout=BLOCKS)]
-            rounded = registers.rounded(product[:, piece : piece + size] * scale, plan.interpret)
-            values = plan.function(rounded, *others).astype(jnp.float32)
+            found = product[:, piece : piece + size]
+            if plan.tiling.fold:
+                # Powers of two, that the function is linear in.
+                others = [x * (scale * multiplier).astype(x.dtype) for x in others]
+            else:
+                found = found * scale
+            rounded = registers.rounded(found, plan.interpret)
+            widened = registers.widened(rounded, plan.interpret) if plan.tiling.fold else rounded
+            values = plan.function(widened, *others).astype(jnp.float32)
             most = registers.peaks(jnp.abs(values), most, plan.interpret)
-            casts.append(_cast(plan, values * multiplier))
+            casts.append(_cast(plan, values if plan.tiling.fold else values * multiplier))
             kept.append(rounded)
         columns = pl.ds(column + c, plan.width)
         if plan.keep and plan.tiling.direct and "product" not in skip:
