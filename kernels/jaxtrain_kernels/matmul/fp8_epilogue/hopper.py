@@ -1,15 +1,13 @@
 """Float8 matmul for Hopper, in Pallas Mosaic GPU, with the casts in its epilogue.
 
 The matmul is that of `matmul.hopper.gemm`, with steps of 128 columns and tiles of 128 rows. Even
-and odd rows of a, and of b, are loaded apart: the first half of a tile's rows in shared memory are
-the even ones. So each thread has 2 x 4 neighbours of the result (`BLOCKS`). It writes 4 bytes of a
-row at once, and pairs of bytes that `stmatrix` transposes: the function and the cast are computed
-once, and nothing is read back.
+and odd rows of a are loaded apart, and so are those of b. So each thread has 2 x 4 neighbours of
+the result (`registers`). It computes them once, and writes both layouts from its registers.
 
 Two warpgroups alternate: one's epilogue overlaps the other's matmul. The tensor cores' own sum has
 about 14 bits. Where that is too few (`exact`), each step's result is added to a float32 sum in
-registers. The warpgroups then share a tile: one adds while the other multiplies, but nothing
-overlaps the epilogue.
+registers. The warpgroups then share a tile and take turns: one adds while the other multiplies, but
+nothing overlaps the epilogue.
 """
 
 from typing import NamedTuple
@@ -28,45 +26,19 @@ from jaxtrain_kernels.matmul.fp8.functions import Function
 from jaxtrain_kernels.matmul.fp8_epilogue import registers
 from jaxtrain_kernels.matmul.fp8_epilogue.reference import ProductOptions
 from jaxtrain_kernels.matmul.fp8_epilogue.registers import BLOCKS
+from jaxtrain_kernels.matmul.hopper import gemm
+from jaxtrain_kernels.matmul.hopper.gemm import WARPGROUPS, GemmPlan, GemmTiling
 
 STEP = 128  # columns of a and b that a step multiplies
 ROWS = 128  # of a warpgroup's tile
-PART = 64  # columns of the result that the function is applied to at once
-WARPGROUPS = 2  # that multiply
-TURN = 8  # the first of the hardware barriers by which the warpgroups take turns
+PART = 64  # columns of it that the function is applied to at once
 THREADS = 128  # of a warpgroup
+TURN = 8  # the first of the hardware barriers by which the warpgroups take turns
+FETCH = 3  # the step in which a second input is loaded: the last tile's result is stored by then
 SHARED_BYTES = 226 * 1024  # per block; 1 KiB of Hopper's shared memory is left for barriers
-
-
-class Tiling(NamedTuple):
-    """columns: of a warpgroup's tile.
-
-    shared: whether the warpgroups process horizontally adjacent tiles together (else they
-    alternate). stages: steps whose operands are in shared memory at once. cluster: CUDA blocks with
-    vertically adjacent tiles, which load their columns of b together. group: rows of a cluster's
-    tiles that are processed together, for the L2 cache. blocks: number of CUDA blocks; None = one
-    per multiprocessor.
-    """
-
-    columns: int = 128
-    shared: bool = False
-    stages: int = 5
-    cluster: int = 2
-    group: int = 8
-    blocks: int | None = None
-    skip: str = ""
-    apart: bool = False
-    unroll: int = 0
-    width: int = 64
-    buffers: int = 1
-    direct: bool = False
-    ordered: bool = False
-    late: int = 0
-    fold: bool = False
-
-
-FAST = Tiling()
-EXACT = Tiling(shared=True, stages=3)
+# The fastest of those measured on an H200 at gpt_d24's sizes (`bench matmul`).
+FAST = GemmTiling(ROWS, columns=192, stages=4, parts=1)
+EXACT = GemmTiling(ROWS, columns=128, shared=True, stages=3, parts=1, cluster=1)
 
 
 def supports(target: Target, options: ProductOptions, a_MK, b_NK, *others) -> str | None:
@@ -79,73 +51,47 @@ def supports(target: Target, options: ProductOptions, a_MK, b_NK, *others) -> st
     if options.keep and others:
         return "keeps no product where a second input is read"
     (M, K), N = a_MK.shape, len(b_NK)
-    if M % PART or N % PART or K % STEP or not K or min(M, N) <= ROWS:
-        return f"needs rows in multiples of {PART} above {ROWS} and a sum of {STEP}, got {(M, N, K)}"
+    if M % ROWS or N % ROWS or K % STEP or not K or min(M, N) <= ROWS:
+        return f"needs rows in multiples of {ROWS} above it and a sum of {STEP}, got {(M, N, K)}"
     return None
 
 
-class Plan(NamedTuple):
-    """Static parameters of the kernel.
+class EpiloguePlan(NamedTuple):
+    """Static parameters of the kernel. gemm: plan of the matmul, whose `other` is False.
 
     other: whether a second input of the result's shape is read. keep: whether the product is
-    written. interpret: whether this runs on a CPU, where the kernel clips values (else the
-    hardware's cast saturates).
+    written. interpret: whether the kernel runs on a CPU.
     """
 
-    M: int
-    N: int
-    K: int
+    gemm: GemmPlan
     function: Function
     dtype: DTypeLike
     other: bool
     keep: bool
     exact: bool
-    tiling: Tiling
     interpret: bool
-
-    @property
-    def users(self) -> int:
-        """Number of warpgroups that multiply a step."""
-        return WARPGROUPS if self.tiling.shared else 1
-
-    @property
-    def columns(self) -> int:
-        """Columns of a block's tile."""
-        return self.tiling.columns * self.users
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Number of cluster tiles, down and across."""
-        return -(-self.M // (ROWS * self.tiling.cluster)), -(-self.N // self.columns)
-
-    @property
-    def clusters(self) -> int:
-        blocks = self.tiling.blocks or hopper.sm_count()
-        down, across = self.grid
-        return min(blocks // self.tiling.cluster, down * across)
-
-    @property
-    def steps(self) -> int:
-        return self.K // STEP
 
     @property
     def width(self) -> int:
         """Columns that are stored at once."""
-        return self.tiling.columns if self.union else self.tiling.width
+        return self.gemm.tiling.columns if self.gemm.tiling.shared else PART
 
     @property
-    def union(self) -> bool:
-        return self.other and self.tiling.columns == 128
+    def shared_bytes(self) -> int:
+        """Bytes of the operands' stages and of the results in both layouts, or the second input."""
+        tiling = self.gemm.tiling
+        stage = (tiling.block_rows + tiling.columns) * STEP
+        return tiling.stages * stage + WARPGROUPS * tiling.parts * ROWS * self.width * 2
 
 
-class Arrays(NamedTuple):
-    """a, b: [rows / 2, 2, K]. factors: the product's scale, and the multiplier of the function's
-    value before the cast. most: amax of each thread.
+class EpilogueArrays(NamedTuple):
+    """gemm.a, gemm.b: [rows / 2, 2, K].
+
+    factors: the product's scale, and the multiplier of the function's value before the cast. most:
+    amax of each thread.
     """
 
-    a: Ref
-    b: Ref
-    other: Ref | None
+    gemm: gemm.GemmArrays
     factors: Ref
     q_MN: Ref
     q_NM: Ref
@@ -153,26 +99,33 @@ class Arrays(NamedTuple):
     product: Ref | None
 
 
-class Memory(NamedTuple):
-    """Shared memory. a, b: by stage. product or other, q, qt: by warpgroup."""
+class EpilogueMemory(NamedTuple):
+    """Shared memory. gemm.a: [stage, 2, rows / 2, STEP]. gemm.parts: the second input by warpgroup,
+    whose barriers are gemm.arrived. results: in float8, by warpgroup and part, of each layout; with
+    a second input both in one array.
+    """
 
-    a: Ref
-    a_halves: Ref
-    b: Ref
-    b_halves: Ref
-    wide: Ref | None
-    q: Ref
-    qt: Ref
-    full: Ref
-    free: Ref
-    arrived: Ref | None
+    gemm: gemm.GemmMemory
+    results: tuple[Ref, ...]
 
 
-class Work(NamedTuple):
-    plan: Plan
-    arrays: Arrays
-    memory: Memory
-    warpgroup: jax.Array
+class EpilogueWork(NamedTuple):
+    plan: EpiloguePlan
+    arrays: EpilogueArrays
+    memory: EpilogueMemory
+    gemm: gemm.GemmWork
+    scale: jax.Array
+    multiplier: jax.Array
+
+    def results(self, part: int) -> tuple[Ref, Ref]:
+        """Shared memory of a part's result, not transposed and transposed."""
+        warpgroup = self.gemm.warpgroup
+        if self.plan.other:
+            [both] = self.memory.results
+            return both.at[warpgroup, 0], both.at[warpgroup, 1]
+        slot = part % self.plan.gemm.tiling.parts
+        q, qt = self.memory.results
+        return q.at[warpgroup, slot], qt.at[warpgroup, slot]
 
 
 def product_quantized(
@@ -181,14 +134,18 @@ def product_quantized(
     scale,
     multiplier,
     *,
-    tiling: Tiling | None = None,
+    tiling: GemmTiling | None = None,
     interpret: hopper.Interpret = False,
 ):
-    """Backend like `reference`. interpret: plgpu.InterpretGPUParams, to run on a CPU."""
+    """Backend like `reference`. interpret: plgpu.InterpretGPUParams, to run on a CPU.
+
+    With a second input, `options.function` is linear in it, which is where both factors go: they
+    are powers of two.
+    """
     factors = jnp.stack([scale.astype(jnp.float32), multiplier.astype(jnp.float32)])
     q_MN, q_NM, most, *product = _product(options, operands, factors, tiling, interpret)
     seen = jnp.max(most)
-    if tiling is not None and tiling.fold:
+    if len(operands) > 2:
         seen = seen / multiplier
     return q_MN, q_NM, seen, product[0] if options.keep else None
 
@@ -198,69 +155,47 @@ def _product(options, operands, factors, tiling, interpret):
     """Return [q_MN, q_NM, most, and with `keep` the product]."""
     a_MK, b_NK, *others = operands
     (M, K), N = a_MK.shape, len(b_NK)
-    tiling = tiling or (EXACT if options.exact else FAST)
-    plan = Plan(
-        M, N, K, options.function, options.dtype, bool(others), options.keep, options.exact,
-        tiling, bool(interpret),
-    )  # fmt: skip
+    plan = _plan(options, (M, N, K), a_MK.dtype, bool(others), tiling, bool(interpret))
+    tiling, plan_of_gemm = plan.gemm.tiling, plan.gemm
 
-    def fp8_epilogue_matmul(*refs, a, b, full, free, out, arrived=None):
+    def fp8_epilogue_matmul(*refs, a, b, results, full, free, arrived=None):
         inputs, outputs = refs[: 3 + plan.other], refs[3 + plan.other :]
+        given = gemm.GemmArrays(inputs[0], inputs[1], inputs[2] if plan.other else None, None)
         q_MN, q_NM, most, *kept = outputs
-        arrays = Arrays(
-            inputs[0], inputs[1], inputs[2] if plan.other else None, inputs[-1],
-            q_MN, q_NM, most, kept[0] if kept else None,
-        )  # fmt: skip
-        if plan.union:
-            wide, both = out
-            q, qt = both, both
-        else:
-            *wide, q, qt = out
-            wide = wide[0] if wide else None
-        memory = Memory(*a, *b, wide, q, qt, full, free, arrived)
+        arrays = EpilogueArrays(given, inputs[-1], q_MN, q_NM, most, kept[0] if plan.keep else None)
+        other, results = (results[0], results[1:]) if plan.other else (None, results)
+        memory = EpilogueMemory(
+            gemm.GemmMemory(a, b, other, full, free, arrived), tuple(results)
+        )
         hopper.specialize_warpgroups(
             WARPGROUPS,
-            lambda: _load(plan, arrays, memory),
-            lambda warpgroup: _compute(Work(plan, arrays, memory, warpgroup)),
-        )
+            lambda: _load(plan_of_gemm, arrays.gemm, memory.gemm),
+            lambda warpgroup: _compute(
+                EpilogueWork(
+                    plan, arrays, memory,
+                    gemm.GemmWork(plan_of_gemm, arrays.gemm, memory.gemm, warpgroup),
+                    arrays.factors[0], arrays.factors[1],
+                )
+            ),
+        )  # fmt: skip
 
-    stages = tiling.stages
-    if plan.union:
-        out = plgpu.RefUnion(
-            hopper.tiles((WARPGROUPS, ROWS, tiling.columns), options.product_dtype),
-            hopper.tiles((WARPGROUPS, 2, tiling.columns, ROWS), options.dtype),
-        )
-    else:
-        out = [
-            hopper.tiles((WARPGROUPS, plan.tiling.buffers, ROWS, plan.width), options.dtype),
-            hopper.tiles((WARPGROUPS, plan.tiling.buffers, plan.width, ROWS), options.dtype),
-        ]
-        if (plan.keep and not tiling.direct) or plan.other:
-            columns = tiling.columns if plan.other else plan.width
-            out.insert(0, hopper.tiles((WARPGROUPS, ROWS, columns), options.product_dtype))
+    stages, users = tiling.stages, WARPGROUPS // plan_of_gemm.users
     scratch = dict(
-        a=plgpu.RefUnion(
-            hopper.tiles((stages, ROWS, STEP), a_MK.dtype),
-            hopper.tiles((stages, 2, ROWS // 2, STEP), a_MK.dtype),
-        ),
-        b=plgpu.RefUnion(
-            hopper.tiles((stages, plan.columns, STEP), b_NK.dtype),
-            hopper.tiles((stages, plan.users, 2, tiling.columns // 2, STEP), b_NK.dtype),
-        ),
-        out=out,
-        full=plgpu.Barrier(
-            num_barriers=WARPGROUPS // plan.users * stages, num_arrivals=(1 + plan.users) * (1 + tiling.apart)
-        ),
+        a=hopper.tiles((stages, 2, tiling.block_rows // 2, STEP), a_MK.dtype),
+        b=hopper.tiles((stages, tiling.columns, STEP), b_NK.dtype),
+        results=_results(plan, options.product_dtype),
+        full=plgpu.Barrier(num_barriers=users * stages, num_arrivals=3),
         free=plgpu.ClusterBarrier(
-            num_barriers=stages, num_arrivals=plan.users, collective_axes=("peer",)
+            num_barriers=stages, num_arrivals=plan_of_gemm.users, collective_axes=("peer",)
         ),
     )
     if plan.other:
         scratch["arrived"] = plgpu.Barrier(num_barriers=WARPGROUPS)
+    blocks = plan_of_gemm.clusters * tiling.cluster
     out_type = [
         jax.ShapeDtypeStruct((M, N), options.dtype),
         jax.ShapeDtypeStruct((N, M), options.dtype),
-        jax.ShapeDtypeStruct((plan.clusters * tiling.cluster * WARPGROUPS, THREADS), jnp.float32),
+        jax.ShapeDtypeStruct((blocks * WARPGROUPS, THREADS), jnp.float32),
     ]
     if plan.keep:
         out_type.append(jax.ShapeDtypeStruct((M, N), options.product_dtype))
@@ -268,7 +203,7 @@ def _product(options, operands, factors, tiling, interpret):
         fp8_epilogue_matmul,
         out_type=out_type,
         scratch_types=scratch,
-        grid=(plan.clusters,),
+        grid=(plan_of_gemm.clusters,),
         grid_names=("cluster",),
         cluster=(tiling.cluster,),
         cluster_names=("peer",),
@@ -279,300 +214,224 @@ def _product(options, operands, factors, tiling, interpret):
     )(a_MK.reshape(M // 2, 2, K), b_NK.reshape(N // 2, 2, K), *others, factors)
 
 
-def _rounds(plan: Plan) -> jax.Array:
-    """Number of tiles that this cluster processes."""
-    down, across = plan.grid
-    return lax.div(down * across - 1 - lax.axis_index("cluster"), plan.clusters) + 1
+def _plan(options, sizes, dtype, other: bool, tiling: GemmTiling | None, interpret: bool):
+    """Make the plan of a call. Raises ValueError for an unsuitable tiling."""
+    tiling = tiling or (EXACT if options.exact else FAST)
+    if options.exact and not tiling.shared:
+        raise ValueError(f"a sum in float32 needs a tile that warpgroups share, got {tiling}")
+    M, N, K = sizes
+    plan = GemmPlan(M, N, K, dtype, True, lambda product: product, False, tiling, 0)
+    blocks = tiling.blocks or hopper.sm_count()
+    clusters = min(blocks // tiling.cluster, plan.grid[0] * plan.grid[1])
+    keep, exact = options.keep, options.exact
+    whole = EpiloguePlan(
+        plan._replace(clusters=clusters), options.function, options.dtype, other, keep, exact,
+        interpret,
+    )  # fmt: skip
+    if tiling.rows != ROWS or tiling.columns % PART or whole.shared_bytes > SHARED_BYTES:
+        raise ValueError(
+            f"a tile needs {ROWS} rows, columns in multiples of {PART}, and up to {SHARED_BYTES} "
+            f"bytes, got {tiling} with {whole.shared_bytes}"
+        )
+    return whole
 
 
-def _place(plan: Plan, t: Index) -> tuple[jax.Array, jax.Array]:
-    """First row and column of the block's t-th tile: down a group of rows, then the next column."""
-    (down, across), group = plan.grid, plan.tiling.group
-    number = lax.axis_index("cluster") + t * plan.clusters
-    first = lax.div(number, group * across) * group
-    height = jnp.minimum(down - first, group)
-    rest = lax.rem(number, group * across)
-    row, column = first + lax.rem(rest, height), lax.div(rest, height)
-    row = row * plan.tiling.cluster + lax.axis_index("peer")
-    return row * ROWS, column * plan.columns
+def _results(plan: EpiloguePlan, product_dtype: DTypeLike):
+    """Shared memory of the second input, and of the results in both layouts."""
+    tiling, width = plan.gemm.tiling, plan.width
+    if plan.other:
+        other = hopper.tiles((WARPGROUPS, ROWS, width), product_dtype)
+        both = hopper.tiles((WARPGROUPS, 2, ROWS, width), plan.dtype)
+        # The results replace it. (The detection of races takes a warpgroup's use of one view, and
+        # the other's of the other, for a race.)
+        return [other, both] if plan.interpret else plgpu.RefUnion(other, both)
+    return [
+        hopper.tiles((WARPGROUPS, tiling.parts, ROWS, width), plan.dtype),
+        hopper.tiles((WARPGROUPS, tiling.parts, width, ROWS), plan.dtype),
+    ]
 
 
-def _full(plan: Plan, memory: Memory, t: Index, slot: Index) -> Ref:
-    """Barrier of a step's operands; if the warpgroups alternate, each has its own."""
-    user = 0 if plan.tiling.shared else lax.rem(t, WARPGROUPS)
-    return memory.full.at[user * plan.tiling.stages + slot]
-
-
-def _load(plan: Plan, arrays: Arrays, memory: Memory):
-    """Load the operands of each tile's steps."""
+def _load(plan: GemmPlan, arrays: gemm.GemmArrays, memory: gemm.GemmMemory):
+    """Load the operands of each tile's steps: first even rows, then odd ones."""
     tiling = plan.tiling
     half = tiling.columns // 2
 
-    def load_tile(t, _):
-        row, column = _place(plan, t)
-
-        def load_step(k, _):
-            slot = lax.rem(t * plan.steps + k, tiling.stages)
-            full, at = _full(plan, memory, t, slot), pl.ds(k * STEP, STEP)
-            plgpu.barrier_wait(memory.free.at[slot])
-            if tiling.apart:
-                for odd in range(2):
-                    hopper.untyped.copy_gmem_to_smem(
-                        arrays.a.at[pl.ds(lax.div(row, 2), ROWS // 2), odd, at],
-                        memory.a.at[slot, pl.ds(odd * ROWS // 2, ROWS // 2)],
-                        full,
-                    )
-                    for user in range(plan.users):
-                        first = user * tiling.columns
-                        hopper.untyped.copy_gmem_to_smem(
-                            arrays.b.at[pl.ds(lax.div(column + first, 2), half), odd, at],
-                            memory.b.at[slot, pl.ds(first + odd * half, half)],
-                            full,
-                            collective_axes=("peer",),
-                        )
-                return
-            turned = lambda ref: plgpu.transpose_ref(ref, (1, 0, 2))
+    def load_step(row, column, at, slot, full):
+        rows = pl.ds(lax.div(row, 2), tiling.block_rows // 2)
+        even_then_odd = memory.a.at[slot].transpose((1, 0, 2))
+        hopper.untyped.copy_gmem_to_smem(arrays.a.at[rows, :, at], even_then_odd, full)
+        for odd in range(2):
             hopper.untyped.copy_gmem_to_smem(
-                arrays.a.at[pl.ds(lax.div(row, 2), ROWS // 2), :, at],
-                turned(memory.a_halves.at[slot]),
+                arrays.b.at[pl.ds(lax.div(column, 2), half), odd, at],
+                memory.b.at[slot, pl.ds(odd * half, half)],
                 full,
+                collective_axes=("peer",),
             )
-            for user in range(plan.users):
-                first = user * tiling.columns
-                hopper.untyped.copy_gmem_to_smem(
-                    arrays.b.at[pl.ds(lax.div(column + first, 2), half), :, at],
-                    turned(memory.b_halves.at[slot, user]),
-                    full,
-                    collective_axes=("peer",),
-                )
 
-        lax.fori_loop(0, plan.steps, load_step, None)
-
-    rounds = _rounds(plan)
-    lax.fori_loop(0, rounds, load_tile, None)
-
-    # A block of a cluster must not exit before the others have signalled its free barriers.
-    def drain(step, _):
-        plgpu.barrier_wait(memory.free.at[lax.rem(step, tiling.stages)])
-
-    lax.fori_loop(rounds * plan.steps, rounds * plan.steps + tiling.stages, drain, None)
+    gemm.load_steps(plan, memory, load_step)
 
 
-def _compute(work: Work):
+def _compute(work: EpilogueWork):
     """Compute all tiles of one multiplying warpgroup."""
-    plan, tiling, arrays = work.plan, work.plan.tiling, work.arrays
+    plan, tiling, free = work.plan, work.plan.gemm.tiling, work.memory.gemm.free
     turns = 1 if tiling.shared else WARPGROUPS
-    first = 0 if tiling.shared else work.warpgroup
-    rounds = lax.div(_rounds(plan) - first + turns - 1, turns)
+    first = 0 if tiling.shared else work.gemm.warpgroup
+    rounds = lax.div(gemm.rounds_of(plan.gemm) - first + turns - 1, turns)
 
     def free_all():
         for slot in range(tiling.stages):
-            plgpu.barrier_arrive(work.memory.free.at[slot])
+            plgpu.barrier_arrive(free.at[slot])
 
     if tiling.shared:
         free_all()
     else:
-        pl.when(work.warpgroup == 0)(free_all)
-    if tiling.ordered:
-        pl.when(work.warpgroup == 1)(lambda: hopper.bar_arrive(TURN, WARPGROUPS))
-    scale, multiplier = arrays.factors[0], arrays.factors[1]
+        pl.when(work.gemm.warpgroup == 0)(free_all)
 
     def tile(i, most):
         t = first + turns * i
-        product = _sum_exactly(work, t) if plan.exact else _sum(work, t)
-        return _store(work, t, product, scale, multiplier, most)
+        return _store(work, t, _sum_exactly(work, t) if plan.exact else _sum(work, t), most)
 
-    most = lax.fori_loop(0, rounds, tile, registers.zeros(plan.interpret))
-    if tiling.ordered:
-        pl.when(work.warpgroup == 0)(lambda: hopper.bar_sync(TURN, WARPGROUPS))
+    if plan.exact:
+        pl.when(work.gemm.warpgroup == 1)(lambda: hopper.bar_arrive(TURN, WARPGROUPS))
+    most = lax.fori_loop(0, rounds, tile, registers.zeros())
+    if plan.exact:
+        pl.when(work.gemm.warpgroup == 0)(lambda: hopper.bar_sync(TURN, WARPGROUPS))
     block = lax.axis_index("cluster") * tiling.cluster + lax.axis_index("peer")
-    arrays.most[block * WARPGROUPS + work.warpgroup] = most
+    work.arrays.most[block * WARPGROUPS + work.gemm.warpgroup] = most
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _fetch_other(work: Work, t: Index):
-    """Start to load a tile's second input, while its product is computed."""
-    if not work.plan.other or "epilogue" in work.plan.tiling.skip:
-        return
-    row, column = _place(work.plan, t)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's result is stored
-    if work.plan.tiling.shared:
-        column = column + work.warpgroup * work.plan.tiling.columns
-    columns = pl.ds(column, work.plan.tiling.columns)
-    hopper.untyped.copy_gmem_to_smem(
-        work.arrays.other.at[pl.ds(row, ROWS), columns],
-        work.memory.wide.at[work.warpgroup],
-        work.memory.arrived.at[work.warpgroup],
-    )
-
-
-def _sum(work: Work, t: Index) -> jax.Array:
+def _sum(work: EpilogueWork, t: Index) -> jax.Array:
     """Return a tile's product, accumulated by the tensor cores."""
-    plan, memory, tiling = work.plan, work.memory, work.plan.tiling
-    own = pl.ds(work.warpgroup * tiling.columns, tiling.columns) if tiling.shared else slice(None)
+    plan, tiling, memory = work.plan.gemm, work.plan.gemm.tiling, work.memory.gemm
 
-    def multiply(acc):
+    def multiply(even, odd):
         def step(k, first: bool = False):
             slot = lax.rem(t * plan.steps + k, tiling.stages)
-            plgpu.barrier_wait(_full(plan, memory, t, slot))
-            plgpu.wgmma(acc, memory.a.at[slot], memory.b.at[slot, own].T)
-            plgpu.wgmma_wait(1)
+            plgpu.barrier_wait(gemm.full_barrier(plan, memory, t, slot))
+            for half, accumulator in enumerate((even, odd)):
+                plgpu.wgmma(accumulator, _half_of_a(work, slot, half), memory.b.at[slot].T)
+            plgpu.wgmma_wait(2)
             if not first:
                 last = lax.rem(t * plan.steps + k - 1, tiling.stages)
                 plgpu.barrier_arrive(memory.free.at[last])
 
         step(0, first=True)
-        _fetch_other(work, t)
         lax.fori_loop(1, plan.steps, lambda k, _: step(k), None)
-        return acc[...]
+        return even[...], odd[...]
 
-    accumulator = plgpu.WGMMAAccumulatorRef((ROWS, tiling.columns), jnp.float32)
-    product = pl.run_scoped(multiply, accumulator)
+    halves = pl.run_scoped(multiply, *[_accumulator(work) for _ in range(2)])
     last = lax.rem((t + 1) * plan.steps - 1, tiling.stages)
     plgpu.barrier_arrive(memory.free.at[last])
-    return registers.in_blocks(product, plan.interpret)
+    return registers.in_blocks(*halves, work.plan.interpret)
 
 
-def _sum_exactly(work: Work, t: Index) -> jax.Array:
+def _sum_exactly(work: EpilogueWork, t: Index) -> jax.Array:
     """Return a tile's product, with the results of the steps accumulated in float32."""
-    plan, memory, tiling = work.plan, work.memory, work.plan.tiling
-    own = pl.ds(work.warpgroup * tiling.columns, tiling.columns) if tiling.shared else slice(None)
-    shape = (ROWS // 2, tiling.columns)
+    plan, tiling, memory = work.plan.gemm, work.plan.gemm.tiling, work.memory.gemm
+    warpgroup = work.gemm.warpgroup
 
-    def step(k, totals):
-        if tiling.late:
-            pl.when(k == min(tiling.late, plan.steps - 1))(lambda: _fetch_other(work, t))
+    def step(k, sums):
+        if work.plan.other:
+            pl.when(k == min(FETCH, plan.steps - 1))(lambda: _fetch_other(work, t))
         slot = lax.rem(t * plan.steps + k, tiling.stages)
-        plgpu.barrier_wait(_full(plan, memory, t, slot))
+        plgpu.barrier_wait(gemm.full_barrier(plan, memory, t, slot))
 
-        def product(acc, odd):
-            rows = pl.ds(odd * ROWS // 2, ROWS // 2)
-            if tiling.ordered:
-                hopper.bar_sync(TURN + work.warpgroup, WARPGROUPS)
-            plgpu.wgmma(acc, memory.a.at[slot, rows], memory.b.at[slot, own].T)
-            if tiling.ordered:
-                hopper.bar_arrive(TURN + 1 - work.warpgroup, WARPGROUPS)
-            return acc[...]  # waits for it
+        def product(accumulator, half):
+            # Else both warpgroups would multiply at once, and then add at once.
+            hopper.bar_sync(TURN + warpgroup, WARPGROUPS)
+            plgpu.wgmma(accumulator, _half_of_a(work, slot, half), memory.b.at[slot].T)
+            hopper.bar_arrive(TURN + 1 - warpgroup, WARPGROUPS)
+            return accumulator[...]  # waits for it
 
-        sums = []
-        for odd, total in enumerate(totals):
-            part = pl.run_scoped(
-                lambda acc, odd=odd: product(acc, odd),
-                plgpu.WGMMAAccumulatorRef(shape, jnp.float32),
-            )
-            if odd:
-                plgpu.barrier_arrive(memory.free.at[slot])
-            sums.append(total + part)
-        return tuple(sums)
+        even = pl.run_scoped(lambda accumulator: product(accumulator, 0), _accumulator(work))
+        even = sums[0] + even
+        odd = pl.run_scoped(lambda accumulator: product(accumulator, 1), _accumulator(work))
+        plgpu.barrier_arrive(memory.free.at[slot])
+        return even, sums[1] + odd
 
-    def steps(k, totals):
-        """`unroll` steps: one half is added while the next is multiplied."""
-        jobs = [(k * tiling.unroll + n, odd) for n in range(tiling.unroll) for odd in (0, 1)]
-        slot = lambda n: lax.rem(t * plan.steps + jobs[n][0], tiling.stages)
-
-        def added(sums, n, accumulator, ahead):
-            odd = jobs[n][1]
-            found = sums[odd] + plgpu.wgmma_accumulator_load(accumulator, wait_n=ahead)
-            if odd:
-                plgpu.barrier_arrive(memory.free.at[slot(n)])
-            return (sums[0], found) if odd else (found, sums[1])
-
-        def following(n, sums, before=None):
-            """Start product n, add the one before, and so on."""
-
-            def run(accumulator):
-                odd, found = jobs[n][1], sums
-                if not odd:
-                    plgpu.barrier_wait(_full(plan, memory, t, slot(n)))
-                rows = pl.ds(odd * ROWS // 2, ROWS // 2)
-                plgpu.wgmma(accumulator, memory.a.at[slot(n), rows], memory.b.at[slot(n), own].T)
-                if before is not None:
-                    found = added(found, n - 1, before, 1)
-                if n + 1 < len(jobs):
-                    return following(n + 1, found, accumulator)
-                return added(found, n, accumulator, 0)
-
-            return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-
-        return following(0, totals)
-
-    if not tiling.late:
-        _fetch_other(work, t)
+    shape = ROWS // 2, tiling.columns
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), hopper.MATRIX)
-    if tiling.unroll:
-        totals = lax.fori_loop(0, plan.steps // tiling.unroll, steps, (zeros, zeros))
-    else:
-        totals = lax.fori_loop(0, plan.steps, step, (zeros, zeros))
-    return registers.halves_in_blocks(*totals, plan.interpret)
+    halves = lax.fori_loop(0, plan.steps, step, (zeros, zeros))
+    return registers.in_blocks(*halves, work.plan.interpret)
 
 
-def _store(work: Work, t: Index, product, scale, multiplier, most):
+def _accumulator(work: EpilogueWork):
+    return plgpu.WGMMAAccumulatorRef((ROWS // 2, work.plan.gemm.tiling.columns), jnp.float32)
+
+
+def _half_of_a(work: EpilogueWork, slot: Index, half: int) -> Ref:
+    """Even or odd rows of the warpgroup's tile."""
+    first = work.gemm.warpgroup * (ROWS // 2) if work.plan.gemm.tiling.shared else 0
+    return work.memory.gemm.a.at[slot, half, pl.ds(first, ROWS // 2)]
+
+
+def _fetch_other(work: EpilogueWork, t: Index):
+    """Start to load a tile's second input, while its product is computed."""
+    plan, warpgroup = work.plan.gemm, work.gemm.warpgroup
+    row, column = gemm.place_of(plan, t)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's results are stored
+    hopper.untyped.copy_gmem_to_smem(
+        work.arrays.gemm.other.at[
+            pl.ds(work.gemm.own(row), ROWS), pl.ds(column, plan.tiling.columns)
+        ],
+        work.memory.gemm.parts.at[warpgroup],
+        work.memory.gemm.arrived.at[warpgroup],
+    )
+
+
+def _store(work: EpilogueWork, t: Index, product: jax.Array, most: jax.Array) -> jax.Array:
     """Round a tile, cast it and store both layouts; return the threads' amax."""
-    plan, memory, arrays = work.plan, work.memory, work.arrays
-    skip = plan.tiling.skip
-    if "epilogue" in skip:
-        return registers.peaks(product, most, plan.interpret)
-    row, column = _place(plan, t)
-    if plan.tiling.shared:
-        column = column + work.warpgroup * plan.tiling.columns
-    wide = memory.wide.at[work.warpgroup] if memory.wide is not None else None
-    if plan.other:
-        hopper.untyped.barrier_wait(memory.arrived.at[work.warpgroup])
+    plan, tiling, arrays = work.plan, work.plan.gemm.tiling, work.arrays
+    row, column = gemm.place_of(plan.gemm, t)
+    row = work.gemm.own(row)
     rows = pl.ds(row, ROWS)
-    size = min(PART, plan.width)
-    for part, c in enumerate(range(0, plan.tiling.columns, plan.width)):
-        q = memory.q.at[work.warpgroup, part % plan.tiling.buffers]
-        qt = memory.qt.at[work.warpgroup, 1 if plan.union else part % plan.tiling.buffers]
-        casts, kept = [], []
-        for piece in range(c, c + plan.width, size):
-            others = []
-            if plan.other:
-                others = [plgpu.load(wide, (slice(None), pl.ds(piece, size)), layout=BLOCKS)]
-            found = product[:, piece : piece + size]
-            if plan.tiling.fold:
-                # Powers of two, that the function is linear in.
-                others = [x * (scale * multiplier).astype(x.dtype) for x in others]
-            else:
-                found = found * scale
-            rounded = registers.rounded(found, plan.interpret)
-            widened = registers.widened(rounded, plan.interpret) if plan.tiling.fold else rounded
-            values = plan.function(widened, *others).astype(jnp.float32)
-            most = registers.peaks(jnp.abs(values), most, plan.interpret)
-            casts.append(_cast(plan, values if plan.tiling.fold else values * multiplier))
-            kept.append(rounded)
-        columns = pl.ds(column + c, plan.width)
-        if plan.keep and plan.tiling.direct and "product" not in skip:
-
-            def keep():
-                for n, rounded in enumerate(kept):
-                    at = pl.ds(column + c + n * size, size)
-                    arrays.product[rows, at] = rounded
-
-            pl.when((row < plan.M) & (column + c < plan.N))(keep)
-        if plan.union:
-            plgpu.commit_smem()  # all threads have read what is overwritten
+    if plan.other:
+        hopper.untyped.barrier_wait(work.memory.gemm.arrived.at[work.gemm.warpgroup])
+    for part, first in enumerate(range(0, tiling.columns, plan.width)):
+        q, qt = work.results(part)
+        casts = []
+        for c in range(first, first + plan.width, PART):
+            scaled, cast, most = _cast(work, product[:, c : c + PART], c, most)
+            casts.append(cast)
+            if arrays.product is not None:
+                inside = (row < plan.gemm.M) & (column + c < plan.gemm.N)
+                at = rows, pl.ds(column + c, PART)
+                pl.when(inside)(lambda at=at, scaled=scaled: _write(arrays.product, at, scaled))
+        if plan.other:
+            plgpu.commit_smem()  # all threads have read the input that is overwritten
         else:
-            copies = 2 + (plan.keep and not plan.tiling.direct)
-            ahead = copies * (plan.tiling.buffers - 1)
-            plgpu.wait_smem_to_gmem(ahead if part else 0, wait_read_only=True)
-        for n, (cast, rounded) in enumerate(zip(casts, kept)):
-            registers.store(cast, q, qt, n * size, plan.interpret)
-            if plan.keep and not plan.tiling.direct:
-                wide[...] = rounded
+            others = 2 * (tiling.parts - 1) if part else 0
+            plgpu.wait_smem_to_gmem(others, wait_read_only=True)
+        for n, cast in enumerate(casts):
+            registers.store(cast, q, qt, n * PART, plan.interpret)
         plgpu.commit_smem()
-        if "stores" in skip:
-            continue
-        if "q" not in skip.split():
-            plgpu.copy_smem_to_gmem(q, arrays.q_MN.at[rows, columns])
-        if "qt" not in skip.split():
-            plgpu.copy_smem_to_gmem(qt, arrays.q_NM.at[columns, rows])
-        if arrays.product is not None and not plan.tiling.direct and "product" not in skip:
-            plgpu.copy_smem_to_gmem(wide, arrays.product.at[rows, columns])
+        columns = pl.ds(column + first, plan.width)
+        hopper.untyped.copy_smem_to_gmem(q, arrays.q_MN.at[rows, columns])
+        hopper.untyped.copy_smem_to_gmem(qt, arrays.q_NM.at[columns, rows])
     return most
 
 
-def _cast(plan: Plan, scaled: jax.Array) -> jax.Array:
-    if plan.interpret:
+def _write(to: Ref, at, values: jax.Array):
+    to[at] = values
+
+
+def _cast(work: EpilogueWork, product: jax.Array, column: int, most: jax.Array):
+    """Return (the rounded product, the cast of the function's value, the threads' amax)."""
+    plan, others = work.plan, []
+    scale, multiplier = work.scale, work.multiplier
+    if plan.other:
+        part = pl.ds(column, PART)
+        other = work.memory.gemm.parts.at[work.gemm.warpgroup, :, part]
+        factor = (scale * multiplier).astype(jnp.bfloat16)
+        others = [plgpu.load(other, layout=BLOCKS) * factor]
+        scale = multiplier = None
+    rounded = registers.rounded(product if scale is None else product * scale, plan.interpret)
+    values = plan.function(registers.widened(rounded, plan.interpret), *others)
+    most = registers.peaks(jnp.abs(values), most, plan.interpret)
+    if multiplier is not None:
+        values = values * multiplier
+    if plan.interpret:  # the hardware's cast saturates
         largest = float(jnp.finfo(plan.dtype).max)
-        scaled = jnp.minimum(jnp.maximum(scaled, -largest), largest)
-    return scaled.astype(plan.dtype)
+        values = jnp.minimum(jnp.maximum(values, -largest), largest)
+    return rounded, values.astype(plan.dtype), most

@@ -29,59 +29,36 @@ BLOCKS: Any = plgpu.Layout.TILED(
 THREADS: Any = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
-def zeros(interpret: bool) -> jax.Array:
+def zeros() -> jax.Array:
     """A float32 for each thread."""
     return plgpu.layout_cast(jnp.zeros((128,), jnp.float32), THREADS)
 
 
-def in_blocks(product: jax.Array, interpret: bool) -> jax.Array:
-    """The rows and columns in order. product: the even ones, then the odd ones."""
-    rows, columns = product.shape
-    if interpret:
-        return _interleave(product, rows, columns)
-
-    @plgpu.inline_mgpu(arg_types=(hopper.MATRIX,), return_type=_result(product.shape))
-    def relabel(_, product):
-        return _blocks(product.shape, lambda odd, *at: product.registers[(odd, *at)])
-
-    return relabel(product)
-
-
-def halves_in_blocks(even: jax.Array, odd: jax.Array, interpret: bool) -> jax.Array:
-    """As `in_blocks`, with the even and odd rows apart."""
+def in_blocks(even: jax.Array, odd: jax.Array, interpret: bool) -> jax.Array:
+    """Rows and columns in order. even, odd: those rows, each with the even columns first."""
     rows, columns = even.shape
-    if interpret:
-        return _interleave(jnp.concatenate([even, odd]), 2 * rows, columns)
-
     shape = 2 * rows, columns
+    if interpret:
+        both = jnp.stack([even, odd]).reshape(2, rows, 2, columns // 2)
+        return both.transpose(1, 0, 3, 2).reshape(shape)
 
-    @plgpu.inline_mgpu(arg_types=(hopper.MATRIX, hopper.MATRIX), return_type=_result(shape))
+    @plgpu.inline_mgpu(
+        arg_types=(hopper.MATRIX, hopper.MATRIX),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, BLOCKS),
+    )
     def relabel(_, *halves):
-        return _blocks(shape, lambda odd, *at: halves[odd].registers[(0, *at)])
+        layout = BLOCKS.to_mgpu()
+        registers = np.empty(layout.registers_shape(shape), dtype=object)
+        kind = ir.VectorType.get((4,), ir.F32Type.get())
+        for at in np.ndindex(*registers.shape):
+            group, below, half = at[1], at[4], at[8]
+            groups = group, group + columns // 16
+            pairs = [halves[half].registers[0, n, 0, 0, below, 0, 0, 0, 0] for n in groups]
+            values = [vector.extract(pair, [], [n]) for n in (0, 1) for pair in pairs]
+            registers[at] = vector.from_elements(kind, values)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return relabel(even, odd)
-
-
-def _interleave(product: jax.Array, rows: int, columns: int) -> jax.Array:
-    parts = product.reshape(2, rows // 2, 2, columns // 2)
-    return parts.transpose(1, 0, 3, 2).reshape(rows, columns)
-
-
-def _result(shape: tuple[int, ...]) -> Any:
-    return plgpu.ShapeDtypeStruct(shape, jnp.float32, BLOCKS)
-
-
-def _blocks(shape: tuple[int, int], register: Any) -> Any:
-    layout = BLOCKS.to_mgpu()
-    registers = np.empty(layout.registers_shape(shape), dtype=object)
-    groups = shape[1] // 16
-    for at in np.ndindex(*registers.shape):
-        column, below, odd = at[1], at[4], at[8]
-        pairs = [register(odd, half * groups + column, 0, 0, below, 0, 0, 0, 0) for half in (0, 1)]
-        values = [vector.extract(pair, [], [n]) for n in (0, 1) for pair in pairs]
-        kind = ir.VectorType.get((4,), ir.F32Type.get())
-        registers[at] = vector.from_elements(kind, values)
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
 def rounded(values: jax.Array, interpret: bool) -> jax.Array:
