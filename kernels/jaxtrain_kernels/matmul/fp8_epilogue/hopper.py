@@ -10,6 +10,7 @@ registers. The warpgroups then share a tile and take turns: one adds while the o
 nothing overlaps the epilogue.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -164,9 +165,7 @@ def _product(options, operands, factors, tiling, interpret):
         q_MN, q_NM, most, *kept = outputs
         arrays = EpilogueArrays(given, inputs[-1], q_MN, q_NM, most, kept[0] if plan.keep else None)
         other, results = (results[0], results[1:]) if plan.other else (None, results)
-        memory = EpilogueMemory(
-            gemm.GemmMemory(a, b, other, full, free, arrived), tuple(results)
-        )
+        memory = EpilogueMemory(gemm.GemmMemory(a, b, other, full, free, arrived), tuple(results))
         hopper.specialize_warpgroups(
             WARPGROUPS,
             lambda: _load(plan_of_gemm, arrays.gemm, memory.gemm),
@@ -228,6 +227,8 @@ def _plan(options, sizes, dtype, other: bool, tiling: GemmTiling | None, interpr
         plan._replace(clusters=clusters), options.function, options.dtype, other, keep, exact,
         interpret,
     )  # fmt: skip
+    if other and whole.width != ROWS:
+        raise ValueError(f"a second input needs a shared tile of {ROWS} columns, got {tiling}")
     if tiling.rows != ROWS or tiling.columns % PART or whole.shared_bytes > SHARED_BYTES:
         raise ValueError(
             f"a tile needs {ROWS} rows, columns in multiples of {PART}, and up to {SHARED_BYTES} "
@@ -323,7 +324,7 @@ def _sum(work: EpilogueWork, t: Index) -> jax.Array:
     halves = pl.run_scoped(multiply, *[_accumulator(work) for _ in range(2)])
     last = lax.rem((t + 1) * plan.steps - 1, tiling.stages)
     plgpu.barrier_arrive(memory.free.at[last])
-    return registers.in_blocks(*halves, work.plan.interpret)
+    return registers.in_blocks(halves[0], halves[1], work.plan.interpret)
 
 
 def _sum_exactly(work: EpilogueWork, t: Index) -> jax.Array:
@@ -353,7 +354,7 @@ def _sum_exactly(work: EpilogueWork, t: Index) -> jax.Array:
     shape = ROWS // 2, tiling.columns
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), hopper.MATRIX)
     halves = lax.fori_loop(0, plan.steps, step, (zeros, zeros))
-    return registers.in_blocks(*halves, work.plan.interpret)
+    return registers.in_blocks(halves[0], halves[1], work.plan.interpret)
 
 
 def _accumulator(work: EpilogueWork):
@@ -394,10 +395,10 @@ def _store(work: EpilogueWork, t: Index, product: jax.Array, most: jax.Array) ->
         for c in range(first, first + plan.width, PART):
             scaled, cast, most = _cast(work, product[:, c : c + PART], c, most)
             casts.append(cast)
-            if arrays.product is not None:
+            if (kept := arrays.product) is not None:
                 inside = (row < plan.gemm.M) & (column + c < plan.gemm.N)
                 at = rows, pl.ds(column + c, PART)
-                pl.when(inside)(lambda at=at, scaled=scaled: _write(arrays.product, at, scaled))
+                pl.when(inside)(functools.partial(_write, kept, at, scaled))
         if plan.other:
             plgpu.commit_smem()  # all threads have read the input that is overwritten
         else:

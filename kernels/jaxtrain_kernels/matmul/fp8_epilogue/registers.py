@@ -1,28 +1,31 @@
 """A float8 matmul's result as it lies in registers, for `hopper`: neighbours in one thread.
 
-wgmma gives thread (w, r, l) of 4 x 8 x 4, of each 64 x 8 values, rows 16 w + r and 8 below, and
-columns 2 l and 2 l + 1. Where the operands' even rows come before the odd ones, these are rows
-2 (16 w + r) and the next one, and four neighbouring columns.
+wgmma gives thread (r, l) of a warp's 8 x 4, of 16 x 8 values, those of rows r and r + 8 and of
+columns 2 l and 2 l + 1. Where one accumulator has the even rows and another the odd ones, and the
+even columns come before the odd ones, a thread has 2 x 4 neighbours (`BLOCKS`).
+
+Pallas's interpret mode runs no `inline_mgpu`, so on a CPU each function has a plain form.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxtrain_kernels import hopper
 
+# Of 128 rows and 16 columns: 32 rows per warp, of which 8 x 4 threads have 16, then the next 16.
 TILES = (128, 16), (32, 16), (16, 16), (2, 4)
-# Of 128 x 16 values: 32 rows a warp, in turn 8 x 4 threads, each with 2 x 4 values, and those 16
-# rows below.
 BLOCKS: Any = plgpu.Layout.TILED(
     fragmented_array.Tiling(TILES), warp_dims=(-8,), lane_dims=(-4, -3), vector_dim=-1
 )
@@ -30,7 +33,7 @@ THREADS: Any = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
 def zeros() -> jax.Array:
-    """A float32 for each thread."""
+    """Float32 [128], one for each thread."""
     return plgpu.layout_cast(jnp.zeros((128,), jnp.float32), THREADS)
 
 
@@ -42,101 +45,71 @@ def in_blocks(even: jax.Array, odd: jax.Array, interpret: bool) -> jax.Array:
         both = jnp.stack([even, odd]).reshape(2, rows, 2, columns // 2)
         return both.transpose(1, 0, 3, 2).reshape(shape)
 
-    @plgpu.inline_mgpu(
-        arg_types=(hopper.MATRIX, hopper.MATRIX),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, BLOCKS),
-    )
     def relabel(_, *halves):
         layout = BLOCKS.to_mgpu()
         registers = np.empty(layout.registers_shape(shape), dtype=object)
-        kind = ir.VectorType.get((4,), ir.F32Type.get())
         for at in np.ndindex(*registers.shape):
             group, below, half = at[1], at[4], at[8]
             groups = group, group + columns // 16
             pairs = [halves[half].registers[0, n, 0, 0, below, 0, 0, 0, 0] for n in groups]
-            values = [vector.extract(pair, [], [n]) for n in (0, 1) for pair in pairs]
-            registers[at] = vector.from_elements(kind, values)
+            registers[at] = _joined([_element(pair, n) for n in (0, 1) for pair in pairs])
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return relabel(even, odd)
+    given = hopper.MATRIX, hopper.MATRIX
+    return _inline(relabel, given, plgpu.ShapeDtypeStruct(shape, jnp.float32, BLOCKS))(even, odd)
 
 
 def rounded(values: jax.Array, interpret: bool) -> jax.Array:
-    """The values in bfloat16: two at a time, which the compiler does not do by itself."""
+    """Float32 in bfloat16, two at a time, which the compiler does not always do by itself."""
     if interpret:
         return values.astype(jnp.bfloat16)
-    kind = plgpu.ShapeDtypeStruct(values.shape, jnp.bfloat16, BLOCKS)
 
-    @plgpu.inline_mgpu(arg_types=(BLOCKS,), return_type=kind)
-    def convert(_, values):
-        i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
-        registers = np.empty_like(values.registers)
-        for at, register in np.ndenumerate(values.registers):
-            four = [vector.extract(register, [], [n]) for n in range(4)]
-            ptx = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-            pairs = [
-                mgpu.utils.inline_ptx(ptx, *four[n : n + 2], result_types=i32) for n in (0, 2)
-            ]
-            registers[at] = mgpu.utils.vector_concat([mgpu.utils.bitcast(x, pair) for x in pairs])
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=values.layout, _is_signed=None
-        )
+    def convert(four):
+        i32 = ir.IntegerType.get_signless(32)
+        pairs = [
+            mgpu.utils.inline_ptx(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;",
+                *(_element(four, n + m) for m in (0, 1)),
+                result_types=i32,
+            )
+            for n in (0, 2)
+        ]
+        return mgpu.utils.bitcast(_joined(pairs), ir.VectorType.get((4,), ir.BF16Type.get()))
 
-    return convert(values)
+    return _each(convert, values, jnp.bfloat16)
 
 
 def widened(values: jax.Array, interpret: bool) -> jax.Array:
-    """bfloat16 values in float32, by one instruction each (the compiler takes 1.5)."""
+    """bfloat16 in float32, with one instruction for each; the compiler takes 1.5."""
     if interpret:
         return values.astype(jnp.float32)
-    kind = plgpu.ShapeDtypeStruct(values.shape, jnp.float32, BLOCKS)
 
-    @plgpu.inline_mgpu(arg_types=(BLOCKS,), return_type=kind)
-    def convert(_, values):
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    def convert(four):
+        i32 = ir.IntegerType.get_signless(32)
         const = lambda x: arith.constant(i32, ir.IntegerAttr.get(i32, x))
-        registers = np.empty_like(values.registers)
-        for at, register in np.ndenumerate(values.registers):
-            both = mgpu.utils.bitcast(register, ir.VectorType.get((2,), i32))
-            found = []
-            for n in (0, 1):
-                pair = vector.extract(both, [], [n])
-                found.append(arith.shli(pair, const(16)))
-                found.append(arith.andi(pair, const(-65536)))
-            found = [arith.bitcast(f32, x) for x in found]
-            registers[at] = vector.from_elements(ir.VectorType.get((4,), f32), found)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=values.layout, _is_signed=None
-        )
+        both, found = mgpu.utils.bitcast(four, ir.VectorType.get((2,), i32)), []
+        for pair in [_element(both, n) for n in (0, 1)]:
+            found += [arith.shli(pair, const(16)), arith.andi(pair, const(-(2**16)))]
+        return _joined([arith.bitcast(ir.F32Type.get(), x) for x in found])
 
-    return convert(values)
+    return _each(convert, values, jnp.float32)
 
 
 def peaks(values: jax.Array, most: jax.Array, interpret: bool) -> jax.Array:
-    """The maximum of `most` and of the values that a thread has. values: not negative."""
+    """Maximum [128] of `most` and of the values that each thread has."""
     if interpret:
         return jnp.maximum(most, jnp.max(values))
 
-    @plgpu.inline_mgpu(
-        arg_types=(BLOCKS, THREADS),
-        return_type=plgpu.ShapeDtypeStruct((128,), jnp.float32, THREADS),
-    )
     def reduce(_, values, most):
         [old] = most.registers.flat
-        found = list(values.registers.flat)
-        while len(found) > 1:
-            pairs = zip(found[::2], found[1::2])
-            found = [arith.maximumf(*pair) for pair in pairs] + found[len(found) // 2 * 2 :]
-        kind = old.type
-        elements = [vector.extract(found[0], [], [n]) for n in range(4)]
-        top = vector.extract(old, [], [0])
-        for element in elements:
-            top = arith.maximumf(top, element)
-        registers = np.asarray([vector.from_elements(kind, [top])], dtype=object)
-        registers = registers.reshape(most.registers.shape)
+        four = functools.reduce(arith.maximumf, values.registers.flat)
+        top = functools.reduce(arith.maximumf, [_element(four, n) for n in range(4)])
+        registers = np.empty_like(most.registers)
+        registers.flat[0] = _joined([arith.maximumf(_element(old, 0), top)])
         return mgpu.FragmentedArray(_registers=registers, _layout=most.layout, _is_signed=None)
 
-    return reduce(values, most)
+    result = plgpu.ShapeDtypeStruct((128,), jnp.float32, THREADS)
+    return _inline(reduce, (BLOCKS, THREADS), result)(values, most)
 
 
 def store(cast: jax.Array, q: Any, qt: Any, first: int, interpret: bool) -> None:
@@ -150,46 +123,43 @@ def store(cast: jax.Array, q: Any, qt: Any, first: int, interpret: bool) -> None
         at = pl.ds(first, cast.shape[1])
         q[:, at], qt[at] = cast, cast.T
         return
-    types = [plgpu.RefType(hopper.tiles(to.shape, cast.dtype).transforms) for to in (q, qt)]
-    plgpu.inline_mgpu(arg_types=(BLOCKS, *types))(lambda _, *args: _store(*args, first))(cast, q, qt)
+    types = [plgpu.RefType(hopper.tiles(x.shape, cast.dtype).transforms) for x in (q, qt)]
+    run = lambda _, *given: _store(given, q.shape[1], first)
+    _inline(run, (BLOCKS, *types))(cast, q, qt)
 
 
-def _store(cast: Any, q: Any, qt: Any, first: int) -> None:
-    width = ir.MemRefType(qt.type).shape[0] * 8
+def _store(given: tuple[Any, ...], width: int, first: int) -> None:
+    cast, q, qt = given
     i32 = ir.IntegerType.get_signless(32)
     const = lambda x: arith.constant(i32, x)
     times = lambda x, factor: arith.muli(x, const(factor))
+    total = lambda *terms: functools.reduce(arith.addi, terms)
+    bits = lambda x, start, count: arith.andi(arith.shrui(x, const(start)), const(2**count - 1))
     address = lambda ref: llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref))
-
-    def bits(x, start, count):
-        return arith.andi(arith.shrui(x, const(start)), const(2**count - 1))
-
-    def total(*terms):
-        return functools.reduce(arith.addi, terms)
-
-    def either(x, yes, no):
-        return arith.select(arith.cmpi(arith.CmpIPredicate.ne, x, const(0)), yes, no)
-
     thread = mgpu.utils.thread_idx()
     lane, warp = bits(thread, 0, 5), bits(thread, 5, 2)
-    # The thread gives the address of row c of matrix (below, second).
+
+    # A thread gives the address of row c of matrix (below, second) of four.
     c, second, below = bits(lane, 0, 3), bits(lane, 3, 1), bits(lane, 4, 1)
+    second = arith.xori(second, bits(c, 2, 1))  # the second half of the rows swaps
+    row = total(times(warp, 32), times(below, 16), times(c, 2), second)
+    swizzle = {128: bits(row, 0, 3), 64: bits(row, 1, 2)}[width]
+    q_address = total(address(q), times(row, width), times(swizzle, 16))
+    row = total(times(bits(c, 1, 2), 4), times(second, 2), bits(c, 0, 1))
+    swizzle = arith.xori(arith.addi(times(warp, 2), below), bits(row, 0, 3))
+    qt_address = total(address(qt), times(row, 128), times(swizzle, 16))
 
-    odd = arith.xori(second, bits(c, 2, 1))
-    row = total(times(warp, 32), times(below, 16), times(c, 2), odd)
-    bank = {128: bits(row, 0, 3), 64: bits(row, 1, 2), 32: bits(row, 2, 1)}[width]
-    q_address = total(address(q), times(row, width), times(bank, 16))
+    def either(bit, yes, no):
+        set_ = arith.cmpi(arith.CmpIPredicate.ne, bits(lane, bit, 1), const(0))
+        return arith.select(set_, yes, no)
 
-    pair = arith.xori(second, bits(c, 2, 1))
-    row = total(times(bits(c, 1, 2), 4), times(pair, 2), bits(c, 0, 1))
-    bank = arith.xori(arith.addi(times(warp, 2), below), bits(row, 0, 3))
-    qt_address = total(address(qt), times(row, 128), times(bank, 16))
-    low, high = const(0x5140), const(0x7362)  # bytes 0 and 1 of both rows, or 2 and 3
-    choices = either(bits(lane, 1, 1), high, low), either(bits(lane, 1, 1), low, high)
+    # Bytes 0 and 1 of two rows, or 2 and 3.
+    low, high = const(0x5140), const(0x7362)
+    choices = either(1, high, low), either(1, low, high)
 
-    def matrices(ptx, here, values):
+    def matrices(how: str, here, values):
         mgpu.utils.inline_ptx(
-            f"stmatrix.sync.aligned.m8n8.x4{ptx}.shared::cta.b16 [$0], {{$1, $2, $3, $4}};",
+            f"stmatrix.sync.aligned.m8n8.x4{how}.shared::cta.b16 [$0], {{$1, $2, $3, $4}};",
             here, *values, has_side_effects=True,
         )  # fmt: skip
 
@@ -198,9 +168,35 @@ def _store(cast: Any, q: Any, qt: Any, first: int) -> None:
         for below in (0, 1):
             at = 0, column, 0, 0, below, 0, 0, 0
             rows = [mgpu.utils.bitcast(cast.registers[(*at, n, 0)], i32) for n in (0, 1)]
-            straight += [either(bits(lane, 4, 1), *rows[::-1]), either(bits(lane, 4, 1), *rows)]
+            straight += [either(4, *rows[::-1]), either(4, *rows)]
             ptx = "prmt.b32 $0, $1, $2, $3;"
             turned += [mgpu.utils.inline_ptx(ptx, *rows, x, result_types=i32) for x in choices]
         chunk = first // 16 + column
         matrices("", arith.xori(q_address, const(16 * chunk)), straight)
         matrices(".trans", arith.addi(qt_address, const(16 * 128 * chunk)), turned)
+
+
+def _inline(function: Callable[..., Any], types: tuple[Any, ...], result: Any = None) -> Any:
+    inline: Any = plgpu.inline_mgpu(arg_types=types, return_type=result)
+    return inline(function)
+
+
+def _each(convert: Callable[[Any], Any], values: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The values with `convert` applied to each vector of four."""
+
+    def run(_, values):
+        registers = np.empty_like(values.registers)
+        for at, register in np.ndenumerate(values.registers):
+            registers[at] = convert(register)
+        return mgpu.FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct(values.shape, jnp.dtype(dtype), BLOCKS)
+    return _inline(run, (BLOCKS,), result)(values)
+
+
+def _element(values: Any, n: int) -> Any:
+    return vector.extract(values, [], [n])
+
+
+def _joined(values: list[Any]) -> Any:
+    return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
