@@ -294,7 +294,7 @@ def _compute(work: EpilogueWork):
 
     if plan.exact:
         pl.when(work.gemm.warpgroup == 1)(lambda: hopper.bar_arrive(TURN, WARPGROUPS))
-    most = lax.fori_loop(0, rounds, tile, registers.zeros())
+    most = lax.fori_loop(0, rounds, tile, registers.zero_per_thread())
     if plan.exact:
         pl.when(work.gemm.warpgroup == 0)(lambda: hopper.bar_sync(TURN, WARPGROUPS))
     block = lax.axis_index("cluster") * tiling.cluster + lax.axis_index("peer")
@@ -324,7 +324,7 @@ def _sum(work: EpilogueWork, t: Index) -> jax.Array:
     halves = pl.run_scoped(multiply, *[_accumulator(work) for _ in range(2)])
     last = lax.rem((t + 1) * plan.steps - 1, tiling.stages)
     plgpu.barrier_arrive(memory.free.at[last])
-    return registers.in_blocks(halves[0], halves[1], work.plan.interpret)
+    return registers.interleave_halves(halves[0], halves[1], work.plan.interpret)
 
 
 def _sum_exactly(work: EpilogueWork, t: Index) -> jax.Array:
@@ -354,7 +354,7 @@ def _sum_exactly(work: EpilogueWork, t: Index) -> jax.Array:
     shape = ROWS // 2, tiling.columns
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), hopper.MATRIX)
     halves = lax.fori_loop(0, plan.steps, step, (zeros, zeros))
-    return registers.in_blocks(halves[0], halves[1], work.plan.interpret)
+    return registers.interleave_halves(halves[0], halves[1], work.plan.interpret)
 
 
 def _accumulator(work: EpilogueWork):
@@ -405,7 +405,7 @@ def _store(work: EpilogueWork, t: Index, product: jax.Array, most: jax.Array) ->
             others = 2 * (tiling.parts - 1) if part else 0
             plgpu.wait_smem_to_gmem(others, wait_read_only=True)
         for n, cast in enumerate(casts):
-            registers.store(cast, q, qt, n * PART, plan.interpret)
+            registers.store_both_layouts(cast, q, qt, n * PART, plan.interpret)
         plgpu.commit_smem()
         columns = pl.ds(column + first, plan.width)
         hopper.untyped.copy_smem_to_gmem(q, arrays.q_MN.at[rows, columns])
@@ -427,9 +427,9 @@ def _cast(work: EpilogueWork, product: jax.Array, column: int, most: jax.Array):
         factor = (scale * multiplier).astype(jnp.bfloat16)
         others = [plgpu.load(other, layout=BLOCKS) * factor]
         scale = multiplier = None
-    rounded = registers.rounded(product if scale is None else product * scale, plan.interpret)
-    values = plan.function(registers.widened(rounded, plan.interpret), *others)
-    most = registers.peaks(jnp.abs(values), most, plan.interpret)
+    rounded = registers.fp32_to_bf16(product if scale is None else product * scale, plan.interpret)
+    values = plan.function(registers.bf16_to_fp32(rounded, plan.interpret), *others)
+    most = registers.max_per_thread(jnp.abs(values), most, plan.interpret)
     if multiplier is not None:
         values = values * multiplier
     if plan.interpret:  # the hardware's cast saturates

@@ -32,12 +32,12 @@ BLOCKS: Any = plgpu.Layout.TILED(
 THREADS: Any = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
-def zeros() -> jax.Array:
+def zero_per_thread() -> jax.Array:
     """Float32 [128], one for each thread."""
     return plgpu.layout_cast(jnp.zeros((128,), jnp.float32), THREADS)
 
 
-def in_blocks(even: jax.Array, odd: jax.Array, interpret: bool) -> jax.Array:
+def interleave_halves(even: jax.Array, odd: jax.Array, interpret: bool) -> jax.Array:
     """Rows and columns in order. even, odd: those rows, each with the even columns first."""
     rows, columns = even.shape
     shape = 2 * rows, columns
@@ -59,7 +59,7 @@ def in_blocks(even: jax.Array, odd: jax.Array, interpret: bool) -> jax.Array:
     return _inline(relabel, given, plgpu.ShapeDtypeStruct(shape, jnp.float32, BLOCKS))(even, odd)
 
 
-def rounded(values: jax.Array, interpret: bool) -> jax.Array:
+def fp32_to_bf16(values: jax.Array, interpret: bool) -> jax.Array:
     """Float32 in bfloat16, two at a time, which the compiler does not always do by itself."""
     if interpret:
         return values.astype(jnp.bfloat16)
@@ -79,7 +79,7 @@ def rounded(values: jax.Array, interpret: bool) -> jax.Array:
     return _each(convert, values, jnp.bfloat16)
 
 
-def widened(values: jax.Array, interpret: bool) -> jax.Array:
+def bf16_to_fp32(values: jax.Array, interpret: bool) -> jax.Array:
     """bfloat16 in float32, with one instruction for each; the compiler takes 1.5."""
     if interpret:
         return values.astype(jnp.float32)
@@ -95,7 +95,7 @@ def widened(values: jax.Array, interpret: bool) -> jax.Array:
     return _each(convert, values, jnp.float32)
 
 
-def peaks(values: jax.Array, most: jax.Array, interpret: bool) -> jax.Array:
+def max_per_thread(values: jax.Array, most: jax.Array, interpret: bool) -> jax.Array:
     """Maximum [128] of `most` and of the values that each thread has."""
     if interpret:
         return jnp.maximum(most, jnp.max(values))
@@ -112,7 +112,7 @@ def peaks(values: jax.Array, most: jax.Array, interpret: bool) -> jax.Array:
     return _inline(reduce, (BLOCKS, THREADS), result)(values, most)
 
 
-def store(cast: jax.Array, q: Any, qt: Any, first: int, interpret: bool) -> None:
+def store_both_layouts(cast: jax.Array, q: Any, qt: Any, first: int, interpret: bool) -> None:
     """Store float8 values [128, columns] to columns of q and to rows of qt, from `first`.
 
     q [128, width], qt [width, 128]: in shared memory. Two neighbours of a column are one element of
