@@ -21,14 +21,13 @@ from jaxtrain.cluster.xla_flags import known_options
 # Tilings tried besides the default, by `gradient`: tile shape, and the data in flight.
 TILINGS = {
     False: (
-        GemmTiling(128, 192, stages=3, parts=3), GemmTiling(128, 192, stages=4, parts=2, cluster=1),
-        GemmTiling(128, 192, stages=4, parts=2), GemmTiling(128, 192, stages=4, parts=2, group=16),
-        GemmTiling(64, 192, stages=4, parts=2, shared=True),
+        GemmTiling(128, 192, stages=4, parts=2), GemmTiling(128, 192, stages=4, parts=1, cluster=1),
+        GemmTiling(128, 192, stages=4, parts=1, group=16), GemmTiling(128, 128, stages=5, parts=2),
+        GemmTiling(128, 128, stages=3, parts=1, cluster=1, shared=True),
     ),
     True: (
-        GemmTiling(64, 128, stages=5, parts=2, shared=True),
-        GemmTiling(64, 192, stages=3, parts=3, shared=True),
-        GemmTiling(64, 192, stages=3, parts=3, shared=True, group=16),
+        GemmTiling(128, 128, stages=3, parts=1, shared=True),
+        GemmTiling(128, 128, stages=3, parts=1, cluster=1, shared=True, group=16),
     ),
 }  # fmt: skip
 
@@ -47,7 +46,7 @@ def epilogue_rows(
         options = options_of(gradient)
         op = "fp8_product_relu2_grad" if gradient else "fp8_product_relu2"
         make = functools.partial(operands, options, sizes)
-        inputs, tested = rotating(make), operands(options, (256, 256, 192), jax.random.key(1))
+        inputs, tested = rotating(make), operands(options, (256, 256, 384), jax.random.key(1))
         known = known_options(("cublas",))  # as a float8 training step is compiled
         for backend in [b for b in ("xla", "mosaic") if b in backends]:
             module = fp8_epilogue.BACKENDS[backend]

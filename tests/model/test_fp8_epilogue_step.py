@@ -20,6 +20,7 @@ from jaxtrain.weights import float8 as model_fp8
 
 SHAPE = {"depth": 1, "width": 128, "head_dim": 32, "hidden": 256, "window_pattern": "L"}
 FP8 = {"fp8": "blocks", "fp8_history": 2}
+INTERPRET = plgpu.InterpretGPUParams(inline_mgpu="_hack_model_inline_mgpu_tokamax")
 
 
 def step_of(fp8_epilogue):
@@ -54,14 +55,14 @@ def test_the_option_changes_who_casts_and_no_number(monkeypatch):
 @pytest.mark.slow
 def test_the_kernels_step_has_the_loss_of_the_step_without(monkeypatch):
     """But for sums in another order, whose last bit can move a value by a step of float8."""
-    turns = GemmTiling(64, 64, stages=2, parts=1, cluster=1, blocks=1)
-    shared = turns._replace(shared=True, parts=1)
+    turns = GemmTiling(128, 64, stages=2, parts=1, cluster=1, blocks=1)
+    shared = turns._replace(shared=True, columns=128)
 
     def interpreted(options, operands, *scales):
         tiling = shared if options.exact else turns
         return hopper.product_quantized(
             options._replace(product_dtype=jnp.bfloat16), operands, *scales, tiling=tiling,
-            interpret=plgpu.InterpretGPUParams(),
+            interpret=INTERPRET,
         )  # fmt: skip
 
     in_bfloat16 = functools.partial(with_bfloat16, xla.product_quantized)

@@ -23,7 +23,7 @@ def relu2(h: Array) -> Array:
 
 def relu2_grad(da: Array, h: Array) -> Array:
     """Gradient of h, from da, the gradient of relu2(h)."""
-    return _wide(da) * (2.0 * _wide(jnp.maximum(h, 0)))
+    return _wide(da) * _wide(2 * jnp.maximum(h, 0))
 
 
 def _wide(x: Array) -> Array:

@@ -233,19 +233,29 @@ def load_tiles(plan: GemmPlan, arrays: GemmArrays, memory: GemmMemory):
     """Load the operands of each tile's steps."""
     tiling = plan.tiling
 
+    def load_step(row, column, at, slot, full):
+        rows, columns = pl.ds(row, tiling.block_rows), pl.ds(column, tiling.columns)
+        plgpu.copy_gmem_to_smem(arrays.a.at[rows, at], memory.a.at[slot], full)
+        b = arrays.b.at[columns, at] if plan.b_is_NK else arrays.b.at[at, columns]
+        plgpu.copy_gmem_to_smem(b, memory.b.at[slot], full, collective_axes=("peer",))
+
+    load_steps(plan, memory, load_step)
+
+
+def load_steps(plan: GemmPlan, memory: GemmMemory, load_step: Callable[..., None]):
+    """Load each tile's steps: load_step(row, column, columns of a and b, stage, barrier)."""
+    tiling = plan.tiling
+
     def load_tile(t, _):
         row, column = place_of(plan, t)
-        rows, columns = pl.ds(row, tiling.block_rows), pl.ds(column, tiling.columns)
 
-        def load_step(k, _):
+        def step(k, _):
             slot = lax.rem(t * plan.steps + k, tiling.stages)
             full, at = full_barrier(plan, memory, t, slot), pl.ds(k * plan.step, plan.step)
             plgpu.barrier_wait(memory.free.at[slot])
-            plgpu.copy_gmem_to_smem(arrays.a.at[rows, at], memory.a.at[slot], full)
-            b = arrays.b.at[columns, at] if plan.b_is_NK else arrays.b.at[at, columns]
-            plgpu.copy_gmem_to_smem(b, memory.b.at[slot], full, collective_axes=("peer",))
+            load_step(row, column, at, slot, full)
 
-        lax.fori_loop(0, plan.steps, load_step, None)
+        lax.fori_loop(0, plan.steps, step, None)
 
     rounds = rounds_of(plan)
     lax.fori_loop(0, rounds, load_tile, None)
