@@ -13,6 +13,7 @@ from jaxtrain_kernels import grouped_matmul
 from jaxtrain_kernels.dispatch import on_target, target
 from jaxtrain_kernels.grouped_matmul import hopper, reference
 from jaxtrain_kernels.grouped_matmul.hopper import weights
+from jaxtrain_kernels.grouped_matmul.hopper.rows import Epilogue, default_tiling
 from jaxtrain_kernels.grouped_matmul.hopper.table import largest_first, row_tiles
 from jaxtrain_kernels.matmul.hopper.gemm import GemmTiling
 
@@ -121,6 +122,14 @@ def test_each_row_of_a_group_is_in_one_tile(sizes, M):
     groups = np.repeat(np.arange(len(sizes) + 1), [*sizes, M - sum(sizes)])
     assert seen == list(enumerate(groups.tolist()))
     assert places == position_M.tolist()
+
+
+def test_small_groups_and_epilogues_get_tiles_of_fewer_rows():
+    shape = lambda *given: (default_tiling(*given).rows, default_tiling(*given).cluster)
+    plain, other = Epilogue(), Epilogue(jnp.negative)
+    assert [shape(16384, 768, e) for e in (plain, other)] == [(192, 2), (128, 2)]
+    assert shape(2048, 768, plain) == (128, 1)
+    assert default_tiling(16384, 192, plain).columns == 192  # in one tile, not in two
 
 
 def test_large_groups_come_first():

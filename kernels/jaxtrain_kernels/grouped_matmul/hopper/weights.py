@@ -57,8 +57,7 @@ class WeightsTile(NamedTuple):
 
     @property
     def steps(self) -> jax.Array:
-        steps = lax.div(self.end - self.first + STEP - 1, STEP)
-        return jnp.where(self.end > self.start, steps, 0)
+        return lax.div(self.end - self.first + STEP - 1, STEP)
 
 
 @hopper.jit_kernel("tiling", "interpret")
