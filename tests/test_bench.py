@@ -1,6 +1,5 @@
 import importlib
 import json
-import re
 from types import SimpleNamespace
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtrain_kernels.shapes import LOSS_BENCH
-from rich.console import Console
 from tiny import FEW_PARTS, assignments
 
 from benchmarks import kernels, profile, record, tables, timing
@@ -441,15 +439,3 @@ def test_an_option_that_nothing_reads_is_one_line(argv, message, capsys, monkeyp
         monkeypatch.setattr(command, name, lambda *_: pytest.fail("it is measured"))
     assert main(argv.split()) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
-
-
-def test_on_the_screen_rows_of_a_name_have_a_table_with_their_columns(capsys):
-    one = {"shape": "1 x 8", "backend": "int8"}
-    rows = [one | {"name": "engine", "ms": 2.0}, one | {"name": "first_token", "alone_ms": 3.0}]
-    about = {"bench": "engine", "config": "gpt_d12", "variant": "fast", "device": "H200"}
-    about |= {"device_count": 1}
-    Console(width=80).print(tables.table_of(about | {"rows": rows, "peers": []}))
-    title, first, second = re.split(r"\n\s*\n", capsys.readouterr().out.strip())[:3]
-    assert title.strip() == "engine gpt_d12, 1 x 8, int8, fast, H200, this run"
-    assert "ms" in first and "alone" not in first and "first_token" not in first
-    assert "alone" in second and "engine" not in second

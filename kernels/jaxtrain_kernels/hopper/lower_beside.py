@@ -20,6 +20,7 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jaxtyping import PyTree
 
 from jaxtrain_kernels.hopper.compile_beside import has_gpu
 
@@ -141,7 +142,7 @@ pending_kernel = Primitive("pending_kernel")
 pending_kernel.multiple_results = True
 
 
-def pending(code: Callable[[], Callable[..., Any]], results: Any) -> Callable[..., Any]:
+def pending(code: Callable[[], Callable[..., Any]], results: PyTree) -> Callable[..., Any]:
     """A function whose results have these types (a tree). `code` returns the function itself, when
     a program that contains it is lowered."""
     leaves, tree = jax.tree.flatten(results)

@@ -262,7 +262,7 @@ def load_steps(plan: GemmPlan, memory: GemmMemory, load_step: Callable[..., None
     drain(plan, memory, rounds * plan.steps)
 
 
-def drain(plan: GemmPlan, memory: GemmMemory, steps: Any):
+def drain(plan: GemmPlan, memory: GemmMemory, steps: Index):
     """Wait, after that many steps, until all slots are free.
 
     A block of a cluster must not exit before the others have signalled its free barriers.
