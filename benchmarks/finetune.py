@@ -22,7 +22,7 @@ from jaxtrain.optim import make_optimizer
 from jaxtrain.settings import UserError
 
 LORA: dict[str, Any] = {"name": "lora", "rank": 16, "alpha": 32.0}
-DOTS = ["model.remat=dots"]  # recomputes no matmul; needs about as many bytes as peft
+DOTS = ["model.remat=dots"]  # recomputes no matmul, in twice peft's bytes
 # Finetuning methods with their memory techniques; all others recompute whole blocks.
 # The first group is measured, then the peer, then the second group.
 METHODS: tuple[dict[str, tuple[dict[str, Any], list[str]]], ...] = (

@@ -105,14 +105,14 @@ def int8_matmul(
     key: Array | None,
 ) -> Float[Array, "*B T N"]:
     """x w in int8, with one scale per token and one per output channel."""
-    y_MN = int8_dot(x.reshape(-1, x.shape[-1]), w_KN)
-    return y_MN.reshape(*x.shape[:-1], -1)
+    return _forward(options, x, w_KN, key)[0]
 
 
 def _forward(
     options: Int8Options, x: Array, w_KN: Array, key: Array | None
 ) -> tuple[Array, tuple[Array, Array, Array | None]]:
-    return int8_matmul(options, x, w_KN, key), (x, w_KN, key)
+    y_MN = int8_dot(x.reshape(-1, x.shape[-1]), w_KN)
+    return y_MN.reshape(*x.shape[:-1], -1), (x, w_KN, key)
 
 
 def _backward(

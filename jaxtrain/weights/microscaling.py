@@ -136,14 +136,14 @@ def rounded_matmul(
     r: BlockScaling, x: Float[Array, "*B T K"], w_KN: Float[Array, "K N"], key: Array | None
 ) -> Float[Array, "*B T N"]:
     """x w with both in blocks along K. Backward matmuls have blocks along their contracted dim."""
-    sides = (r.block, r.block) if r.square else (r.block, 1)
-    left = round_operand(x, r, r.operand, (1, r.block), None)
-    right = round_operand(w_KN, r, r.operand, sides, None)
-    return product(left, right, ((x.ndim - 1,), (0,)))
+    return _forward(r, x, w_KN, key)[0]
 
 
 def _forward(r: BlockScaling, x: Array, w_KN: Array, key: Array | None) -> tuple[Array, Any]:
-    return rounded_matmul(r, x, w_KN, key), (x, w_KN, key)
+    sides = (r.block, r.block) if r.square else (r.block, 1)
+    left = round_operand(x, r, r.operand, (1, r.block), None)
+    right = round_operand(w_KN, r, r.operand, sides, None)
+    return product(left, right, ((x.ndim - 1,), (0,))), (x, w_KN, key)
 
 
 def _backward(

@@ -219,12 +219,13 @@ def quantize(w_LKN: Float[Array, "L K N"], kind: Literal["nf4", "int8"]) -> NF4W
 def frozen_matmul(x: Array, w: QuantizedWeight) -> Array:
     """x w. The packed matrix is saved for the gradient: dequantized ones of all layers would stay
     in memory from the forward to the backward pass."""
-    x, w = jax.lax.optimization_barrier((x, w))  # dequantize when needed, not all at the start
-    return gather_fsdp(w).product(x)
+    return _forward(x, w)[0]
 
 
-def _forward(x: Array, w: QuantizedWeight) -> tuple[Array, QuantizedWeight]:
-    return frozen_matmul(x, w), w
+def _forward(x: Array, packed: QuantizedWeight) -> tuple[Array, QuantizedWeight]:
+    """The matmul is here, not in a call, in which `model.remat=dots` would not see and save it."""
+    x, w = jax.lax.optimization_barrier((x, packed))  # dequantize when needed, not all at the start
+    return gather_fsdp(w).product(x), packed
 
 
 def frozen_backward(w: Weight, dy: Array) -> tuple[Array, None]:

@@ -69,14 +69,18 @@ class W8A8Weight(DynamicInt8Weight):
 @jax.custom_vjp
 def w8a8_matmul(x: Float[Array, "*B K"], w: DynamicInt8Weight) -> Float[Array, "*B N"]:
     """x w in int8. The gradient of x uses the dequantized matrix."""
-    w = gather_fsdp(w)
+    return _forward(x, w)[0]
+
+
+def _forward(x: Array, saved: DynamicInt8Weight) -> tuple[Array, DynamicInt8Weight]:
+    w = gather_fsdp(saved)
     x_MK = w.smooth(x.reshape(-1, x.shape[-1]).astype(jnp.float32))
     codes_MK, scales_M = quantize_absmax(x_MK, 1)
     y_MN = int8_products(codes_MK, w.codes) * scales_M[:, None] * w.scales[None]
-    return y_MN.astype(x.dtype).reshape(*x.shape[:-1], -1)
+    return y_MN.astype(x.dtype).reshape(*x.shape[:-1], -1), saved
 
 
-w8a8_matmul.defvjp(lambda x, w: (w8a8_matmul(x, w), w), frozen_backward)
+w8a8_matmul.defvjp(_forward, frozen_backward)
 
 
 def smoothing_scales(
