@@ -61,6 +61,7 @@ PAGES = [
 MARKERS = re.compile(r"(<!-- table (\w+) (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 MOST_ROWS = 10
 EMPTY = "", "-"  # cells
+LABELS = "shape", "backend", "variant", "device", "figures"  # columns that need no heading
 NAME_WIDTH = 18  # characters that the first column keeps on a narrow screen
 
 
@@ -217,7 +218,7 @@ def source(record: Record) -> str:
 def screen() -> Console:
     """A console; wide if the output is a file, so that table lines do not wrap."""
     console = Console()
-    return console if console.is_terminal else Console(width=180)
+    return console if console.is_terminal else Console(width=300)
 
 
 def to_rich(title: str, header: list[str], rows: list[list[str]]) -> Table:
@@ -241,12 +242,13 @@ def to_markdown(header: list[str], rows: list[list[str]]) -> str:
 def table_of(record: Record) -> Group:
     """The figures of one record and its peers, for the screen.
 
-    Rows of each name are a table of their own, with the columns that they have. The title has what
-    is the same in all rows.
+    Rows of each name are a table of their own, with the columns that they have. The title has the
+    labels that are the same in all rows.
     """
     bench = "race_runs" if record["bench"] == "race" else record["bench"]
     header, rows = tabulate(bench, [record], record["peers"])
-    alike = [i for i in range(1, len(header)) if len(rows) > 1 and len({r[i] for r in rows}) == 1]
+    labels = [i for i, name in enumerate(header) if name in LABELS and len(rows) > 1]
+    alike = [i for i in labels if len({row[i] for row in rows}) == 1]
     told = [rows[0][i] for i in alike if rows[0][i] not in EMPTY]
     title = ", ".join(dict.fromkeys([f"{record['bench']} {record['config']}", *told]))
     tables: list[Table] = []
