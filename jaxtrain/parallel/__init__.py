@@ -40,6 +40,7 @@ from jaxtrain.parallel.pipeline import (
 )
 from jaxtrain.parallel.pipeline_1f1b import pipeline_loss
 from jaxtrain.parallel.stacks import distribute_matrices
+from jaxtrain.parallel.tensor import tensor_matmuls
 
 __all__ = [
     "BATCH", "MeshConfig", "attention", "bubble_fraction", "check_context_chunks", "check_stages",
@@ -48,5 +49,5 @@ __all__ = [
     "moe_dispatch_combine", "num_shards", "pad_chunks", "paged_attention", "partition_spec",
     "pipeline_loss", "pipeline_size", "place_batch", "previous_token", "replicated_axes",
     "rope_attention", "run_pipeline", "shard_map", "shard_map_tokens", "shardings", "split_layers",
-    "split_rows", "token_losses", "zigzag_shard",
+    "split_rows", "tensor_matmuls", "token_losses", "zigzag_shard",
 ]  # fmt: skip

@@ -14,18 +14,21 @@ import jax
 import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtrain_kernels.attention.paged import Pages
 from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.feed_forward import BACKENDS as FEED_FORWARD
+from jaxtrain_kernels.feed_forward import Placement
 from jaxtyping import Array, Float, Int
 
-from jaxtrain.parallel import context
+from jaxtrain.parallel import context, tensor
 from jaxtrain.parallel.axes import (
     constrain,
     current_mesh,
     manual_axes,
+    mesh_axes_in,
     partition_spec,
     psum_replicated_grad,
     shard_map,
@@ -317,6 +320,12 @@ def shard_map_tokens[Result](
     return shard_map(kernel, specs, results)(*arrays)
 
 
+def shard_shape(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+    """Shape of a device's shard; JAX has this for meshes without manual axes only."""
+    counts = [prod(mesh.shape[name] for name in mesh_axes_in(entry)) for entry in spec]
+    return tuple(size // count for size, count in zip(shape, counts, strict=True))
+
+
 def feed_forward_relu2(
     x_BTD: Float[Array, "B T D"],
     w_up_DF: Float[Array, "D F"],
@@ -327,26 +336,33 @@ def feed_forward_relu2(
 
     Raises UserError if the requested backend does not support the call.
     """
-    mesh = current_mesh()
+    mesh, placement = current_mesh(), None
+    exchanged = tensor.exchanges_rows(x_BTD, "hidden", len(w_down_FD))
     if mesh is not None:
         (hidden,) = partition_spec(("hidden",), w_down_FD.shape[:1], mesh)
         rows = partition_spec(("batch", "tokens", None), x_BTD.shape, mesh)
-        if implementation is None and hidden is None:
-            names = [() if e is None else e if isinstance(e, tuple) else (e,) for e in rows]
-            counts = [prod(mesh.shape[name] for name in group) for group in names]
-            here = tuple(size // n for size, n in zip(x_BTD.shape, counts))
-            arrays = jax.ShapeDtypeStruct(here, x_BTD.dtype), w_up_DF, w_down_FD
-            ours = FEED_FORWARD["mosaic"].supports(target(), *arrays) is None
+        up_spec, down_spec = P(None, hidden), P(hidden, None)
+        if implementation is None and (hidden is None or exchanged):
+            arrays = (x_BTD, rows), (w_up_DF, up_spec), (w_down_FD, down_spec)
+            shapes = [shard_shape(x.shape, spec, mesh) for x, spec in arrays]
+            here = [jax.ShapeDtypeStruct(shape, x_BTD.dtype) for shape in shapes]
+            ours = FEED_FORWARD["mosaic"].supports(target(), *here) is None
             implementation = "mosaic" if ours else None
-        if implementation != "mosaic":  # XLA can partition the others
+        if exchanged:
+            placement = tensor.placement_of_rows()
+            rows = partition_spec(("batch", "sequence", None), x_BTD.shape, mesh)
+        elif implementation != "mosaic":  # XLA can partition the others
             pin = lambda h_BTF: constrain(h_BTF, "batch", "tokens", "hidden")
             return kernels.feed_forward_relu2(
-                x_BTD, w_up_DF, w_down_FD, constrain=pin, implementation=implementation or "xla"
-            )
+                x_BTD, w_up_DF, w_down_FD, placement=Placement(constrain=pin),
+                implementation=implementation or "xla",
+            )  # fmt: skip
 
     def local(x, w_up, w_down):
         try:
-            return kernels.feed_forward_relu2(x, w_up, w_down, implementation=implementation)
+            return kernels.feed_forward_relu2(
+                x, w_up, w_down, placement=placement, implementation=implementation
+            )
         except NotImplementedError as error:
             raise UserError(f"model.kernels.ffn: {error}; set it to xla") from None
 
@@ -355,7 +371,6 @@ def feed_forward_relu2(
 
     def part(x, w_up, w_down):
         y = local(x, w_up, w_down)
-        return y if hidden is None else psum_replicated_grad(y, hidden)
+        return y if hidden is None or exchanged else psum_replicated_grad(y, hidden)
 
-    specs = rows, P(None, hidden), P(hidden, None)
-    return shard_map(part, specs, rows)(x_BTD, w_up_DF, w_down_FD)
+    return shard_map(part, (rows, up_spec, down_spec), rows)(x_BTD, w_up_DF, w_down_FD)

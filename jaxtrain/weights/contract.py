@@ -19,7 +19,7 @@ from jaxtrain_kernels.matmul.few_rows import MANY, few_rows_matmul
 from jaxtyping import Array, Float
 
 from jaxtrain import parallel
-from jaxtrain.weights.params import Params, Specs, path_name
+from jaxtrain.weights.params import Params, ParamSpec, Specs, path_name
 
 
 class Weight(abc.ABC):
@@ -151,19 +151,32 @@ def dense(
     x: Float[Array, "*B K"], param: nnx.Param, cast: Fp8Input | None = None
 ) -> Float[Array, "*B N"]:
     """x times a module's matrix, in any form that the step or fine-tuning gave it. cast: of x."""
-    return matmul(x, reading(param, cast))
+    weight = reading(param, cast)
+    if isinstance(weight, Weight) or has_few_rows(x):
+        return matmul(x, weight)
+    return parallel.tensor_matmuls(x, (weight,), matrix_axes(param))[0]
 
 
 def dense_of(
     x: Float[Array, "*B K"], *params: nnx.Param, cast: Fp8Input | None = None
 ) -> Callable[[nnx.Param], Array]:
-    """`dense` of x as a function of any of these matrices. If x has few rows, one kernel call
-    computes all."""
+    """`dense` of x as a function of any of these matrices, whose dims have the same logical axes.
+    If x has few rows, one kernel call computes all."""
     matrices = [param.get_value() for param in params]
-    if not has_few_rows(x) or any(map(is_weight, matrices)):
+    if any(map(is_weight, matrices)):
         return functools.partial(dense, x, cast=cast)
-    found = dict(zip(map(id, params), few_rows_matmul(x, *matrices), strict=True))
+    if has_few_rows(x):
+        products = few_rows_matmul(x, *matrices)
+    else:
+        products = parallel.tensor_matmuls(x, matrices, matrix_axes(params[0]))
+    found = dict(zip(map(id, params), products, strict=True))
     return lambda param: found[id(param)]
+
+
+def matrix_axes(param: nnx.Param) -> tuple[str | None, str | None]:
+    """Logical axes of a matrix's in and out dim."""
+    spec: ParamSpec = param.get_metadata()["spec"]
+    return spec.axes[-2], spec.axes[-1]
 
 
 def dequantize(weight: Array | Weight) -> Array:
