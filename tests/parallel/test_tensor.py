@@ -1,5 +1,6 @@
 """Tensor parallelism: matmuls whose partial sums are exchanged by all-to-all."""
 
+import functools
 import re
 from collections import Counter
 
@@ -75,7 +76,8 @@ def test_partial_sums_of_16_bits_are_added_in_float32():
 def test_a_feed_forward_network_exchanges_rows(implementation, monkeypatch):
     monkeypatch.setitem(feed_forward.BACKENDS, "mosaic", feed_forward.xla)
     x, up, _, down = network()
-    f = lambda *a: jnp.sum(jnp.sin(parallel.feed_forward_relu2(*a, implementation)))
+    run = functools.partial(parallel.feed_forward_relu2, implementation=implementation)
+    f = lambda *given: jnp.sum(jnp.sin(run(*given)))
     expected = jax.jit(jax.value_and_grad(f, (0, 1, 2)))(x, up, down)
     found, exchanges = gradients(f, (x, up, down), data=2, tensor=4)
     for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
