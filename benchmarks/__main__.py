@@ -215,7 +215,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shrink", action="store_true", help="case-study: a tiny model, for a CPU")
     parser.add_argument(
         "--only", nargs="+", action="extend", metavar="NAME",
-        help="check: records whose file name has one of these; ladder: rungs; compress: rows",
+        help="check: records whose file name has one of these; ladder: rungs; compress, finetune: "
+        "rows",
     )  # fmt: skip
     parser.add_argument(
         "--depth", type=whole(1), action="append",
@@ -257,7 +258,7 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     whole = {
         "optim": bench_optimizers,
         "products": bench_products,
-        "finetune": bench_finetune,
+        "finetune": functools.partial(bench_finetune, only=a.only or ()),
         "tasks": bench_tasks,
     }
     if a.tune and a.what == "attention":

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import finetune
 from benchmarks.__main__ import main
+from jaxtrain.settings import UserError
 
 TINY = [
     "model.depth=1", "model.width=64", "model.head_dim=16", "model.hidden=128",
@@ -33,6 +34,28 @@ def test_the_peer_is_behind_lora_and_before_the_rest(monkeypatch):
     *_, record = finetune.bench_finetune("llama_tiny", TINY, None)
     names = [row["name"] for row in record["rows"]]
     assert names[:4] == ["LoRA r16", "LoRA r16, dots", "peer", "QLoRA r16, nf4"] and len(names) == 8
+
+
+@pytest.mark.parametrize(
+    ("only", "expected"),
+    [
+        (["QLoRA r16, nf4", "peft"], ["peer", "QLoRA r16, nf4"]),
+        (["LoRA r16, dots"], ["LoRA r16, dots"]),
+    ],
+)
+def test_only_the_rows_that_were_asked_for(only, expected, monkeypatch):
+    ours = lambda name, overrides, methods, running: ({"name": method} for method in methods)
+    monkeypatch.setattr(finetune, "measured", ours)
+    monkeypatch.setattr(finetune, "peer_rows", lambda name: iter([{"name": "peer"}]))
+    *_, record = finetune.bench_finetune("llama_tiny", TINY, None, only)
+    assert [row["name"] for row in record["rows"]] == expected
+
+
+def test_a_row_that_does_not_exist():
+    with pytest.raises(
+        UserError, match="--only LoRA: no such row; there are LoRA r16, LoRA r16, d"
+    ):
+        next(finetune.bench_finetune("llama_tiny", TINY, None, ["LoRA"]))
 
 
 @pytest.mark.slow
