@@ -95,25 +95,42 @@ def rope_attention(
     segments_BT: Int[Array, "B T"] | None,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
-    """RoPE, norm and attention, sharded over the batch (see `jaxtrain_kernels.rope_attention`).
+    """RoPE, norm and attention, sharded over batch and heads (see
+    `jaxtrain_kernels.rope_attention`).
 
-    Raises UserError if the requested backend does not support the call, or on a mesh with `tensor`.
+    With `tensor`, queries, keys and values of a device's heads are together (`joined_matmul`).
+    Raises UserError if the requested backend does not support the call, or where `tensor` does not
+    divide the heads.
     """
+    heads, shards = options.pop("heads"), 1
 
     def local(qkv, cos, sin, value, segments):
         try:
             arrays = qkv, cos, sin, value
-            return kernels.rope_attention(*arrays, segment_ids_BT=segments, **options)
+            return kernels.rope_attention(
+                *arrays, segment_ids_BT=segments, heads=heads // shards, **options
+            )
         except NotImplementedError as error:
             raise UserError(f"model.kernels.qkv: {error}; set it to xla") from None
 
     mesh, arrays = current_mesh(), (qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, segments_BT)
     if mesh is None:
         return local(*arrays)
-    if mesh.shape["tensor"] > 1:
-        raise UserError("model.kernels.qkv splits no heads: set it to xla, or set mesh.tensor=1")
-    rows = lambda x: None if x is None else P(*partition_spec(("batch",), x.shape[:1], mesh))
-    return shard_map(local, tuple(map(rows, arrays)), rows(qkv_BTCH))(*arrays)
+    kv_heads = (qkv_BTCH.shape[2] - heads) // 2
+    shards = mesh.shape["tensor"]
+    if heads % shards or kv_heads % shards:
+        raise UserError(
+            f"model.kernels.qkv: mesh.tensor={shards} does not divide {heads} and {kv_heads} "
+            "heads; set it to xla"
+        )
+
+    def split(x: Array | None, *more: str | None) -> P | None:
+        return None if x is None else P(*partition_spec(("batch",), x.shape[:1], mesh), *more)
+
+    by_head = None, "tensor" if shards > 1 else None
+    qkv, value = split(qkv_BTCH, *by_head), split(value_BTKH, *by_head)
+    given = qkv, split(cos_BTH), split(sin_BTH), value, split(segments_BT)
+    return shard_map(local, given, qkv)(*arrays)
 
 
 def paged_attention(

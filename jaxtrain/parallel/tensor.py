@@ -9,6 +9,7 @@ multiprocessors, which the matmuls hold.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,10 +26,17 @@ from jaxtrain.parallel.axes import (
     partition_spec,
     shard_map,
 )
+from jaxtrain.settings import UserError
 
 AXIS = "tensor"
 # Logical axes of a matrix [in, out] whose in or out dim is sharded over `tensor`.
 SHARDED = ("heads", "kv_heads", "hidden")
+
+
+def tensor_size() -> int:
+    """Number of devices along `tensor` on the current mesh."""
+    mesh = current_mesh()
+    return 1 if mesh is None else mesh.shape[AXIS]
 
 
 def tensor_matmuls(
@@ -46,14 +54,19 @@ def tensor_matmuls(
     return tuple(x @ w for w in matrices)
 
 
-def exchanges_rows(x: Array, axis: str | None, size: int) -> bool:
+def exchanges_rows(x: Array | jax.ShapeDtypeStruct, axis: str | None, size: int) -> bool:
     """Whether x's rows and a matrix's dim with this logical axis and size are sharded over
     `tensor`, so that the functions of this file apply."""
     mesh = current_mesh()
-    if mesh is None or mesh.shape[AXIS] == 1 or x.ndim != 3 or axis not in SHARDED:
+    if mesh is None or tensor_size() == 1 or x.ndim != 3 or axis not in SHARDED:
         return False
     rows = partition_spec(("batch", "sequence", None), x.shape, mesh)
     return AXIS in mesh_axes_in(rows[0]) and partition_spec((axis,), (size,), mesh) == P(AXIS)
+
+
+def splits_heads(x: Array | jax.ShapeDtypeStruct, *sizes: int) -> bool:
+    """`exchanges_rows` for matrices of heads with these numbers of heads or columns."""
+    return all(exchanges_rows(x, "heads", size) for size in sizes)
 
 
 def gather_rows(x_BTD: Array) -> Array:
@@ -61,14 +74,75 @@ def gather_rows(x_BTD: Array) -> Array:
     return constrain(x_BTD, "batch", "tokens", None)
 
 
+def joined_matmul(
+    x_BTD: Float[Array, "B T D"], matrices: tuple[Float[Array, "D _"], ...]
+) -> Float[Array, "B T C"]:
+    """As `matmuls_outputs_sharded`, by one matmul: each device concatenates its own columns.
+
+    Raises UserError if `tensor` does not divide rows and matrices.
+    """
+    if not splits_heads(x_BTD, *(w.shape[1] for w in matrices)):
+        raise UserError(
+            f"model.kernels.qkv: mesh.tensor={tensor_size()} does not divide {len(x_BTD)} rows or "
+            "the heads; set it to xla"
+        )
+    return _joined(x_BTD, matrices)
+
+
+@jax.custom_vjp
+def _joined(x_BTD: Array, matrices: tuple[Array, ...]) -> Array:
+    return _joined_forward(x_BTD, matrices)[0]
+
+
+def _joined_forward(x_BTD: Array, matrices: tuple[Array, ...]) -> tuple[Array, Any]:
+    x_BTD = gather_rows(x_BTD)
+    batch, tokens, _ = partition_spec(("batch", "tokens", None), x_BTD.shape, _mesh())
+    local = lambda x, *matrices: x @ jnp.concatenate(matrices, axis=1)
+    given = P(batch, tokens, None), *(P(None, AXIS) for _ in matrices)
+    y_BTC = shard_map(local, given, P(batch, tokens, AXIS))(x_BTD, *matrices)
+    return y_BTC, (x_BTD, matrices)
+
+
+def _joined_backward(saved: Any, dy_BTC: Array) -> Any:
+    x_BTD, matrices = saved
+    size, columns = _mesh().shape[AXIS], [w.shape[1] for w in matrices]
+    ends = list(itertools.accumulate(n // size for n in columns))
+    local = lambda dw: tuple(jnp.split(dw, ends[:-1], axis=1))
+    parts = tuple(P(None, AXIS) for _ in matrices)
+    # Together, as in `weights.contract.gradients_together`.
+    dx_BTD, dw_DC = jax.lax.optimization_barrier(
+        (sum_partial_joined(dy_BTC, matrices), weight_gradient(x_BTD, dy_BTC))
+    )
+    return dx_BTD, shard_map(local, (P(None, AXIS),), parts)(dw_DC)
+
+
+_joined.defvjp(_joined_forward, _joined_backward)
+
+
+def sum_partial_joined(
+    dy_BTC: Float[Array, "B T C"], matrices: tuple[Float[Array, "D _"], ...]
+) -> Float[Array, "B T D"]:
+    """The gradient of the input of `joined_matmul`, its rows sharded over `tensor`."""
+    batch, tokens, _ = partition_spec(("batch", "tokens", None), dy_BTC.shape, _mesh())
+
+    def local(dy: Array, *matrices: Array) -> Array:
+        return exchange_partial_sums(dy @ jnp.concatenate(matrices, axis=1).T)
+
+    given = P(batch, tokens, AXIS), *(P(None, AXIS) for _ in matrices)
+    out = P((*mesh_axes_in(batch), AXIS), tokens, None)
+    return shard_map(local, given, out)(dy_BTC, *matrices)
+
+
+def _mesh() -> Any:
+    return jax.sharding.get_abstract_mesh()
+
+
 def sum_partial_matmuls(
     *pairs: tuple[Float[Array, "B T _"], Float[Array, "_ D"]],
 ) -> Float[Array, "B T D"]:
     """Sum of x @ w over pairs of x [B, T, F] and w [F, D], both sharded by F over `tensor`. The
     rows of the result are sharded over it."""
-    mesh = jax.sharding.get_abstract_mesh()
-    (B, T, _), D = pairs[0][0].shape, pairs[0][1].shape[1]
-    batch, tokens, _ = partition_spec(("batch", "tokens", None), (B, T, D), mesh)
+    batch, tokens, _ = partition_spec(("batch", "tokens", None), pairs[0][0].shape, _mesh())
 
     def local(pairs: tuple[tuple[Array, Array], ...]) -> Array:
         return exchange_partial_sums(functools.reduce(jnp.add, (x @ w for x, w in pairs)))

@@ -79,13 +79,16 @@ def has_few_rows(x: Array) -> bool:
 def matmul_joined(
     x: Float[Array, "*B K"], *matrices: Array | Weight
 ) -> Float[Array, "*B N"] | None:
-    """x times matrices concatenated by columns, in one matmul; None if their forms have none."""
+    """x times the matrices of heads, concatenated by columns, in one matmul; None if their forms
+    have none. With `mesh.tensor` each device's columns are together."""
     first, *others = matrices
     if isinstance(first, Weight):
         return first.matmul_joined(x, others)
     arrays = [first, *(w for w in others if not isinstance(w, Weight))]
     if len(arrays) <= len(others):
         return None
+    if parallel.tensor_size() > 1:
+        return parallel.joined_matmul(x, tuple(arrays))
     x, w_KN = gradients_together(x, jnp.concatenate(arrays, axis=1))
     return x @ w_KN
 

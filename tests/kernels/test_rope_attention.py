@@ -201,7 +201,9 @@ def test_one_array_changes_neither_the_loss_nor_its_gradient(more, monkeypatch):
     [
         ({}, {}, "mosaic"),
         ({}, {"data": 2}, "mosaic"),
-        ({}, {"data": 1, "tensor": 2}, "xla"),
+        ({}, {"data": 1, "tensor": 2}, "mosaic"),
+        ({}, {"data": 1, "tensor": 4}, "xla"),  # two heads
+        ({}, {"data": 4, "tensor": 2}, "xla"),  # four rows
         ({"fp8": "blocks"}, {}, "xla"),
         ({"remat_short": "block"}, {}, "xla"),
         ({"attention": "cudnn"}, {}, "xla"),

@@ -13,6 +13,8 @@ from tiny import mesh_of
 
 from jaxtrain import parallel
 from jaxtrain.parallel import tensor
+from jaxtrain.settings import UserError
+from jaxtrain.weights import contract
 
 EXCHANGE = re.compile(r"(all-to-all|all-gather|reduce-scatter|all-reduce)(?:-start)?\(")
 
@@ -83,3 +85,40 @@ def test_a_feed_forward_network_exchanges_rows(implementation, monkeypatch):
     for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     assert exchanges["all-to-all"] == 2 and not exchanges["reduce-scatter"]
+
+
+def attention(x, q, k, v, out, *, heads=8):
+    """Attention of joined heads, 8 of queries and 4 of keys, then the output projection's loss."""
+    joined = contract.matmul_joined(x, q, k, v)
+    assert joined is not None
+    qkv = joined.reshape(*x.shape[:2], -1, 8)
+    angles = jnp.arange(x.shape[1])[None, :, None] / jnp.arange(1, 5).repeat(2)[None, None]
+    value = jnp.sin(jnp.arange(4 * 8.0)).reshape(1, 1, 4, 8) * x[..., :1, None]
+    y = parallel.rope_attention(
+        qkv, jnp.cos(angles), jnp.sin(angles), value, None, heads=heads, eps=1e-6, scale=0.3,
+        causal=True, window=None, softcap=None, implementation="reference",
+    )  # fmt: skip
+    (y,) = parallel.tensor_matmuls(y.reshape(*x.shape[:2], -1), (out,), ("heads", "embed"))
+    return jnp.sum(jnp.cos(parallel.constrain(y, "batch", "sequence", None)))
+
+
+@pytest.mark.parametrize("mesh", [dict(data=2, tensor=4), dict(tensor=2)], ids=str)
+@pytest.mark.quick("{'data': 2, 'tensor': 4}")
+def test_joined_heads_over_a_mesh_are_those_of_one_device(mesh):
+    shapes = (16, 8, 32), (32, 64), (32, 32), (32, 32), (64, 32)
+    given = [jax.random.normal(jax.random.key(i), shape) / 5 for i, shape in enumerate(shapes)]
+    every = tuple(range(len(given)))
+    expected = jax.jit(jax.value_and_grad(attention, every))(*given)
+    found, exchanges = gradients(attention, given, **mesh)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert exchanges["all-to-all"] == 2
+
+
+def test_heads_that_the_axis_does_not_divide_are_an_error():
+    x, q, k, _ = network()
+    with jax.set_mesh(mesh_of(tensor=4)):
+        with pytest.raises(UserError, match="mesh.tensor=4 does not divide 16 rows or the heads"):
+            contract.matmul_joined(x, q, k[:, :30], k)
+        with pytest.raises(UserError, match="mesh.tensor=4 does not divide 2 and 7 heads; set it"):
+            jax.eval_shape(functools.partial(attention, heads=2), x, q, k, k, q.T)
