@@ -28,6 +28,7 @@ from jaxtrain_kernels.matmul.fp8 import (
     fp8_quantize_delayed,
     fp8_unsupported,
 )
+from jaxtrain_kernels.moe_permute import expert_places, moe_permute, moe_unpermute
 from jaxtrain_kernels.rope_attention import rope_attention
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "attention",
     "attention_gradients",
     "decode_attention",
+    "expert_places",
     "feed_forward_relu2",
     "fp8_feed_forward_relu2",
     "fp8_input",
@@ -50,6 +52,8 @@ __all__ = [
     "grouped_matmul",
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",
+    "moe_permute",
+    "moe_unpermute",
     "paged_append",
     "paged_attention",
     "quantize",
