@@ -29,6 +29,7 @@ from jaxtrain_kernels.matmul.fp8 import (
     fp8_unsupported,
 )
 from jaxtrain_kernels.moe_permute import expert_places, moe_permute, moe_unpermute
+from jaxtrain_kernels.moe_router import moe_router
 from jaxtrain_kernels.rope_attention import rope_attention
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",
     "moe_permute",
+    "moe_router",
     "moe_unpermute",
     "paged_append",
     "paged_attention",

@@ -89,10 +89,10 @@ def test_gated_experts_apply_the_weights_of_their_rows():
 
 
 def test_an_even_load_has_a_balance_loss_of_one():
-    chosen_BTk = jnp.arange(8).reshape(1, 4, 2) % 4
-    assert balance_loss(jnp.ones((1, 4, 4)), chosen_BTk)[0] == pytest.approx(1.0)
-    peaked_BTE = jnp.broadcast_to(jnp.array([1.0, 0, 0, 0]), (1, 4, 4))
-    assert balance_loss(peaked_BTE, jnp.zeros((1, 4, 1), jnp.int32))[0] == pytest.approx(4.0)
+    even_BE = jnp.full((1, 4), 0.25)
+    assert balance_loss(even_BE, even_BE)[0] == pytest.approx(1.0)
+    peaked_BE = jnp.array([[1.0, 0, 0, 0]])
+    assert balance_loss(peaked_BE, peaked_BE)[0] == pytest.approx(4.0)
 
 
 # ---- the model ---------------------------------------------------------------------------------
@@ -267,16 +267,6 @@ def test_the_tokens_gradient_goes_back_to_the_device_that_had_them(rows, spec):
     assert back.sharding.spec[:2] == spec
     np.testing.assert_array_equal(there, x_BTD)
     np.testing.assert_allclose(back, 2 * x_BTD)
-
-
-def test_the_routers_states_are_not_kept_in_float32():
-    x_BTD = jax.random.normal(jax.random.key(0), (2, 8, 16), jnp.bfloat16)
-    w_DE = jax.random.normal(jax.random.key(1), (16, 4))
-    logits_BTE, back = jax.vjp(moe.router_logits, x_BTD, w_DE)
-    expected, plain = jax.vjp(lambda x, w: jnp.matmul(x.astype(jnp.float32), w), x_BTD, w_DE)
-    close((logits_BTE, back(logits_BTE)), (expected, plain(expected)), rtol=1e-2, atol=1e-5)
-    kept = [(k.shape, k.dtype) for k in jax.tree.leaves(back)]
-    assert (x_BTD.shape, jnp.bfloat16) in kept and (x_BTD.shape, jnp.float32) not in kept
 
 
 @pytest.mark.slow

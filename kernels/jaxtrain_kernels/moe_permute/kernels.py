@@ -47,9 +47,7 @@ def copy_rows(interpret: bool, x_ND, place_Nk, weights_Nk=None):
     def kernel(x_ref, place_ref, *refs):
         rows_ref, *weights = refs if weights_Nk is None else refs[1:]
         token_R, inside_R = _tokens(N)
-        place = [
-            plgpu.load(place_ref.at[token_R, j], mask=inside_R, other=0) for j in range(k)
-        ]
+        place = [plgpu.load(place_ref.at[token_R, j], mask=inside_R, other=0) for j in range(k)]
         for part in columns_of(D):
             at_W = _part(part)[None]
             index = lambda row_R, at_W=at_W: (row_R[:, None], at_W)
@@ -75,9 +73,7 @@ def sum_rows(interpret: bool, y_MD, place_Nk, weights_M1=None):
     def kernel(y_ref, place_ref, *refs):
         sums_ref, *weights = refs if weights_M1 is None else refs[1:]
         token_R, inside_R = _tokens(N)
-        place = [
-            plgpu.load(place_ref.at[token_R, j], mask=inside_R, other=0) for j in range(k)
-        ]
+        place = [plgpu.load(place_ref.at[token_R, j], mask=inside_R, other=0) for j in range(k)]
         for part in columns_of(D):
             at_W = _part(part)[None]
             read = lambda row_R, at_W=at_W: plgpu.load(
@@ -105,7 +101,7 @@ def sum_rows(interpret: bool, y_MD, place_Nk, weights_M1=None):
 def places(interpret: bool, expert_bC, counts_bE):
     """Return each copy's row. counts: of each expert's copies in each block of C."""
     (blocks, C), E = expert_bC.shape, counts_bE.shape[1]
-    width, height = max(16, pl.next_power_of_2(E)), pl.next_power_of_2(blocks)
+    width, height = max(8, pl.next_power_of_2(E)), pl.next_power_of_2(blocks)
 
     def kernel(expert_ref, counts_ref, place_ref):
         block = pl.program_id(0)

@@ -22,10 +22,12 @@ def moe_permute(x_ND, weights_Nk, place_Nk):
     """Backend of the public function."""
     N, k = place_Nk.shape
     place_M = place_Nk.reshape(-1)
-    copies_MD = jnp.broadcast_to(x_ND[:, None], (N, k, x_ND.shape[1])).reshape(N * k, -1)
+    # In float32, so that the gradient is summed in it.
+    wide_ND = x_ND.astype(jnp.promote_types(x_ND.dtype, jnp.float32))
+    copies_NkD = jnp.broadcast_to(wide_ND[:, None], (N, k, x_ND.shape[1])).astype(x_ND.dtype)
     order_M = inverse(place_M)
     rows = lambda copies: permute(copies, order_M, place_M)
-    return rows(copies_MD), rows(weights_Nk.reshape(-1, 1))
+    return rows(copies_NkD.reshape(N * k, -1)), rows(weights_Nk.reshape(-1, 1))
 
 
 def moe_unpermute(y_MD, place_Nk):

@@ -41,7 +41,7 @@ def supports(target: Target, op: str, x, other) -> str | None:
 
 def copies_of_a_block(experts: int) -> int:
     """Copies that a program of the sort counts: 64 flags for each of 128 threads."""
-    return 8192 // max(16, 1 << (experts - 1).bit_length())
+    return 8192 // max(8, 1 << (experts - 1).bit_length())
 
 
 def expert_places(chosen_Nk, experts, *, interpret=False):
