@@ -10,18 +10,20 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxtrain_kernels.moe_router.triton import TOKENS
 
-COLUMNS = 128  # of a step of the forward pass, and of a program of the backward pass
-BACK_TOKENS = 32  # of a step of the backward pass
-BACK_STEPS = 16  # of a program: each writes a sum of the router's gradient
+COLUMNS = 64  # of a step of the forward pass
+BACK_TOKENS = 32
+BACK_COLUMNS = 128  # of a program
+BACK_STEPS = 16  # of a program that sums the router's gradient
 WARPS = 4
+STAGES = 3  # of a loop: loads of two steps are in flight while one is multiplied
 
 
-def _call(kernel, name: str, grid, out_shape, interpret: bool, arrays):
+def _call(kernel, name: str, grid, out_shape, interpret: bool, arrays, stages: int = 1):
     return pl.pallas_call(
         kernel,
         grid=grid,
         out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=stages),
         interpret=interpret,
         name=name,
     )(*arrays)
@@ -44,6 +46,13 @@ def _experts(E: int):
     """Numbers of the experts, padded for a matrix instruction, and which of them there are."""
     each_E = jnp.arange(max(16, pl.next_power_of_2(E)))
     return each_E, each_E < E
+
+
+def _back_program(D: int):
+    """Number of a program's tokens, and its columns; those of the same tokens run side by side."""
+    parts, program = D // BACK_COLUMNS, pl.program_id(0)
+    at_W = jax.lax.rem(program, parts) * BACK_COLUMNS + jnp.arange(BACK_COLUMNS)
+    return jax.lax.div(program, parts), at_W
 
 
 def _logsumexp(logits_RE, there_E):
@@ -70,14 +79,18 @@ def route(top_k: int, score_function: str, interpret: bool, x_ND, router_DE, bia
         chosen_ref, weights_ref, hits_ref, shares_ref, z_ref = refs
         part, (each_E, there_E) = pl.program_id(0), _experts(E)
         token_R = part * TOKENS + jnp.arange(TOKENS)
-        logits_RE = jnp.zeros((TOKENS, len(each_E)), jnp.float32)
-        for first in range(0, D, COLUMNS):
-            at_W = first + jnp.arange(COLUMNS)
+
+        def step(i, logits_RE):
+            at_W = i * COLUMNS + jnp.arange(COLUMNS)
             x_RW = plgpu.load(x_ref.at[token_R[:, None], at_W[None]])
             index = at_W[:, None], each_E[None]
             router_WE = plgpu.load(router_ref.at[index], mask=there_E[None], other=0.0)
             for piece_WE in _parts(router_WE, 3):
                 logits_RE += _dot(x_RW, piece_WE)
+            return logits_RE
+
+        start_RE = jnp.zeros((TOKENS, len(each_E)), jnp.float32)
+        logits_RE = jax.lax.fori_loop(0, D // COLUMNS, step, start_RE)
         at = token_R[:, None], each_E[None]
         plgpu.store(logits_ref.at[at], logits_RE, mask=there_E[None])
         lse_R = _logsumexp(logits_RE, there_E)
@@ -105,7 +118,8 @@ def route(top_k: int, score_function: str, interpret: bool, x_ND, router_DE, bia
     shapes = (N, E), (N, top_k), (N, top_k), (parts, E), (parts, E), (parts,)
     dtypes = jnp.float32, jnp.int32, *[jnp.float32] * 4
     out = [jax.ShapeDtypeStruct(*each) for each in zip(shapes, dtypes)]
-    return _call(kernel, "moe_route", (parts,), out, interpret, (x_ND, router_DE, bias_E))
+    given = x_ND, router_DE, bias_E
+    return _call(kernel, "moe_route", (parts,), out, interpret, given, STAGES)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -148,43 +162,58 @@ def logits_gradient(score_function: str, interpret: bool, *arrays):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def router_gradients(interpret: bool, x_ND, router_DE, dlogits_NE, dx_ND):
-    """Return the gradients of x, added to dx, and of the router."""
-    (N, D), E = x_ND.shape, router_DE.shape[1]
+def token_gradient(interpret: bool, router_DE, dlogits_NE, dx_ND):
+    """Return dx + dlogits router^T."""
+    (N, D), E = dx_ND.shape, router_DE.shape[1]
+
+    def kernel(router_ref, dlogits_ref, dx_ref, out_ref):
+        each_E, there_E = _experts(E)
+        block, at_W = _back_program(D)
+        token_R = block * BACK_TOKENS + jnp.arange(BACK_TOKENS)
+        at = token_R[:, None], at_W[None]
+        dx_RW = plgpu.load(dx_ref.at[at])
+        router_EW = plgpu.load(
+            router_ref.at[at_W[None], each_E[:, None]], mask=there_E[:, None], other=0.0
+        )
+        dlogits_RE = plgpu.load(
+            dlogits_ref.at[token_R[:, None], each_E[None]], mask=there_E[None], other=0.0
+        )
+        (high_EW, low_EW), (high_RE, low_RE) = _parts(router_EW, 2), _parts(dlogits_RE, 2)
+        # 16 bits of a sum that is rounded to 8.
+        product_RW = _dot(high_RE, high_EW) + _dot(high_RE, low_EW) + _dot(low_RE, high_EW)
+        sum_RW = dx_RW.astype(jnp.float32) + product_RW
+        plgpu.store(out_ref.at[at], sum_RW.astype(out_ref.dtype))
+
+    grid, given = (N // BACK_TOKENS * (D // BACK_COLUMNS),), (router_DE, dlogits_NE, dx_ND)
+    out = jax.ShapeDtypeStruct((N, D), dx_ND.dtype)
+    return _call(kernel, "moe_token_gradient", grid, out, interpret, given)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def router_gradient(interpret: bool, x_ND, dlogits_NE):
+    """Return x^T dlogits: each program sums some tokens, and XLA the programs' sums."""
+    (N, D), E = x_ND.shape, dlogits_NE.shape[1]
     steps = gcd(N // BACK_TOKENS, BACK_STEPS)
 
-    def kernel(x_ref, router_ref, dlogits_ref, dx_ref, dx_out_ref, drouter_ref):
-        run, (each_E, there_E) = pl.program_id(0), _experts(E)
-        at_W = pl.program_id(1) * COLUMNS + jnp.arange(COLUMNS)
-        index = at_W[None], each_E[:, None]
-        router_EW = plgpu.load(router_ref.at[index], mask=there_E[:, None], other=0.0)
-        router_high_EW, router_low_EW = _parts(router_EW, 2)
+    def kernel(x_ref, dlogits_ref, out_ref):
+        (run, at_W), (each_E, there_E) = _back_program(D), _experts(E)
 
-        def step(i, drouter_EW):
+        def step(i, sum_EW):
             token_R = (run * steps + i) * BACK_TOKENS + jnp.arange(BACK_TOKENS)
-            at = token_R[:, None], at_W[None]
-            x_RW, dx_RW = plgpu.load(x_ref.at[at]), plgpu.load(dx_ref.at[at])
-            of_token = token_R[:, None], each_E[None]
-            dlogits_RE = plgpu.load(dlogits_ref.at[of_token], mask=there_E[None], other=0.0)
-            high_RE, low_RE, lowest_RE = _parts(dlogits_RE, 3)
-            dx_RW = dx_RW.astype(jnp.float32) + _dot(high_RE, router_high_EW)
-            # 16 bits of the product, which is rounded to 8.
-            dx_RW += _dot(high_RE, router_low_EW) + _dot(low_RE, router_high_EW)
-            plgpu.store(dx_out_ref.at[at], dx_RW.astype(dx_out_ref.dtype))
-            for piece_RE in (high_RE, low_RE, lowest_RE):
-                drouter_EW += _dot(piece_RE.T, x_RW)
-            return drouter_EW
+            x_RW = plgpu.load(x_ref.at[token_R[:, None], at_W[None]])
+            dlogits_RE = plgpu.load(
+                dlogits_ref.at[token_R[:, None], each_E[None]], mask=there_E[None], other=0.0
+            )
+            for piece_RE in _parts(dlogits_RE, 3):
+                sum_EW += _dot(piece_RE.T, x_RW)
+            return sum_EW
 
-        start_EW = jnp.zeros((len(each_E), COLUMNS), jnp.float32)
-        drouter_EW = jax.lax.fori_loop(0, steps, step, start_EW)
-        at = run, each_E[:, None], at_W[None]
-        plgpu.store(drouter_ref.at[at], drouter_EW, mask=there_E[:, None])
+        start_EW = jnp.zeros((len(each_E), BACK_COLUMNS), jnp.float32)
+        sum_EW = jax.lax.fori_loop(0, steps, step, start_EW)
+        plgpu.store(out_ref.at[run, each_E[:, None], at_W[None]], sum_EW, mask=there_E[:, None])
 
     runs = N // (BACK_TOKENS * steps)
-    out = [
-        jax.ShapeDtypeStruct((N, D), dx_ND.dtype),
-        jax.ShapeDtypeStruct((runs, E, D), jnp.float32),
-    ]
-    grid, given = (runs, D // COLUMNS), (x_ND, router_DE, dlogits_NE, dx_ND)
-    dx_ND, drouter_rED = _call(kernel, "moe_router_gradients", grid, out, interpret, given)
-    return dx_ND, jnp.sum(drouter_rED, axis=0).T
+    grid, out = (runs * (D // BACK_COLUMNS),), jax.ShapeDtypeStruct((runs, E, D), jnp.float32)
+    given = x_ND, dlogits_NE
+    sums_rED = _call(kernel, "moe_router_gradient", grid, out, interpret, given, STAGES)
+    return jnp.sum(sums_rED, axis=0).T

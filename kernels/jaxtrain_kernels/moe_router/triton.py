@@ -1,4 +1,4 @@
-"""Triton backend: one launch forward, two backward; Ampere and newer.
+"""Triton backend: one launch forward, three backward; Ampere and newer.
 
 The float32 matrix is split into three bfloat16 parts, whose products with x are exact, so tensor
 cores compute the float32 logits. The kernels are in `kernels.py`, imported by the first call:
@@ -71,9 +71,8 @@ def _backward(top_k, score_function, interpret, saved, gradients):
         score_function, interpret, logits_NE, chosen_Nk, flat(dweights_BTk), flat(dshares_BbE),
         dz_Bb.reshape(-1),
     )  # fmt: skip
-    dx_ND, drouter_DE = kernels.router_gradients(
-        interpret, flat(x_BTD), router_DE, dlogits_NE, flat(dx_BTD)
-    )
+    dx_ND = kernels.token_gradient(interpret, router_DE, dlogits_NE, flat(dx_BTD))
+    drouter_DE = kernels.router_gradient(interpret, flat(x_BTD), dlogits_NE)
     return dx_ND.reshape(x_BTD.shape), drouter_DE, None
 
 
