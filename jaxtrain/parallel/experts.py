@@ -118,10 +118,10 @@ def moe_tile(
         sizes_VWe = jax.lax.all_gather(sizes_E.reshape(num_shards, -1), "expert")
         plan = DispatchPlan(order_M, sizes_VWe)
         return chunked_all_to_all(network, (x_ND, weights_Nk), plan, ups, down_EFD), sizes_E
-    place_Nk, sizes_E = kernels.expert_places(chosen_Nk, down_EFD.shape[0])
-    rows_MD, weights_M1 = kernels.moe_permute(x_ND, weights_Nk, place_Nk)
+    row_Nk, sizes_E = kernels.row_id_map(chosen_Nk, down_EFD.shape[0])
+    rows_MD, weights_M1 = kernels.moe_permute(x_ND, weights_Nk, row_Nk)
     y_MD = network(rows_MD, weights_M1, ups, down_EFD, sizes_E)
-    return kernels.moe_unpermute(y_MD, place_Nk), sizes_E
+    return kernels.moe_unpermute(y_MD, row_Nk), sizes_E
 
 
 # ---- between devices ---------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from jaxtrain_kernels.matmul.fp8 import (
     fp8_quantize_delayed,
     fp8_unsupported,
 )
-from jaxtrain_kernels.moe_permute import expert_places, moe_permute, moe_unpermute
+from jaxtrain_kernels.moe_permute import moe_permute, moe_unpermute, row_id_map
 from jaxtrain_kernels.moe_router import moe_router
 from jaxtrain_kernels.rope_attention import rope_attention
 
@@ -41,7 +41,6 @@ __all__ = [
     "attention",
     "attention_gradients",
     "decode_attention",
-    "expert_places",
     "feed_forward_relu2",
     "fp8_feed_forward_relu2",
     "fp8_input",
@@ -60,4 +59,5 @@ __all__ = [
     "paged_attention",
     "quantize",
     "rope_attention",
+    "row_id_map",
 ]

@@ -10,37 +10,37 @@ def supports(target: Target, op: str, *given) -> None:
     return None
 
 
-def expert_places(chosen_Nk, experts):
+def row_id_map(chosen_Nk, experts):
     """Backend of the public function."""
     expert_M = chosen_Nk.reshape(-1)
     sizes_E = jnp.sum(expert_M[:, None] == jnp.arange(experts)[None], axis=0, dtype=jnp.int32)
-    place_M = inverse(jnp.argsort(expert_M, stable=True))
-    return place_M.reshape(chosen_Nk.shape), sizes_E
+    row_M = inverse(jnp.argsort(expert_M, stable=True))
+    return row_M.reshape(chosen_Nk.shape), sizes_E
 
 
-def moe_permute(x_ND, weights_Nk, place_Nk):
+def moe_permute(x_ND, weights_Nk, row_Nk):
     """Backend of the public function."""
-    N, k = place_Nk.shape
-    place_M = place_Nk.reshape(-1)
+    N, k = row_Nk.shape
+    row_M = row_Nk.reshape(-1)
     # In float32, so that the gradient is summed in it.
     wide_ND = x_ND.astype(jnp.promote_types(x_ND.dtype, jnp.float32))
     copies_NkD = jnp.broadcast_to(wide_ND[:, None], (N, k, x_ND.shape[1])).astype(x_ND.dtype)
-    order_M = inverse(place_M)
-    rows = lambda copies: permute(copies, order_M, place_M)
+    order_M = inverse(row_M)
+    rows = lambda copies: permute(copies, order_M, row_M)
     return rows(copies_NkD.reshape(N * k, -1)), rows(weights_Nk.reshape(-1, 1))
 
 
-def moe_unpermute(y_MD, place_Nk):
+def moe_unpermute(y_MD, row_Nk):
     """Backend of the public function."""
-    place_M = place_Nk.reshape(-1)
-    copies_MD = permute(y_MD, place_M, inverse(place_M))
+    row_M = row_Nk.reshape(-1)
+    copies_MD = permute(y_MD, row_M, inverse(row_M))
     # jnp.sum accumulates 16-bit values in float32.
-    return jnp.sum(copies_MD.reshape(*place_Nk.shape, -1), axis=1).astype(y_MD.dtype)
+    return jnp.sum(copies_MD.reshape(*row_Nk.shape, -1), axis=1).astype(y_MD.dtype)
 
 
 def inverse(order_M: jax.Array) -> jax.Array:
-    places_M = jnp.arange(len(order_M), dtype=jnp.int32)
-    return jnp.zeros_like(places_M).at[order_M].set(places_M, unique_indices=True)
+    each_M = jnp.arange(len(order_M), dtype=jnp.int32)
+    return jnp.zeros_like(each_M).at[order_M].set(each_M, unique_indices=True)
 
 
 @jax.custom_vjp

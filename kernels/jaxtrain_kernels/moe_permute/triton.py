@@ -21,7 +21,7 @@ def supports(target: Target, op: str, x, other) -> str | None:
     """Return why this backend cannot serve the call; None = it can."""
     if reason := triton_unsupported(target):
         return reason
-    if op == "expert_places":
+    if op == "row_id_map":
         if other > MOST_EXPERTS:
             return f"needs at most {MOST_EXPERTS} experts, got {other}"
         blocks = -(-x.size // copies_of_a_block(other))
@@ -44,7 +44,7 @@ def copies_of_a_block(experts: int) -> int:
     return 8192 // max(8, 1 << (experts - 1).bit_length())
 
 
-def expert_places(chosen_Nk, experts, *, interpret=False):
+def row_id_map(chosen_Nk, experts, *, interpret=False):
     """Backend of the public function."""
     from jaxtrain_kernels.moe_permute import kernels
 
@@ -56,58 +56,58 @@ def expert_places(chosen_Nk, experts, *, interpret=False):
     counts_bE = jnp.sum(
         expert_bC[..., None] == jnp.arange(experts)[None, None], axis=1, dtype=jnp.int32
     )
-    place_bC = kernels.places(interpret, expert_bC, counts_bE)
-    place_M = place_bC.reshape(-1)[: len(expert_M)]
-    return place_M.reshape(chosen_Nk.shape), jnp.sum(counts_bE, axis=0)
+    row_bC = kernels.row_ids(interpret, expert_bC, counts_bE)
+    row_M = row_bC.reshape(-1)[: len(expert_M)]
+    return row_M.reshape(chosen_Nk.shape), jnp.sum(counts_bE, axis=0)
 
 
-def moe_permute(x_ND, weights_Nk, place_Nk, *, interpret=False):
+def moe_permute(x_ND, weights_Nk, row_Nk, *, interpret=False):
     """Backend of the public function."""
-    return _permute(interpret, x_ND, weights_Nk, place_Nk)
+    return _permute(interpret, x_ND, weights_Nk, row_Nk)
 
 
-def moe_unpermute(y_MD, place_Nk, *, interpret=False):
+def moe_unpermute(y_MD, row_Nk, *, interpret=False):
     """Backend of the public function."""
-    return _unpermute(interpret, y_MD, place_Nk)
+    return _unpermute(interpret, y_MD, row_Nk)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _permute(interpret, x_ND, weights_Nk, place_Nk):
+def _permute(interpret, x_ND, weights_Nk, row_Nk):
     from jaxtrain_kernels.moe_permute import kernels
 
-    return kernels.copy_rows(interpret, x_ND, place_Nk, weights_Nk)
+    return kernels.copy_rows(interpret, x_ND, row_Nk, weights_Nk)
 
 
-def _permute_backward(interpret, place_Nk, gradients):
+def _permute_backward(interpret, row_Nk, gradients):
     from jaxtrain_kernels.moe_permute import kernels
 
     dx_MD, dweights_M1 = gradients
-    return *kernels.sum_rows(interpret, dx_MD, place_Nk, dweights_M1), None
+    return *kernels.sum_rows(interpret, dx_MD, row_Nk, dweights_M1), None
 
 
 _permute.defvjp(
-    lambda interpret, x_ND, weights_Nk, place_Nk: (
-        _permute(interpret, x_ND, weights_Nk, place_Nk),
-        place_Nk,
+    lambda interpret, x_ND, weights_Nk, row_Nk: (
+        _permute(interpret, x_ND, weights_Nk, row_Nk),
+        row_Nk,
     ),
     _permute_backward,
 )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unpermute(interpret, y_MD, place_Nk):
+def _unpermute(interpret, y_MD, row_Nk):
     from jaxtrain_kernels.moe_permute import kernels
 
-    return kernels.sum_rows(interpret, y_MD, place_Nk)[0]
+    return kernels.sum_rows(interpret, y_MD, row_Nk)[0]
 
 
-def _unpermute_backward(interpret, place_Nk, dy_ND):
+def _unpermute_backward(interpret, row_Nk, dy_ND):
     from jaxtrain_kernels.moe_permute import kernels
 
-    return kernels.copy_rows(interpret, dy_ND, place_Nk)[0], None
+    return kernels.copy_rows(interpret, dy_ND, row_Nk)[0], None
 
 
 _unpermute.defvjp(
-    lambda interpret, y_MD, place_Nk: (_unpermute(interpret, y_MD, place_Nk), place_Nk),
+    lambda interpret, y_MD, row_Nk: (_unpermute(interpret, y_MD, row_Nk), row_Nk),
     _unpermute_backward,
 )

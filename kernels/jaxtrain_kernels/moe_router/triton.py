@@ -33,7 +33,9 @@ def supports(target: Target, x_BTD, router_DE) -> str | None:
     return None
 
 
-def moe_router(x_BTD, router_DE, bias_E, *, top_k, score_function, interpret=False):
+def moe_router(
+    x_BTD, router_DE, bias_E, *, top_k, score_function, interpret=False
+) -> tuple[jax.Array, ...]:
     """Backend of the public function; a part has `TOKENS` tokens."""
     bias_E = jnp.zeros(router_DE.shape[1]) if bias_E is None else bias_E
     return _router(top_k, score_function, interpret, x_BTD, router_DE, bias_E)
