@@ -114,6 +114,7 @@ def test_lowers_for_cuda_in_one_kernel_each():
         (HOPPER, "moe_permute", ((2**21, 1024), BF16), (2**20, 2), "values, got 2147483648"),
         (HOPPER, "row_id_map", ((4096, 2), jnp.int32), 257, "at most 256 experts, got 257"),
         (HOPPER, "row_id_map", ((2**20, 2), jnp.int32), 64, "got 16384 blocks of 64 experts"),
+        (Target("cuda", (8, 0)), "row_id_map", ((4096, 2), jnp.int32), 8, "this is (8, 0)"),
         (Target("cpu"), "row_id_map", ((4096, 2), jnp.int32), 8, "this is cpu"),
     ],
 )  # fmt: skip

@@ -114,6 +114,7 @@ def test_lowers_for_cuda_without_a_sort():
         (HOPPER, ((2, 64, 96), BF16), ((96, 8), jnp.float32), "got 64 and 96"),
         (HOPPER, ((2, 64, 128), BF16), ((128, 65), jnp.float32), "64 experts, got 65"),
         (HOPPER, ((2**15, 64, 1024), BF16), ((1024, 8), jnp.float32), "got 2147483648"),
+        (Target("cuda", (8, 0)), ((2, 64, 128), BF16), ((128, 8), jnp.float32), "this is (8, 0)"),
         (Target("cpu"), ((2, 64, 128), BF16), ((128, 8), jnp.float32), "this is cpu"),
     ],
 )

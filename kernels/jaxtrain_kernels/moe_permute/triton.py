@@ -1,4 +1,4 @@
-"""Triton backend: each row is read once and written once, in one launch; Ampere and newer.
+"""Triton backend: each row is read once and written once, in one launch; Hopper.
 
 XLA's gathers run at half of a copy's rate, and its sort takes six launches. The kernels are in
 `kernels.py`, imported by the first call: Pallas takes a while to import.
@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target, triton_unsupported
 
 MOST_EXPERTS = 256
@@ -19,7 +20,7 @@ MOST_VALUES = 2**31 - 1  # offsets are 32 bits
 
 def supports(target: Target, op: str, x, other) -> str | None:
     """Return why this backend cannot serve the call; None = it can."""
-    if reason := triton_unsupported(target):
+    if reason := triton_unsupported(target) or hopper.unsupported_reason(target):
         return reason
     if op == "row_id_map":
         if other > MOST_EXPERTS:

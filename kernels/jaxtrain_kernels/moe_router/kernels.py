@@ -152,7 +152,8 @@ def logits_gradient(score_function: str, interpret: bool, *arrays):
         if score_function == "sigmoid":
             dlogits_RE = dscores_RE * scores_RE * (1 - scores_RE)
         else:
-            dlogits_RE = scores_RE * (dscores_RE - (dscores_RE * scores_RE).sum(1)[:, None])
+            # The mean of dscores is 0, as no result changes when all scores are scaled.
+            dlogits_RE = dscores_RE * scores_RE
         softmax_RE = _scores("softmax", logits_RE, lse_R, there_E)
         dlogits_RE += (2 * lse_R * dz_ref[part])[:, None] * softmax_RE
         plgpu.store(out_ref.at[at], dlogits_RE, mask=there_E[None])

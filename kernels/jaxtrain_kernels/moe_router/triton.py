@@ -1,4 +1,4 @@
-"""Triton backend: one launch forward, three backward; Ampere and newer.
+"""Triton backend: one launch forward, three backward; Hopper.
 
 The float32 matrix is split into three bfloat16 parts, whose products with x are exact, so tensor
 cores compute the float32 logits. The kernels are in `kernels.py`, imported by the first call:
@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target, triton_unsupported
 
 MOST_EXPERTS = 64
@@ -19,7 +20,7 @@ TOKENS = 64  # of a program of the forward pass: a part
 
 def supports(target: Target, x_BTD, router_DE) -> str | None:
     """Return why this backend cannot serve the call; None = it can."""
-    if reason := triton_unsupported(target):
+    if reason := triton_unsupported(target) or hopper.unsupported_reason(target):
         return reason
     _, T, D = x_BTD.shape
     if x_BTD.dtype != jnp.bfloat16 or router_DE.dtype != jnp.float32:
