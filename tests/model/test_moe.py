@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jaxtrain_kernels.dispatch import on_target
 from pydantic import TypeAdapter
 from tiny import (
     LLAMA,
@@ -25,6 +27,7 @@ from jaxtrain.model.moe import MixtureOfExperts, balance_loss
 from jaxtrain.model.plan import make_plan
 from jaxtrain.optim import OptimConfig
 from jaxtrain.parallel import constrain, place_batch
+from jaxtrain.parallel.mesh import AXES
 from jaxtrain.train.step import make_step
 
 MOE = {"experts": 4, "top_k": 2, "hidden": 24, "shared_experts": 1, "every": 2}
@@ -248,6 +251,29 @@ def test_each_device_routes_and_feeds_its_own_tokens():
         text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(p, x_BTD).compile().as_text()
     found = [c for c in collectives(text, dict(mesh.shape)) if {"data", "context"} & {*c.axes}]
     assert {c.kind for c in found} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2}], ids=str)
+def test_on_hopper_kernels_route_and_permute_a_devices_own_tokens(sizes):
+    """Nothing is sorted or gathered by XLA, whatever divides the batch."""
+    graphdef, specs = split(MixtureOfExperts(resolved(moe=MOE, ffn="relu2", width=128), 1))
+    h200 = AbstractDevice("NVIDIA H200", 132, "gpu")
+    axes = {axis: sizes.get(axis, 1) for axis in AXES}
+    types = (AxisType.Auto,) * len(AXES)
+    mesh = AbstractMesh(tuple(axes.values()), AXES, axis_types=types, abstract_device=h200)
+
+    def loss(p, x_BTD):
+        y_BTD, loss_B = nnx.merge(graphdef, p)(x_BTD)
+        return jnp.sum(jnp.square(y_BTD.astype(jnp.float32))) + jnp.sum(loss_B)
+
+    half = lambda s: jnp.float32 if len(s.shape) < 4 else jnp.bfloat16
+    p = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], half(s)), specs)
+    x_BTD = jax.ShapeDtypeStruct((4, 128, 128), jnp.bfloat16)
+    with on_target("cuda", (9, 0)), jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(p, x_BTD)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__gpu$xla.gpu.triton") == 9
+    assert "stablehlo.sort" not in text
 
 
 @pytest.mark.parametrize(
