@@ -11,19 +11,20 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtrain_kernels.moe_router.triton import TOKENS
 
 COLUMNS = 64  # of a step of the forward pass
-BACK_TOKENS = 32
-BACK_COLUMNS = 128  # of a program
-BACK_STEPS = 16  # of a program that sums the router's gradient
 WARPS = 4
-STAGES = 3  # of a loop: loads of two steps are in flight while one is multiplied
+BACK_TOKENS = 32
+BACK_COLUMNS = 256  # of a program, where they divide the width
+BACK_STEPS = 16  # of a program that sums the router's gradient
+BACK_WARPS = 8
+BACK_STAGES = 3  # of that program: loads of two steps are in flight while one is multiplied
 
 
-def _call(kernel, name: str, grid, out_shape, interpret: bool, arrays, stages: int = 1):
+def _call(kernel, name: str, grid, out_shape, interpret: bool, arrays, warps=WARPS, stages=1):
     return pl.pallas_call(
         kernel,
         grid=grid,
         out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=stages),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name=name,
     )(*arrays)
@@ -38,6 +39,20 @@ def _parts(x, count: int) -> list[jax.Array]:
     return parts
 
 
+def _padded_pieces(router_DE):
+    """`_parts` of the router for XLA, [3, D, E], with columns of zeros for experts that are none.
+
+    Each program would make them again. XLA drops casts there and back; it keeps reduce_precision.
+    """
+    E = router_DE.shape[1]
+    left_DE = jnp.pad(router_DE, ((0, 0), (0, len(_experts(E)[0]) - E)))
+    pieces = []
+    for _ in range(3):
+        pieces.append(jax.lax.reduce_precision(left_DE, exponent_bits=8, mantissa_bits=7))
+        left_DE = left_DE - pieces[-1]
+    return jnp.stack(pieces).astype(jnp.bfloat16)
+
+
 def _dot(a, b):
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
@@ -48,11 +63,15 @@ def _experts(E: int):
     return each_E, each_E < E
 
 
+def _back_columns(D: int) -> int:
+    return min(BACK_COLUMNS, D & -D)
+
+
 def _back_program(D: int):
     """Number of a program's tokens, and its columns; those of the same tokens run side by side."""
-    parts, program = D // BACK_COLUMNS, pl.program_id(0)
-    at_W = jax.lax.rem(program, parts) * BACK_COLUMNS + jnp.arange(BACK_COLUMNS)
-    return jax.lax.div(program, parts), at_W
+    width, program = _back_columns(D), pl.program_id(0)
+    at_W = jax.lax.rem(program, D // width) * width + jnp.arange(width)
+    return jax.lax.div(program, D // width), at_W
 
 
 def _logsumexp(logits_RE, there_E):
@@ -75,7 +94,7 @@ def route(top_k: int, score_function: str, interpret: bool, x_ND, router_DE, bia
     """Return logits [N, E], chosen and weights [N, k], hits and shares [n, E] and z [n]."""
     (N, D), E = x_ND.shape, router_DE.shape[1]
 
-    def kernel(x_ref, router_ref, bias_ref, logits_ref, *refs):
+    def kernel(x_ref, pieces_ref, bias_ref, logits_ref, *refs):
         chosen_ref, weights_ref, hits_ref, shares_ref, z_ref = refs
         part, (each_E, there_E) = pl.program_id(0), _experts(E)
         token_R = part * TOKENS + jnp.arange(TOKENS)
@@ -83,9 +102,8 @@ def route(top_k: int, score_function: str, interpret: bool, x_ND, router_DE, bia
         def step(i, logits_RE):
             at_W = i * COLUMNS + jnp.arange(COLUMNS)
             x_RW = plgpu.load(x_ref.at[token_R[:, None], at_W[None]])
-            index = at_W[:, None], each_E[None]
-            router_WE = plgpu.load(router_ref.at[index], mask=there_E[None], other=0.0)
-            for piece_WE in _parts(router_WE, 3):
+            for n in range(3):
+                piece_WE = plgpu.load(pieces_ref.at[n, at_W[:, None], each_E[None]])
                 logits_RE += _dot(x_RW, piece_WE)
             return logits_RE
 
@@ -118,8 +136,8 @@ def route(top_k: int, score_function: str, interpret: bool, x_ND, router_DE, bia
     shapes = (N, E), (N, top_k), (N, top_k), (parts, E), (parts, E), (parts,)
     dtypes = jnp.float32, jnp.int32, *[jnp.float32] * 4
     out = [jax.ShapeDtypeStruct(*each) for each in zip(shapes, dtypes)]
-    given = x_ND, router_DE, bias_E
-    return _call(kernel, "moe_route", (parts,), out, interpret, given, STAGES)
+    given = x_ND, _padded_pieces(router_DE), bias_E
+    return _call(kernel, "moe_route", (parts,), out, interpret, given)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -185,9 +203,9 @@ def token_gradient(interpret: bool, router_DE, dlogits_NE, dx_ND):
         sum_RW = dx_RW.astype(jnp.float32) + product_RW
         plgpu.store(out_ref.at[at], sum_RW.astype(out_ref.dtype))
 
-    grid, given = (N // BACK_TOKENS * (D // BACK_COLUMNS),), (router_DE, dlogits_NE, dx_ND)
+    grid, given = (N // BACK_TOKENS * (D // _back_columns(D)),), (router_DE, dlogits_NE, dx_ND)
     out = jax.ShapeDtypeStruct((N, D), dx_ND.dtype)
-    return _call(kernel, "moe_token_gradient", grid, out, interpret, given)
+    return _call(kernel, "moe_token_gradient", grid, out, interpret, given, BACK_WARPS)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -209,12 +227,14 @@ def router_gradient(interpret: bool, x_ND, dlogits_NE):
                 sum_EW += _dot(piece_RE.T, x_RW)
             return sum_EW
 
-        start_EW = jnp.zeros((len(each_E), BACK_COLUMNS), jnp.float32)
+        start_EW = jnp.zeros((len(each_E), len(at_W)), jnp.float32)
         sum_EW = jax.lax.fori_loop(0, steps, step, start_EW)
         plgpu.store(out_ref.at[run, each_E[:, None], at_W[None]], sum_EW, mask=there_E[:, None])
 
     runs = N // (BACK_TOKENS * steps)
-    grid, out = (runs * (D // BACK_COLUMNS),), jax.ShapeDtypeStruct((runs, E, D), jnp.float32)
+    grid, out = (runs * (D // _back_columns(D)),), jax.ShapeDtypeStruct((runs, E, D), jnp.float32)
     given = x_ND, dlogits_NE
-    sums_rED = _call(kernel, "moe_router_gradient", grid, out, interpret, given, STAGES)
+    sums_rED = _call(
+        kernel, "moe_router_gradient", grid, out, interpret, given, BACK_WARPS, BACK_STAGES
+    )
     return jnp.sum(sums_rED, axis=0).T
