@@ -26,18 +26,22 @@ def arrays(B, T, D, E):
     return jnp.asarray(x, BF16), jnp.float32(router / D**0.5), jnp.float32(0.1 * bias)
 
 
-def all_results(route, x, router, bias):
+def gradients(B, T, D, E, k):
+    """Gradients of x, weights, shares and z."""
+    rng = np.random.default_rng(7)
+    shapes = ((B, T, D), BF16), ((B, T, k), jnp.float32), ((B, E), jnp.float32), ((B,), jnp.float32)
+    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape, dtype in shapes)
+
+
+def all_results(route, x, router, bias, given):
     """Choices and hits; x, weights, shares, z, and the gradients of x and of the router."""
 
     def run(x, router):
         r = route(x, router, bias)
-        sums = r[4].sum(1), r[5].sum(1)
-        return (r[0], r[2], *sums), (r[1], r[3].sum(1))
+        return (r[0], r[2], r[4].sum(1), r[5].sum(1)), (r[1], r[3].sum(1))
 
     values, back, chosen = jax.vjp(run, x, router, has_aux=True)
-    rng = np.random.default_rng(7)
-    given = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in values]
-    return chosen, (*values, *back(tuple(given)))
+    return chosen, (*values, *back(given))
 
 
 def assert_equal(found, expected):
@@ -58,7 +62,7 @@ def assert_equal(found, expected):
 def test_the_kernels_equal_the_reference(shape, scores):
     *sizes, k = shape
     by = lambda m, **how: lambda *a: m.moe_router(*a, top_k=k, score_function=scores, **how)
-    given = arrays(*sizes)
+    given = *arrays(*sizes), gradients(*sizes, k)
     found, expected = (all_results(by(*m[:1], **m[1]), *given) for m in
                        ((triton, {"interpret": True}), (reference, {})))  # fmt: skip
     assert_equal(found, expected)
@@ -94,8 +98,7 @@ def test_the_states_are_not_kept_in_float32():
 
 
 def test_lowers_for_cuda_without_a_sort():
-    S = jax.ShapeDtypeStruct
-    given = S((2, 2048, 768), BF16), S((768, 8), jnp.float32), S((8,), jnp.float32)
+    given = *arrays(2, 128, 256, 8), gradients(2, 128, 256, 8, 2)
     route = lambda *a: moe_router(*a, top_k=2, score_function="sigmoid")
     with on_target("cuda", (9, 0)), jax.sharding.use_abstract_mesh(H200):
         traced = jax.jit(lambda *a: all_results(route, *a)).trace(*given)
@@ -128,7 +131,7 @@ def test_what_they_serve(device, x, router, reason):
 def test_on_a_gpu_they_equal_the_reference(shape, scores):
     """Choices differ where two scores are equal in float32, which no token here has."""
     *sizes, k = shape
-    given = arrays(*sizes)
+    given = *arrays(*sizes), gradients(*sizes, k)
     if reason := triton.supports(target(), *given[:2]):
         pytest.skip(reason)
     how = dict(top_k=k, score_function=scores)
