@@ -28,6 +28,8 @@ from jaxtrain_kernels.matmul.fp8 import (
     fp8_quantize_delayed,
     fp8_unsupported,
 )
+from jaxtrain_kernels.moe_permute import moe_permute, moe_unpermute, row_id_map
+from jaxtrain_kernels.moe_router import moe_router
 from jaxtrain_kernels.rope_attention import rope_attention
 
 __all__ = [
@@ -50,8 +52,12 @@ __all__ = [
     "grouped_matmul",
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",
+    "moe_permute",
+    "moe_router",
+    "moe_unpermute",
     "paged_append",
     "paged_attention",
     "quantize",
     "rope_attention",
+    "row_id_map",
 ]
