@@ -181,14 +181,14 @@ def exchange_round(first: Array | int, width: int, plan: DispatchPlan) -> Exchan
 def dispatch_rows(rows_KD: Array, row_S: Array, exchange: ExchangeRound) -> Array:
     """Send each device's rows `row_S` to their experts' devices, where they are sorted by expert
     and followed by zeros."""
-    came_SD = all_to_all(rows_KD.at[row_S].get(mode="clip"))
-    return came_SD.at[exchange.place_S].get(mode="fill", fill_value=0, unique_indices=True)
+    came_SD = all_to_all(kernels.gather_rows(rows_KD, row_S))
+    return kernels.gather_rows(came_SD, exchange.place_S)
 
 
 def combine_rows(into_MD: Array, rows_SD: Array, exchange: ExchangeRound) -> Array:
     """Send rows back to their source devices, and write them at their copies' positions."""
-    came_SD = all_to_all(rows_SD.at[exchange.row_S].get(mode="clip"))
-    return into_MD.at[exchange.copy_S].set(came_SD, mode="drop", unique_indices=True)
+    came_SD = all_to_all(kernels.gather_rows(rows_SD, exchange.row_S))
+    return kernels.scatter_rows(into_MD, came_SD, exchange.copy_S)
 
 
 def all_to_all(rows_SD: Array) -> Array:

@@ -28,7 +28,13 @@ from jaxtrain_kernels.matmul.fp8 import (
     fp8_quantize_delayed,
     fp8_unsupported,
 )
-from jaxtrain_kernels.moe_permute import moe_permute, moe_unpermute, row_id_map
+from jaxtrain_kernels.moe_permute import (
+    gather_rows,
+    moe_permute,
+    moe_unpermute,
+    row_id_map,
+    scatter_rows,
+)
 from jaxtrain_kernels.moe_router import moe_router
 from jaxtrain_kernels.rope_attention import rope_attention
 
@@ -48,6 +54,7 @@ __all__ = [
     "fp8_quantize",
     "fp8_quantize_delayed",
     "fp8_unsupported",
+    "gather_rows",
     "grouped_feed_forward_relu2",
     "grouped_matmul",
     "linear_cross_entropy",
@@ -60,4 +67,5 @@ __all__ = [
     "quantize",
     "rope_attention",
     "row_id_map",
+    "scatter_rows",
 ]

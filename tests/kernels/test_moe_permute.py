@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
-from jaxtrain_kernels import moe_permute, moe_unpermute, row_id_map
+from jaxtrain_kernels import (
+    gather_rows,
+    moe_permute,
+    moe_unpermute,
+    row_id_map,
+    scatter_rows,
+)
 from jaxtrain_kernels.dispatch import Target, on_target, target
 from jaxtrain_kernels.moe_permute import reference, triton
 
@@ -89,6 +95,37 @@ def test_copies_that_share_an_expert_have_a_row_each():
     assert sizes.tolist() == [0, 0, 0, 600]
 
 
+def rows_by_index(N, S, D):
+    """x, rows, other rows to write, and indices: no index twice, some of no row of x."""
+    rng = np.random.default_rng([N, S])
+    at = rng.permutation(np.arange(-5, N + 20))[:S]
+    x, rows = (jnp.asarray(rng.normal(size=(n, D)), BF16) for n in (N, S))
+    return x, rows, jnp.asarray(at, jnp.int32)
+
+
+@pytest.mark.parametrize("by", [triton, reference], ids=["triton", "reference"])
+def test_rows_by_index(by):
+    """Beside NumPy: rows that do not exist are read as zeros and not written."""
+    x, rows, at = rows_by_index(300, 203, 384)
+    how = {"interpret": True} if by is triton else {}
+    inside = (at >= 0) & (at < 300)
+    expected = np.where(inside[:, None], np.asarray(x, np.float32)[np.clip(at, 0, 299)], 0)
+    np.testing.assert_array_equal(by.gather_rows(x, at, **how).astype(jnp.float32), expected)
+    expected = np.array(x, np.float32)
+    expected[at[inside]] = np.asarray(rows, np.float32)[inside]
+    np.testing.assert_array_equal(by.scatter_rows(x, rows, at, **how).astype(jnp.float32), expected)
+
+
+@pytest.mark.gpu
+def test_rows_by_index_on_a_gpu():
+    x, rows, at = rows_by_index(65536, 69000, 768)
+    if reason := triton.supports(target(), "gather_rows", x, at):
+        pytest.skip(reason)
+    for f, given in ((gather_rows, (x, at)), (scatter_rows, (x, rows[: len(at)], at))):
+        found = jax.jit(functools.partial(f, implementation="triton"))(*given)
+        np.testing.assert_array_equal(found, f(*given, implementation="reference"))
+
+
 def test_lowers_for_cuda_in_one_kernel_each():
     S = jax.ShapeDtypeStruct
     x, weights, rows_of = S((4096, 768), BF16), S((4096, 2), jnp.float32), S((4096, 2), jnp.int32)
@@ -96,12 +133,13 @@ def test_lowers_for_cuda_in_one_kernel_each():
     def run(x, weights, chosen):
         rows_of, sizes = row_id_map(chosen, 8)
         rows, row_weights = moe_permute(x, weights, rows_of)
-        return moe_unpermute(rows, rows_of), row_weights, sizes
+        x = scatter_rows(x, gather_rows(rows, rows_of[:, 0]), rows_of[:, 1])
+        return moe_unpermute(rows, rows_of), row_weights, sizes, x
 
     with on_target("cuda", (9, 0)), jax.sharding.use_abstract_mesh(H200):
         text = jax.jit(run).trace(x, weights, rows_of).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@__gpu$xla.gpu.triton") == 3
-    assert "stablehlo.sort" not in text and "stablehlo.gather" not in text
+    assert text.count("@__gpu$xla.gpu.triton") == 5
+    assert not any(f"stablehlo.{op}" in text for op in ("sort", "gather", "scatter"))
 
 
 @pytest.mark.parametrize(
@@ -112,6 +150,8 @@ def test_lowers_for_cuda_in_one_kernel_each():
         (HOPPER, "moe_permute", ((4096, 192), BF16), (4096, 2), "multiples of 128, got 192"),
         (HOPPER, "moe_permute", ((4096, 768), BF16), (4096, 17), "16 experts a token, got 17"),
         (HOPPER, "moe_permute", ((2**21, 1024), BF16), (2**20, 2), "values, got 2147483648"),
+        (HOPPER, "gather_rows", ((4096, 768), BF16), (9000,), None),
+        (HOPPER, "scatter_rows", ((2**22, 512), BF16), (4096,), "values, got 2147483648"),
         (HOPPER, "row_id_map", ((4096, 2), jnp.int32), 257, "at most 256 experts, got 257"),
         (HOPPER, "row_id_map", ((2**20, 2), jnp.int32), 64, "got 16384 blocks of 64 experts"),
         (Target("cuda", (8, 0)), "row_id_map", ((4096, 2), jnp.int32), 8, "this is (8, 0)"),

@@ -1,4 +1,4 @@
-"""Tokens to the rows of their experts and back: a counting sort, copies of rows, sums of rows.
+"""Tokens to the rows of their experts and back: a counting sort, copies and sums of rows.
 
 A token has k copies, one for each of its experts. The row id map gives each copy a row: rows are
 sorted by expert and, within an expert, by token. The names are those of Megatron-LM.
@@ -49,6 +49,28 @@ def moe_unpermute(
     """Sum each token's rows, in float32, in y's dtype. row: a permutation of the M rows."""
     backend = _backend("moe_unpermute", implementation, _signature(y_MD, row_Nk), y_MD, row_Nk)
     return backend.moe_unpermute(y_MD, row_Nk)
+
+
+def gather_rows(
+    x_ND: Float[Array, "N D"], row_S: Int[Array, "S"], *, implementation: str | None = None
+) -> Float[Array, "S D"]:
+    """x[row], zeros where there is no such row. It defines no gradient."""
+    signature = f"{x_ND.dtype}{list(x_ND.shape)} {len(row_S)} rows"
+    return _backend("gather_rows", implementation, signature, x_ND, row_S).gather_rows(x_ND, row_S)
+
+
+def scatter_rows(
+    into_ND: Float[Array, "N D"],
+    rows_SD: Float[Array, "S D"],
+    row_S: Int[Array, "S"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "N D"]:
+    """`into` with these rows replaced, in place where XLA can; rows that it does not have are left
+    out. row: no row twice. It defines no gradient."""
+    signature = f"{rows_SD.dtype}{list(into_ND.shape)} {len(row_S)} rows"
+    backend = _backend("scatter_rows", implementation, signature, rows_SD, row_S)
+    return backend.scatter_rows(into_ND, rows_SD, row_S)
 
 
 def _signature(x: Array, row_Nk: Array) -> str:

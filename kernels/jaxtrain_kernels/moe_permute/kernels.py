@@ -18,12 +18,13 @@ def parts_of_row(D: int) -> list[slice]:
     return [slice(first, first + width) for first in range(0, D, width)]
 
 
-def _call(kernel, name: str, grid, out_shape, interpret: bool, arrays):
+def _call(kernel, name: str, grid, out_shape, interpret: bool, arrays, aliases=None):
     return pl.pallas_call(
         kernel,
         grid=grid,
         out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        input_output_aliases=aliases or {},
         interpret=interpret,
         name=name,
     )(*arrays)
@@ -95,6 +96,44 @@ def sum_rows(interpret: bool, y_MD, row_Nk, weights_M1=None):
     if weights_M1 is not None:
         out.append(jax.ShapeDtypeStruct((N, k), weights_M1.dtype))
     return _call(kernel, "moe_sum_rows", (pl.cdiv(N, TOKENS),), out, interpret, given)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gather_rows(interpret: bool, x_ND, row_S):
+    """Return x[row], zeros where there is no such row."""
+    (N, D), S = x_ND.shape, len(row_S)
+
+    def kernel(x_ref, row_ref, rows_ref):
+        token_R, inside_R = _tokens(S)
+        row_R = plgpu.load(row_ref.at[token_R], mask=inside_R, other=-1)
+        exists_R1 = ((row_R >= 0) & (row_R < N))[:, None]
+        for part in parts_of_row(D):
+            at_W = _part(part)[None]
+            x_RW = plgpu.load(x_ref.at[row_R[:, None], at_W], mask=exists_R1, other=0)
+            plgpu.store(rows_ref.at[token_R[:, None], at_W], x_RW, mask=inside_R[:, None])
+
+    out = jax.ShapeDtypeStruct((S, D), x_ND.dtype)
+    return _call(kernel, "moe_gather_rows", (pl.cdiv(S, TOKENS),), out, interpret, (x_ND, row_S))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def scatter_rows(interpret: bool, into_ND, rows_SD, row_S):
+    """Return `into`, in whose memory these rows are replaced; rows that it lacks are left out."""
+    (N, D), S = into_ND.shape, len(row_S)
+
+    def kernel(_, rows_ref, row_ref, out_ref):
+        token_R, inside_R = _tokens(S)
+        row_R = plgpu.load(row_ref.at[token_R], mask=inside_R, other=-1)
+        exists_R = (row_R >= 0) & (row_R < N)
+        row_R = jnp.where(exists_R, row_R, N)  # the interpreter takes -1 for the last row
+        for part in parts_of_row(D):
+            at_W = _part(part)[None]
+            x_RW = plgpu.load(rows_ref.at[token_R[:, None], at_W], mask=inside_R[:, None], other=0)
+            plgpu.store(out_ref.at[row_R[:, None], at_W], x_RW, mask=exists_R[:, None])
+
+    out, grid = jax.ShapeDtypeStruct((N, D), into_ND.dtype), (pl.cdiv(S, TOKENS),)
+    given = into_ND, rows_SD, row_S
+    return _call(kernel, "moe_scatter_rows", grid, out, interpret, given, aliases={0: 0})
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -38,6 +38,18 @@ def moe_unpermute(y_MD, row_Nk):
     return jnp.sum(copies_MD.reshape(*row_Nk.shape, -1), axis=1).astype(y_MD.dtype)
 
 
+def gather_rows(x_ND, row_S):
+    """Backend of the public function. A negative index would count from the end."""
+    row_S = jnp.where(row_S < 0, len(x_ND), row_S)
+    return x_ND.at[row_S].get(mode="fill", fill_value=0)
+
+
+def scatter_rows(into_ND, rows_SD, row_S):
+    """Backend of the public function."""
+    row_S = jnp.where(row_S < 0, len(into_ND), row_S)
+    return into_ND.at[row_S].set(rows_SD, mode="drop", unique_indices=True)
+
+
 def inverse(order_M: jax.Array) -> jax.Array:
     each_M = jnp.arange(len(order_M), dtype=jnp.int32)
     return jnp.zeros_like(each_M).at[order_M].set(each_M, unique_indices=True)

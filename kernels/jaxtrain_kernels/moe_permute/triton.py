@@ -33,9 +33,9 @@ def supports(target: Target, op: str, x, other) -> str | None:
         return f"needs bfloat16 or float16, got {x.dtype}"
     if x.shape[1] % 128:
         return f"needs a width in multiples of 128, got {x.shape[1]}"
-    if (k := other.shape[1]) > MOST_COPIES:
+    if op in ("moe_permute", "moe_unpermute") and (k := other.shape[1]) > MOST_COPIES:
         return f"needs at most {MOST_COPIES} experts a token, got {k}"
-    if (values := other.size * x.shape[1]) > MOST_VALUES:
+    if (values := max(other.size, len(x)) * x.shape[1]) > MOST_VALUES:
         return f"needs at most {MOST_VALUES} values, got {values}"
     return None
 
@@ -70,6 +70,20 @@ def moe_permute(x_ND, weights_Nk, row_Nk, *, interpret=False):
 def moe_unpermute(y_MD, row_Nk, *, interpret=False):
     """Backend of the public function."""
     return _unpermute(interpret, y_MD, row_Nk)
+
+
+def gather_rows(x_ND, row_S, *, interpret=False):
+    """Backend of the public function."""
+    from jaxtrain_kernels.moe_permute import kernels
+
+    return kernels.gather_rows(interpret, x_ND, row_S)
+
+
+def scatter_rows(into_ND, rows_SD, row_S, *, interpret=False):
+    """Backend of the public function."""
+    from jaxtrain_kernels.moe_permute import kernels
+
+    return kernels.scatter_rows(interpret, into_ND, rows_SD, row_S)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
