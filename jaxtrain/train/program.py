@@ -32,13 +32,13 @@ from jaxtrain.train.step import State, StepSpec, make_step
 from jaxtrain.weights.params import Params
 
 
-def have_fast_exchanges(mesh: Mesh) -> bool:
-    """Whether a step exchanges rows within layers (`tensor`, `expert`), and the copy engines of its
-    GPUs, all of this process, can do that: Hopper and newer."""
+def have_symmetric_memory(mesh: Mesh) -> bool:
+    """Whether a step exchanges rows within layers (`tensor`) between GPUs of this process that may
+    have NCCL's symmetric memory: Hopper and newer."""
     device = target()
     if device.platform != "cuda" or (device.compute_capability or (0, 0)) < (9, 0):
         return False
-    return jax.process_count() == 1 and any(mesh.shape.get(a, 1) > 1 for a in ("tensor", "expert"))
+    return jax.process_count() == 1 and mesh.shape.get("tensor", 1) > 1
 
 
 def compile_step(
@@ -60,7 +60,7 @@ def compile_step(
     check_options(c.train.compiler_options)
     fp8 = c.model.fp8 or c.model.kernels.loss in FP8_LOSSES
     names = ("cublas",) * bool(fp8) + ("once",) * c.model.scan_layers
-    names += ("copy_engines",) * have_fast_exchanges(jax.sharding.get_mesh())
+    names += ("symmetric",) * have_symmetric_memory(jax.sharding.get_mesh())
     options = known_options(names) | c.train.compiler_options
 
     def compile_lowered() -> jax.stages.Compiled:
