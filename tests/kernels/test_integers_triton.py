@@ -58,20 +58,20 @@ def test_tiles_divide_the_codes_and_lie_in_a_group(M, N, group):
         assert tile.each % 4 == 0
 
 
-def test_small_matrices_have_programs_for_all_multiprocessors():
+def test_small_matrices_have_warps_for_all_multiprocessors():
     for K, N in ((4096, 1024), (4096, 4096), (4096, 14336), (14336, 4096)):
         for R, group in ((K, None), (K // 2, 128)):
             for M in (1, 32):
                 tile = triton.tile_of(M, R, N, group)
-                assert N // tile.columns * tile.splits >= 0.9 * triton.PROCESSORS
+                assert N // tile.columns * tile.splits >= 0.8 * triton.PROCESSORS
+                assert tile.splits <= triton.MOST_SPLITS
 
 
 @pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.quick("1-w4a16_matmul", "2-w8a16_matmul")
-def test_warps_and_splits_add_up(op, stages):
-    """Several steps of each; the splits are 1 in the tiles of small matrices."""
-    run, whole, x = interpreted(op, 2, 512, 64, tile=triton.Tile(64, 2, 4, 4, stages))
+@pytest.mark.quick("w4a16_matmul")
+def test_warps_and_splits_add_up(op):
+    """Several steps of each, and warps side by side."""
+    run, whole, x = interpreted(op, 2, 512, 128, tile=triton.Tile(8, 2, 2, 4, 4))
     assert_near(run(x), whole(x), x.dtype)
 
 
@@ -143,7 +143,7 @@ def assert_near(out, expected, dtype):
 CASES = (
     (w8a16_matmul, 1, 192, 96, {}),
     (w4a16_matmul, 1, 256, 96, {"group": 64, "offsets": True, "layer": jnp.int32(1)}),
-    (w4a16_matmul, 9, 128, 64, {"group": 32, "offsets": True, "tile": triton.Tile(64, 1, 4, 1, 1)}),
+    (w4a16_matmul, 9, 128, 64, {"group": 32, "offsets": True, "tile": triton.Tile(8, 1, 1, 4, 1)}),
     (w8a16_matmul, 17, 64, 32, {"dtype": jnp.float16, "layer": jnp.int32(1)}),
 )
 MORE = tuple(
@@ -235,8 +235,8 @@ def test_it_equals_the_reference(op, rows, K, N):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
-@pytest.mark.parametrize("tile", [(32, 8, 4, 2, 1), (64, 4, 8, 1, 2), (64, 8, 16, 1, 1),
-                                  (128, 2, 16, 2, 1), (32, 1, 16, 1, 2)])  # fmt: skip
+@pytest.mark.parametrize("tile", [(4, 2, 4, 4, 2), (8, 4, 1, 8, 1), (8, 1, 8, 16, 1),
+                                  (16, 2, 2, 8, 2), (16, 1, 1, 16, 1)])  # fmt: skip
 def test_each_tile_equals_the_reference(op, tile, dtype):
     """The lanes of `fragments` are those that Triton chooses, for any tile."""
     shape = {"group": 128, "offsets": op is w4a16_matmul, "tile": triton.Tile(*tile)}

@@ -21,27 +21,34 @@ from jaxtrain_kernels.matmul.integers import dot
 
 MOST_ROWS = 32
 PROCESSORS = 132  # multiprocessors (SMs) of a Hopper GPU
+WARPS = 12  # of a multiprocessor
+MOST_SPLITS = 16
 # Pallas indexes up to 2^32 bytes in int32, in which indices from 2^31 on are negative.
 UNCOUNTED = range(2**31, 2**32 + 1)
 
 
 class Tile(NamedTuple):
-    """Columns and warps of a program, which reads one of `splits` splits of the inputs.
+    """A program's warps: `across` of them side by side, `along` behind one another.
 
-    each: rows of codes of a lane per step; a step then has 4 * warps * each rows.
-    stages: 2 loads the codes of the next step before it adds those of one.
+    width: adjacent columns of a lane; a warp has 8 * width, and 4 * each rows of codes per step. A
+    program reads one of `splits` splits of the inputs.
     """
 
-    columns: int
-    warps: int
+    width: int
+    across: int
+    along: int
     each: int
     splits: int
-    stages: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of a program."""
+        return 8 * self.width * self.across
 
     @property
     def rows(self) -> int:
-        """Rows of codes in a step."""
-        return 4 * self.warps * self.each
+        """Rows of codes of a program's step."""
+        return 4 * self.each * self.along
 
 
 def supports(target: Target, x_MK, codes, scales) -> str | None:
@@ -88,15 +95,17 @@ def w4a16_matmul(
 
 def tile_of(M: int, R: int, N: int, group: int | None) -> Tile:
     """Tile for M rows and codes [R, N], which it divides: no mask is needed. group: int4's size."""
-    columns = 64 if M <= 16 and N % 64 == 0 and N // 64 >= PROCESSORS else 32
+    width = min(16 if M <= 8 else 8, _power_of_two(N) // 8)
+    across = min(64 // width, _power_of_two(N // (8 * width)))
     lane = R if group is None else group // 2  # a step of a warp lies in one group
-    each = min(16, _power_of_two(R) // 4, _power_of_two(lane) // 4)
-    steps = R // (4 * each)
-    warps = min(8, _power_of_two(steps))
-    splits, programs = 1, N // columns
-    while splits * programs < 0.9 * PROCESSORS and steps % (2 * splits * warps) == 0:
-        splits *= 2
-    return Tile(columns, warps, each, splits, 1)
+    each = min(128 // width, 16, _power_of_two(R) // 4, _power_of_two(lane) // 4)
+    parts, most = 1, _power_of_two(R // (4 * each))
+    while N // (8 * width) * parts < WARPS * PROCESSORS and parts < most:
+        parts *= 2
+    while across > 1 and parts * across > 8 * MOST_SPLITS:
+        across //= 2
+    along = min(parts, 8 // across)
+    return Tile(width, across, along, each, parts // along)
 
 
 def _power_of_two(n: int) -> int:

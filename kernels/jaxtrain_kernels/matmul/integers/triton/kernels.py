@@ -19,11 +19,9 @@ class _Lanes:
 
     def __init__(self, tile, rows: int, layer, x_ref, codes_ref):
         self.tile, self.layer, self.x_ref, self.codes_ref = tile, layer, x_ref, codes_ref
-        self.width = tile.columns // 8
-        shape = (tile.warps, *fragments.LANES, self.width)
+        shape = (tile.along, 8 * tile.across, 4, tile.width)
         warp, self.c, self.q, j = (jax.lax.broadcasted_iota(jnp.int32, shape, i) for i in range(4))
-        self.columns = self.c * self.width + j
-        self.all_columns = pl.program_id(0) * tile.columns + self.columns
+        self.columns = pl.program_id(0) * tile.columns + self.c * tile.width + j
         self.j, self.begin = j, pl.program_id(1) * rows + (warp * 4 + self.q) * tile.each
         self.steps = rows // tile.rows
 
@@ -33,7 +31,7 @@ class _Lanes:
 
     def of_columns(self, ref, row):
         """Values [..., width] of the lane's columns, in that row of layer `layer`."""
-        return ref[self.layer, row, self.all_columns]
+        return ref[self.layer, row, self.columns]
 
     def load(self, step):
         """Codes of a step's rows; and for each 8 rows of x, the words of x that they need."""
@@ -47,8 +45,9 @@ class _Lanes:
             index = jnp.minimum(m, M - 1), word + i + jax.lax.rem(self.j, count)
             return plgpu.load(self.x_ref.at[index], mask=m < M, other=0)
 
-        indices = range(0, count, self.width)
-        return codes, [[words(m + self.c, i) for i in indices] for m in range(0, M, 8)]
+        row = jax.lax.rem(self.c, 8)
+        indices = range(0, count, self.tile.width)
+        return codes, [[words(m + row, i) for i in indices] for m in range(0, M, 8)]
 
     def zeros(self):
         """Sums of no step: for each 8 rows of x, those of rows 2q and 2q + 1."""
@@ -56,28 +55,20 @@ class _Lanes:
         return [(zeros,) * min(2, self.x_ref.shape[0])] * pl.cdiv(self.x_ref.shape[0], 8)
 
     def loop(self, step, carry):
-        """Call step(i, codes, x_words, carry); with two stages, the next codes are loaded first."""
-        if self.tile.stages == 1:
-            return jax.lax.fori_loop(
-                0, self.steps, lambda i, carry: step(i, *self.load(i), carry), carry
-            )
-
-        def overlapped(i, both):
-            loaded, carry = both
-            after = self.load(jnp.minimum(i + 1, self.steps - 1))
-            return after, step(i, *loaded, carry)
-
-        return jax.lax.fori_loop(0, self.steps, overlapped, (self.load(0), carry))[1]
+        """Call step(i, codes, x_words, carry) for each step."""
+        return jax.lax.fori_loop(
+            0, self.steps, lambda i, carry: step(i, *self.load(i), carry), carry
+        )
 
     def store(self, out_ref, sums):
         """Add the warps' sums, and store them."""
-        shape = (*fragments.LANES, self.width)
+        shape = self.c.shape[1:]
         c, q, j = (jax.lax.broadcasted_iota(jnp.int32, shape, i) for i in range(3))
         for eighth, pair in enumerate(sums):
             for p, total in enumerate(pair):
                 m = 8 * eighth + 2 * q + p
                 plgpu.store(
-                    out_ref.at[m, c * self.width + j],
+                    out_ref.at[m, c * self.tile.width + j],
                     total.sum(0).astype(out_ref.dtype),
                     mask=m < self.x_ref.shape[0],
                 )
@@ -150,7 +141,7 @@ def call(tile, interpret: bool, x_MK, codes, *others, layer_1=()):
         out_shape=jax.ShapeDtypeStruct(
             (tile.splits, M, N), dtype if tile.splits == 1 else jnp.float32
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.across * tile.along, num_stages=1),
         interpret=interpret,
     )(x_words, codes, *others, *layer_1)
     return parts_SMN[0] if tile.splits == 1 else parts_SMN.sum(0).astype(dtype)
