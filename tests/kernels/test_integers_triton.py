@@ -68,10 +68,11 @@ def test_small_matrices_have_warps_for_all_multiprocessors():
 
 
 @pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
-@pytest.mark.quick("w4a16_matmul")
-def test_warps_and_splits_add_up(op):
+@pytest.mark.parametrize("tile", [(8, 2, 2, 4, 4, False), (4, 1, 2, 8, 2, True)])
+@pytest.mark.quick("tile0-w4a16_matmul", "tile1-w8a16_matmul")
+def test_warps_and_splits_add_up(op, tile):
     """Several steps of each, and warps side by side."""
-    run, whole, x = interpreted(op, 2, 512, 128, tile=triton.Tile(8, 2, 2, 4, 4))
+    run, whole, x = interpreted(op, 3, 512, 128, tile=triton.Tile(*tile))
     assert_near(run(x), whole(x), x.dtype)
 
 
@@ -143,7 +144,13 @@ def assert_near(out, expected, dtype):
 CASES = (
     (w8a16_matmul, 1, 192, 96, {}),
     (w4a16_matmul, 1, 256, 96, {"group": 64, "offsets": True, "layer": jnp.int32(1)}),
-    (w4a16_matmul, 9, 128, 64, {"group": 32, "offsets": True, "tile": triton.Tile(8, 1, 1, 4, 1)}),
+    (
+        w4a16_matmul,
+        9,
+        128,
+        64,
+        {"group": 32, "offsets": True, "tile": triton.Tile(8, 1, 1, 4, 1, False)},
+    ),
     (w8a16_matmul, 17, 64, 32, {"dtype": jnp.float16, "layer": jnp.int32(1)}),
 )
 MORE = tuple(
@@ -235,10 +242,11 @@ def test_it_equals_the_reference(op, rows, K, N):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
-@pytest.mark.parametrize("tile", [(4, 2, 4, 4, 2), (8, 4, 1, 8, 1), (8, 1, 8, 16, 1),
-                                  (16, 2, 2, 8, 2), (16, 1, 1, 16, 1)])  # fmt: skip
+@pytest.mark.parametrize("tile", [(4, 2, 4, 4, 2, False), (8, 4, 1, 8, 1, False),
+                                  (16, 2, 2, 8, 2, False), (4, 2, 4, 16, 2, True),
+                                  (8, 1, 8, 16, 1, True), (16, 1, 2, 8, 2, True)])  # fmt: skip
 def test_each_tile_equals_the_reference(op, tile, dtype):
     """The lanes of `fragments` are those that Triton chooses, for any tile."""
     shape = {"group": 128, "offsets": op is w4a16_matmul, "tile": triton.Tile(*tile)}
-    run, whole, x = interpreted(op, 8, 1024, 256, dtype=dtype, interpret=False, **shape)
+    run, whole, x = interpreted(op, 5, 1024, 512, dtype=dtype, interpret=False, **shape)
     assert_near(run(x), whole(x), dtype)

@@ -30,8 +30,9 @@ UNCOUNTED = range(2**31, 2**32 + 1)
 class Tile(NamedTuple):
     """A program's warps: `across` of them side by side, `along` behind one another.
 
-    width: adjacent columns of a lane; a warp has 8 * width, and 4 * each rows of codes per step. A
-    program reads one of `splits` splits of the inputs.
+    width: adjacent columns of a lane. each: rows of codes of a lane per step. wide: a warp's 32 lanes
+    lie side by side, for 2 rows of x at a time; else 8 do, with 4 behind one another, for 8 rows.
+    A program reads one of `splits` splits of the inputs.
     """
 
     width: int
@@ -39,16 +40,17 @@ class Tile(NamedTuple):
     along: int
     each: int
     splits: int
+    wide: bool
 
     @property
     def columns(self) -> int:
         """Columns of a program."""
-        return 8 * self.width * self.across
+        return (32 if self.wide else 8) * self.width * self.across
 
     @property
     def rows(self) -> int:
         """Rows of codes of a program's step."""
-        return 4 * self.each * self.along
+        return (1 if self.wide else 4) * self.each * self.along
 
 
 def supports(target: Target, x_MK, codes, scales) -> str | None:
@@ -95,17 +97,20 @@ def w4a16_matmul(
 
 def tile_of(M: int, R: int, N: int, group: int | None) -> Tile:
     """Tile for M rows and codes [R, N], which it divides: no mask is needed. group: int4's size."""
-    width = min(16 if M <= 8 else 8, _power_of_two(N) // 8)
-    across = min(64 // width, _power_of_two(N // (8 * width)))
+    wide = M <= 2 and N % 128 == 0
+    lanes = 32 if wide else 8
+    width = min(8 if wide else 16 if M <= 8 else 8, _power_of_two(N) // lanes)
+    across = min(512 // (lanes * width), _power_of_two(N // (lanes * width)))
     lane = R if group is None else group // 2  # a step of a warp lies in one group
-    each = min(128 // width, 16, _power_of_two(R) // 4, _power_of_two(lane) // 4)
-    parts, most = 1, _power_of_two(R // (4 * each))
-    while N // (8 * width) * parts < WARPS * PROCESSORS and parts < most:
+    behind = 1 if wide else 4
+    each = min(128 // width, 16, _power_of_two(R) // behind, _power_of_two(lane) // behind)
+    parts, most = 1, _power_of_two(R // (behind * each))
+    while N // (lanes * width) * parts < WARPS * PROCESSORS and parts < most:
         parts *= 2
     while across > 1 and parts * across > 8 * MOST_SPLITS:
         across //= 2
     along = min(parts, 8 // across)
-    return Tile(width, across, along, each, parts // along)
+    return Tile(width, across, along, each, parts // along, wide)
 
 
 def _power_of_two(n: int) -> int:

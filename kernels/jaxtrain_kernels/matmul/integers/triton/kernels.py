@@ -13,6 +13,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxtrain_kernels.matmul.integers.triton import fragments
 
+NO_ROW = 2**20
+
 
 class _Lanes:
     """Rows and columns of each lane (`fragments`), and loads from them."""
@@ -20,9 +22,13 @@ class _Lanes:
     def __init__(self, tile, rows: int, layer, x_ref, codes_ref):
         self.tile, self.layer, self.x_ref, self.codes_ref = tile, layer, x_ref, codes_ref
         shape = (tile.along, 8 * tile.across, 4, tile.width)
-        warp, self.c, self.q, j = (jax.lax.broadcasted_iota(jnp.int32, shape, i) for i in range(4))
-        self.columns = pl.program_id(0) * tile.columns + self.c * tile.width + j
-        self.j, self.begin = j, pl.program_id(1) * rows + (warp * 4 + self.q) * tile.each
+        warp, c, q, self.j = (jax.lax.broadcasted_iota(jnp.int32, shape, i) for i in range(4))
+        lane, chunk = (c * 4 + q, warp) if tile.wide else (c, warp * 4 + q)
+        self.columns = pl.program_id(0) * tile.columns + lane * tile.width + self.j
+        self.begin = pl.program_id(1) * rows + chunk * tile.each
+        row = jax.lax.rem(c, 8)  # of x; if wide, a lane's inputs are zero but for one q
+        self.row = jnp.where(row // 2 == q, row % 2, NO_ROW) if tile.wide else row
+        self.at_once = 2 if tile.wide else 8
         self.steps = rows // tile.rows
 
     def first(self, step):
@@ -45,14 +51,14 @@ class _Lanes:
             index = jnp.minimum(m, M - 1), word + i + jax.lax.rem(self.j, count)
             return plgpu.load(self.x_ref.at[index], mask=m < M, other=0)
 
-        row = jax.lax.rem(self.c, 8)
         indices = range(0, count, self.tile.width)
-        return codes, [[words(m + row, i) for i in indices] for m in range(0, M, 8)]
+        sets = range(0, M, self.at_once)
+        return codes, [[words(m + self.row, i) for i in indices] for m in sets]
 
     def zeros(self):
         """Sums of no step: for each 8 rows of x, those of rows 2q and 2q + 1."""
-        zeros = jnp.zeros(self.c.shape, jnp.float32)
-        return [(zeros,) * min(2, self.x_ref.shape[0])] * pl.cdiv(self.x_ref.shape[0], 8)
+        M, zeros = self.x_ref.shape[0], jnp.zeros(self.j.shape, jnp.float32)
+        return [(zeros,) * min(2, M)] * pl.cdiv(M, self.at_once)
 
     def loop(self, step, carry):
         """Call step(i, codes, x_words, carry) for each step."""
@@ -62,13 +68,14 @@ class _Lanes:
 
     def store(self, out_ref, sums):
         """Add the warps' sums, and store them."""
-        shape = self.c.shape[1:]
+        shape = self.j.shape[1:]
         c, q, j = (jax.lax.broadcasted_iota(jnp.int32, shape, i) for i in range(3))
-        for eighth, pair in enumerate(sums):
+        lane, row = (c * 4 + q, 0 * q) if self.tile.wide else (c, 2 * q)
+        for i, pair in enumerate(sums):
             for p, total in enumerate(pair):
-                m = 8 * eighth + 2 * q + p
+                m = i * self.at_once + row + p
                 plgpu.store(
-                    out_ref.at[m, c * self.tile.width + j],
+                    out_ref.at[m, lane * self.tile.width + j],
                     total.sum(0).astype(out_ref.dtype),
                     mask=m < self.x_ref.shape[0],
                 )
