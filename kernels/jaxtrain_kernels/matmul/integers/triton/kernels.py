@@ -1,7 +1,8 @@
 """Kernels of `integers.triton`: matmuls of a few rows with integer codes, in Pallas Triton.
 
-A program handles a tile of columns and a split of the inputs. Each of its warps reads other rows of
-codes, and multiplies them as `fragments` describes; the warps' sums are added at the end.
+A program handles a tile of columns and a split of the inputs. `fragments_*` (few rows) multiply as
+`fragments.py` describes: each of a program's warps reads other codes, and the sums of those with
+the same columns are added at the end. `dot_*` are products of tiles in shared memory.
 """
 
 import functools
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxtrain_kernels.matmul.integers.triton import fragments
+from jaxtrain_kernels.matmul.integers.triton import DotTile, fragments
 
-NO_ROW = 2**20
+NO_ROW = 2**20  # beyond any row of x
+ONE = 0x3F800000  # bits of 1.0 in float32
+TO_MANTISSA = 15  # shift of a byte's top bit to the mantissa's top bit
 
 
 class _Lanes:
@@ -81,10 +84,13 @@ class _Lanes:
                 )
 
 
-def matmul_int4(lanes, group, refs, dtype: str, interpret: bool):
-    """codes uint8 [L, H, N]: two inputs per byte; scales bfloat16, offsets float32 [L, G, N]. A
-    lane's rows in a step are in one group."""
-    scales_ref, *offsets_ref = refs
+def fragments_int4(interpret, dtype: str, tile, rows, group, layer, refs, out_ref):
+    """codes uint8 [L, H, N]: two inputs per byte; scales bfloat16, offsets float32 [L, G, N].
+
+    x_ref: two inputs a word, int32 [M, H]. A lane's rows in a step are in one group.
+    """
+    x_ref, codes_ref, scales_ref, *offsets_ref = refs
+    lanes = _Lanes(tile, rows, layer, x_ref, codes_ref)
 
     def step(i, codes, x_words, totals):
         g = jax.lax.div(lanes.first(i), jnp.int32(group // 2))
@@ -101,12 +107,13 @@ def matmul_int4(lanes, group, refs, dtype: str, interpret: bool):
 
         return [added(*both) for both in zip(x_words, totals, strict=True)]
 
-    return lanes.loop(step, lanes.zeros())
+    lanes.store(out_ref, lanes.loop(step, lanes.zeros()))
 
 
-def matmul_int8(lanes, group, refs, dtype: str, interpret: bool):
-    """codes int8 [L, K, N], scales float32 [L, 1, N]."""
-    [scales_ref] = refs
+def fragments_int8(interpret, dtype: str, tile, rows, group, layer, refs, out_ref):
+    """codes int8 [L, K, N], scales float32 [L, 1, N]; x_ref: two inputs a word."""
+    x_ref, codes_ref, scales_ref = refs
+    lanes = _Lanes(tile, rows, layer, x_ref, codes_ref)
 
     def step(i, codes, x_words, sums):
         return [
@@ -116,10 +123,74 @@ def matmul_int8(lanes, group, refs, dtype: str, interpret: bool):
 
     sums = lanes.loop(step, lanes.zeros())
     scales = lanes.of_columns(scales_ref, 0).astype(jnp.float32)
-    return [[total * scales for total in pair] for pair in sums]
+    lanes.store(out_ref, [[total * scales for total in pair] for pair in sums])
 
 
-KERNELS = {"uint8": matmul_int4, "int8": matmul_int8}
+def _split(tile, rows: int):
+    """First row of the split, number of its steps, and slice of columns."""
+    begin = pl.program_id(1) * rows
+    return begin, rows // tile.rows, pl.ds(pl.program_id(0) * tile.columns, tile.columns)
+
+
+def _float32(bits):
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def dot_int4(tile, rows, group, layer, refs, out_ref):
+    """codes, scales and offsets as in `fragments_int4`; a step is in one group. Values round to x's
+    dtype."""
+    x_ref, codes_ref, scales_ref, *offsets_ref = refs
+    begin, steps, columns = _split(tile, rows)
+    padded = out_ref.shape[0]
+    m = jnp.minimum(jnp.arange(padded), x_ref.shape[0] - 1)
+
+    def step(i, total):
+        first = begin + i * tile.rows
+        g = jax.lax.div(first, jnp.int32(group // 2))
+        codes = codes_ref[layer, pl.ds(first, tile.rows), columns].astype(jnp.int32)
+        x = x_ref[m, pl.ds(2 * first, 2 * tile.rows)].reshape(padded, tile.rows, 2)
+        even, odd = jnp.unstack(x, axis=-1)
+        scales = scales_ref[layer, g, columns].astype(jnp.float32)[None]
+        for inputs, bits in ((even, (codes & 15) << 4), (odd, codes & 0xF0)):
+            values = _float32((bits << TO_MANTISSA) | ONE) * (scales * 16) - scales * 24
+            total += jnp.dot(
+                inputs, values.astype(inputs.dtype), preferred_element_type=jnp.float32
+            )
+        for ref in offsets_ref:
+            inputs = (even.astype(jnp.float32) + odd.astype(jnp.float32)).sum(1)
+            total += inputs[:, None] * ref[layer, g, columns][None]
+        return total
+
+    zeros = jnp.zeros((padded, tile.columns), jnp.float32)
+    _store(out_ref, jax.lax.fori_loop(0, steps, step, zeros), x_ref.shape[0])
+
+
+def dot_int8(tile, rows, group, layer, refs, out_ref):
+    """codes and scales as in `fragments_int8`."""
+    x_ref, codes_ref, scales_ref = refs
+    begin, steps, columns = _split(tile, rows)
+    padded = out_ref.shape[0]
+    m = jnp.minimum(jnp.arange(padded), x_ref.shape[0] - 1)
+
+    def step(i, total):
+        first = begin + i * tile.rows
+        codes = codes_ref[layer, pl.ds(first, tile.rows), columns]
+        x = x_ref[m, pl.ds(first, tile.rows)]
+        return total + jnp.dot(x, codes.astype(x.dtype), preferred_element_type=jnp.float32)
+
+    zeros = jnp.zeros((padded, tile.columns), jnp.float32)
+    total = jax.lax.fori_loop(0, steps, step, zeros)
+    scales = scales_ref[layer, 0, columns].astype(jnp.float32)
+    _store(out_ref, total * scales[None], x_ref.shape[0])
+
+
+def _store(out_ref, total, M: int):
+    inside = (jnp.arange(total.shape[0]) < M)[:, None]
+    plgpu.store(out_ref, total.astype(out_ref.dtype), mask=inside)
+
+
+FRAGMENTS = {"uint8": fragments_int4, "int8": fragments_int8}
+DOT = {"uint8": dot_int4, "int8": dot_int8}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -131,24 +202,32 @@ def call(tile, interpret: bool, x_MK, codes, *others, layer_1=()):
     """
     (M, K), (_, R, N) = x_MK.shape, codes.shape
     group, dtype = K // others[0].shape[1], x_MK.dtype
-    x_words = jax.lax.bitcast_convert_type(x_MK.reshape(M, K // 2, 2), jnp.int32)
+    if isinstance(tile, DotTile):
+        body, rows, warps, stages = (
+            DOT[codes.dtype.name],
+            16 if M <= 16 else 32,
+            tile.warps,
+            tile.stages,
+        )
+    else:
+        body = functools.partial(FRAGMENTS[codes.dtype.name], interpret, dtype.name)
+        rows, warps, stages = M, tile.across * tile.along, 1
+        x_MK = jax.lax.bitcast_convert_type(x_MK.reshape(M, K // 2, 2), jnp.int32)
 
     def kernel(*refs):
         *inputs, out_ref = refs
         layer = inputs.pop()[0] if layer_1 else 0
-        lanes = _Lanes(tile, R // tile.splits, layer, *inputs[:2])
-        body = functools.partial(KERNELS[codes.dtype.name], lanes, group, inputs[2:])
-        lanes.store(out_ref, body(dtype.name, interpret))
+        body(tile, R // tile.splits, group, layer, inputs, out_ref)
 
     kernel.__name__ = f"matmul_{'w4a16' if codes.dtype == jnp.uint8 else 'w8a16'}"
     parts_SMN = pl.pallas_call(
         kernel,
         grid=(N // tile.columns, tile.splits),
-        out_specs=pl.BlockSpec((None, M, tile.columns), lambda n, s: (s, 0, n)),
+        out_specs=pl.BlockSpec((None, rows, tile.columns), lambda n, s: (s, 0, n)),
         out_shape=jax.ShapeDtypeStruct(
             (tile.splits, M, N), dtype if tile.splits == 1 else jnp.float32
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.across * tile.along, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
-    )(x_words, codes, *others, *layer_1)
+    )(x_MK, codes, *others, *layer_1)
     return parts_SMN[0] if tile.splits == 1 else parts_SMN.sum(0).astype(dtype)
