@@ -71,11 +71,13 @@ def test_small_matrices_have_programs_for_most_multiprocessors(M):
 
 
 @pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
-@pytest.mark.parametrize("tile", [(8, 2, 2, 4, 4, False), (4, 1, 2, 8, 2, True)])
-@pytest.mark.quick("tile0-w4a16_matmul", "tile1-w8a16_matmul")
+@pytest.mark.parametrize("tile", [triton.Tile(8, 2, 2, 4, 4, False),
+                                  triton.Tile(4, 1, 2, 8, 2, True),
+                                  triton.DotTile(16, 64, 4, 4, 1)])  # fmt: skip
+@pytest.mark.quick("tile0-w4a16_matmul", "tile1-w8a16_matmul", "tile2-w4a16_matmul")
 def test_warps_and_splits_add_up(op, tile):
     """Several steps of each, and warps side by side."""
-    run, whole, x = interpreted(op, 3, 512, 128, tile=triton.Tile(*tile))
+    run, whole, x = interpreted(op, 3, 512, 128, tile=tile)
     assert_near(run(x), whole(x), x.dtype)
 
 

@@ -144,7 +144,7 @@ def _power_of_two(n: int) -> int:
     return n & -n
 
 
-def _product(formula, tile: Tile, interpret: bool, x_MK, arrays, layer):
+def _product(formula, tile: Tile | DotTile, interpret: bool, x_MK, arrays, layer):
     """Call the kernel. formula: the same function in XLA, for the gradient.
 
     The kernel reads the layer index from memory, so that all layers share one compiled kernel.
