@@ -16,9 +16,9 @@ the results' root mean square, for up to 14,336 inputs. Rounding to bfloat16 cos
 
 Every tensor is [warps, 8, 4, width], so that Triton gives each lane the `width` values of (c, q).
 The right operand's lane (c, q) has the inputs of row c of x, at the rows of codes of q. A result's
-lane has rows 2q and 2q + 1 of x at its own columns. For two rows of x, all 32 lanes may instead hold
-other columns of the same rows of codes, so that a warp reads longer pieces of them: then row c of
-the right operand is row c % 2 of x for lanes q = c // 2 and zero for the other lanes.
+lane has rows 2q and 2q + 1 of x at its own columns. For two rows of x, all 32 lanes may hold
+other columns of the same rows of codes instead, so that a warp reads longer pieces of them: then
+row c of the right operand is row c % 2 of x for lanes q = c // 2 and zero for the other lanes.
 """
 
 import jax
