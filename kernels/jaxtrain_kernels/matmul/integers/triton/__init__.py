@@ -24,7 +24,6 @@ MOST_ROWS = 32
 PROCESSORS = 132  # multiprocessors (SMs) of a Hopper GPU
 MOST_SPLITS = 16  # which one thread of XLA's sum reads, one after another
 ENOUGH = 0.8  # of the multiprocessors have a program, if the sizes allow
-SEGMENT = 512  # bytes of a row of codes that a program reads: narrower ones are read more slowly
 FRAGMENT_ROWS = 8  # more rows use shared memory
 WIDE_ROWS = 2  # up to these, all lanes of a warp are side by side
 # Pallas indexes up to 2^32 bytes in int32, in which indices from 2^31 on are negative.
@@ -32,7 +31,7 @@ UNCOUNTED = range(2**31, 2**32 + 1)
 
 
 class Tile(NamedTuple):
-    """A program's warps: `across` of them side by side, `along` behind one another.
+    """A program's warps, which read different rows of codes in the same columns.
 
     width: adjacent columns of a lane. each: rows of codes of a lane per step. wide: all 32 lanes
     of a warp are side by side, for 2 rows of x at a time; else 8 are, and 4 behind one another, for
@@ -40,8 +39,7 @@ class Tile(NamedTuple):
     """
 
     width: int
-    across: int
-    along: int
+    warps: int
     each: int
     splits: int
     wide: bool
@@ -49,12 +47,12 @@ class Tile(NamedTuple):
     @property
     def columns(self) -> int:
         """Columns of a program."""
-        return (32 if self.wide else 8) * self.width * self.across
+        return (32 if self.wide else 8) * self.width
 
     @property
     def rows(self) -> int:
         """Rows of codes of a program's step."""
-        return (1 if self.wide else 4) * self.each * self.along
+        return (1 if self.wide else 4) * self.each * self.warps
 
 
 class DotTile(NamedTuple):
@@ -110,7 +108,10 @@ def w4a16_matmul(
 
 
 def tile_of(M: int, R: int, N: int, group: int | None) -> Tile | DotTile:
-    """Tile for M rows and codes [R, N], which it divides: no mask is needed. group: int4's size."""
+    """Tile for M rows and codes [R, N], which it divides: no mask is needed. group: int4's size.
+
+    Of pieces of rows of 128 to 1,024 bytes, 256 (wide) and 128 gave the fastest chains (an H200).
+    """
     if M > FRAGMENT_ROWS:
         return _dot_tile(R, N, group)
     wide = M <= WIDE_ROWS and N % 128 == 0
@@ -119,14 +120,13 @@ def tile_of(M: int, R: int, N: int, group: int | None) -> Tile | DotTile:
     each = min(16, _power_of_two(R) // behind, _power_of_two(lane) // behind)
     most = _power_of_two(R // (behind * each))
     width = min(8 if wide else 16, _power_of_two(N) // lanes)
-    across = min(SEGMENT // (lanes * width), _power_of_two(N // (lanes * width)))
-    programs = lambda: N // (lanes * width * across)
-    while programs() * min(most, MOST_SPLITS) < ENOUGH * PROCESSORS and width * across > 4:
-        width, across = (width, across // 2) if across > 1 else (width // 2, 1)
+    programs = lambda: N // (lanes * width)
+    while programs() * min(most, MOST_SPLITS) < ENOUGH * PROCESSORS and width > 4:
+        width //= 2
     splits = 1
     while programs() * splits < 2 * ENOUGH * PROCESSORS and splits < min(most, MOST_SPLITS):
         splits *= 2
-    return Tile(width, across, min(8 // across, most // splits), each, splits, wide)
+    return Tile(width, min(8, most // splits), each, splits, wide)
 
 
 def _dot_tile(R: int, N: int, group: int | None) -> DotTile:

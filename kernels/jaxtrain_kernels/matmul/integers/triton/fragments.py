@@ -78,7 +78,7 @@ def _interpreted(values, x_words, dtype: str):
     pairs = jax.lax.bitcast_convert_type(jnp.concatenate(x_words, -1), jnp.dtype(dtype))
     x = pairs.reshape(*pairs.shape[:3], -1).astype(jnp.float32)  # axis 1: row of x
     x = x[..., : values.shape[3]]  # few rows of codes: their words are there more than once
-    y = jnp.einsum("wcqkj,wmqk->wcmj", values, x[:, :8], precision="highest")
+    y = jnp.einsum("wcqkj,wmqk->wcmj", values, x, precision="highest")
     both = y.reshape(*y.shape[:2], 4, 2, y.shape[-1])
     return both[..., 0, :], both[..., 1, :]
 

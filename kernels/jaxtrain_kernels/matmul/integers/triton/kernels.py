@@ -24,13 +24,13 @@ class _Lanes:
 
     def __init__(self, tile, rows: int, layer, x_ref, codes_ref):
         self.tile, self.layer, self.x_ref, self.codes_ref = tile, layer, x_ref, codes_ref
-        shape = (tile.along, 8 * tile.across, 4, tile.width)
+        shape = (tile.warps, *fragments.LANES, tile.width)
         warp, c, q, self.j = (jax.lax.broadcasted_iota(jnp.int32, shape, i) for i in range(4))
         lane, chunk = (c * 4 + q, warp) if tile.wide else (c, warp * 4 + q)
         self.columns = pl.program_id(0) * tile.columns + lane * tile.width + self.j
         self.begin = pl.program_id(1) * rows + chunk * tile.each
-        row = jax.lax.rem(c, 8)  # of x; if wide, a lane's inputs are zero but for one q
-        self.row = jnp.where(row // 2 == q, row % 2, NO_ROW) if tile.wide else row
+        # Row of x; if wide, a lane's inputs are zero but for one q.
+        self.row = jnp.where(c // 2 == q, c % 2, NO_ROW) if tile.wide else c
         self.at_once = 2 if tile.wide else 8
         self.steps = rows // tile.rows
 
@@ -43,7 +43,7 @@ class _Lanes:
         return ref[self.layer, row, self.columns]
 
     def load(self, step):
-        """Codes of a step's rows; and for each 8 rows of x, the words of x that they need."""
+        """Codes of a step's rows; and for each `at_once` rows of x, the words that they need."""
         first = self.first(step)
         codes = [self.of_columns(self.codes_ref, first + i) for i in range(self.tile.each)]
         word = first if self.codes_ref.dtype == jnp.uint8 else jax.lax.div(first, 2)
@@ -59,7 +59,7 @@ class _Lanes:
         return codes, [[words(m + self.row, i) for i in indices] for m in sets]
 
     def zeros(self):
-        """Sums of no step: for each 8 rows of x, those of rows 2q and 2q + 1."""
+        """Sums of no step: two for each `at_once` rows of x."""
         M, zeros = self.x_ref.shape[0], jnp.zeros(self.j.shape, jnp.float32)
         return [(zeros,) * min(2, M)] * pl.cdiv(M, self.at_once)
 
@@ -211,7 +211,7 @@ def call(tile, interpret: bool, x_MK, codes, *others, layer_1=()):
         )
     else:
         body = functools.partial(FRAGMENTS[codes.dtype.name], interpret, dtype.name)
-        rows, warps, stages = M, tile.across * tile.along, 1
+        rows, warps, stages = M, tile.warps, 1
         x_MK = jax.lax.bitcast_convert_type(x_MK.reshape(M, K // 2, 2), jnp.int32)
 
     def kernel(*refs):
