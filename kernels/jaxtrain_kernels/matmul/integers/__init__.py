@@ -48,7 +48,7 @@ def w4a16_matmul(
     offsets_GN: float32, in units of the weights; they multiply the sum of a group's inputs in
     float32 and are not rounded. None: zeros.
     layer and errors as in `w8a16_matmul`. Each value is rounded to x's dtype first, except by
-    `triton` for up to 2 rows, which multiplies by the scales after the sum.
+    `triton` for up to 8 rows, which multiplies by the scales after the sum.
     """
     arrays = (codes_HN, scales_GN) if offsets_GN is None else (codes_HN, scales_GN, offsets_GN)
     return _matmul("w4a16_matmul", x, arrays, layer, implementation)

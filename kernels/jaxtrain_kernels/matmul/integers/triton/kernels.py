@@ -1,11 +1,8 @@
 """Kernels of `integers.triton`: matmuls of a few rows with integer codes, in Pallas Triton.
 
-`vector_*` multiply and add: each thread reads 16 columns of a row of codes and keeps its own sums,
-which are added at the end. `dot_*` use tensor cores. A program handles a tile of columns and a
-split of the inputs.
-
-An integer becomes a float32 without a conversion: its bits become the upper mantissa bits of a
-float in [1, 2). So 1 + code / 2^n is multiplied, and the ones are subtracted from the sum.
+A program handles a tile of columns and a split of the inputs. `fragments_*` (few rows) multiply as
+`fragments.py` describes: each of a program's warps reads other codes, and the sums of those with
+the same columns are added at the end. `dot_*` are products of tiles in shared memory.
 """
 
 import functools
@@ -15,107 +12,135 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxtrain_kernels.matmul.integers.triton import DotTile, fragments
+
+NO_ROW = 2**20  # beyond any row of x
 ONE = 0x3F800000  # bits of 1.0 in float32
 TO_MANTISSA = 15  # shift of a byte's top bit to the mantissa's top bit
-UNROLLED = 8  # loads of codes; with more, ptxas delays the later ones to save registers
+
+
+class _Lanes:
+    """Rows and columns of each lane (`fragments`), and loads from them."""
+
+    def __init__(self, tile, rows: int, layer, x_ref, codes_ref):
+        self.tile, self.layer, self.x_ref, self.codes_ref = tile, layer, x_ref, codes_ref
+        shape = (tile.warps, *fragments.LANES, tile.width)
+        warp, c, q, self.j = (jax.lax.broadcasted_iota(jnp.int32, shape, i) for i in range(4))
+        lane, chunk = (c * 4 + q, warp) if tile.wide else (c, warp * 4 + q)
+        self.columns = pl.program_id(0) * tile.columns + lane * tile.width + self.j
+        self.begin = pl.program_id(1) * rows + chunk * tile.each
+        # Row of x; if wide, a lane's inputs are zero but for one q.
+        self.row = jnp.where(c // 2 == q, c % 2, NO_ROW) if tile.wide else c
+        self.at_once = 2 if tile.wide else 8
+        self.steps = rows // tile.rows
+
+    def first(self, step):
+        """A lane's first row of codes in a step."""
+        return self.begin + step * self.tile.rows
+
+    def of_columns(self, ref, row):
+        """Values [..., width] of the lane's columns, in that row of layer `layer`."""
+        return ref[self.layer, row, self.columns]
+
+    def load(self, step):
+        """Codes of a step's rows; and for each `at_once` rows of x, the words that they need."""
+        first = self.first(step)
+        codes = [self.of_columns(self.codes_ref, first + i) for i in range(self.tile.each)]
+        word = first if self.codes_ref.dtype == jnp.uint8 else jax.lax.div(first, 2)
+        count = fragments.words(self.codes_ref.dtype.name, self.tile.each)
+        M = self.x_ref.shape[0]
+
+        def words(m, i):
+            index = jnp.minimum(m, M - 1), word + i + jax.lax.rem(self.j, count)
+            return plgpu.load(self.x_ref.at[index], mask=m < M, other=0)
+
+        indices = range(0, count, self.tile.width)
+        sets = range(0, M, self.at_once)
+        return codes, [[words(m + self.row, i) for i in indices] for m in sets]
+
+    def zeros(self):
+        """Sums of no step: two for each `at_once` rows of x."""
+        M, zeros = self.x_ref.shape[0], jnp.zeros(self.j.shape, jnp.float32)
+        return [(zeros,) * min(2, M)] * pl.cdiv(M, self.at_once)
+
+    def loop(self, step, carry):
+        """Call step(i, codes, x_words, carry) for each step."""
+        return jax.lax.fori_loop(
+            0, self.steps, lambda i, carry: step(i, *self.load(i), carry), carry
+        )
+
+    def store(self, out_ref, sums):
+        """Add the warps' sums, and store them."""
+        shape = self.j.shape[1:]
+        c, q, j = (jax.lax.broadcasted_iota(jnp.int32, shape, i) for i in range(3))
+        lane, row = (c * 4 + q, 0 * q) if self.tile.wide else (c, 2 * q)
+        for i, pair in enumerate(sums):
+            for p, total in enumerate(pair):
+                m = i * self.at_once + row + p
+                plgpu.store(
+                    out_ref.at[m, lane * self.tile.width + j],
+                    total.sum(0).astype(out_ref.dtype),
+                    mask=m < self.x_ref.shape[0],
+                )
+
+
+def fragments_int4(interpret, dtype: str, tile, rows, group, layer, refs, out_ref):
+    """codes uint8 [L, H, N]: two inputs per byte; scales bfloat16, offsets float32 [L, G, N].
+
+    x_ref: two inputs a word, int32 [M, H]. A lane's rows in a step are in one group.
+    """
+    x_ref, codes_ref, scales_ref, *offsets_ref = refs
+    lanes = _Lanes(tile, rows, layer, x_ref, codes_ref)
+
+    def step(i, codes, x_words, totals):
+        g = jax.lax.div(lanes.first(i), jnp.int32(group // 2))
+        scales = lanes.of_columns(scales_ref, g).astype(jnp.float32)
+        offsets = [lanes.of_columns(ref, g) for ref in offsets_ref]
+
+        def added(words, pair):
+            sums = fragments.int4_sums(codes, words, dtype, interpret)
+            pair = [total + s * scales for total, s in zip(pair, sums, strict=False)]
+            for offset in offsets:
+                inputs = fragments.input_sums(words, len(codes), dtype, interpret)
+                pair = [total + x * offset for total, x in zip(pair, inputs, strict=False)]
+            return tuple(pair)
+
+        return [added(*both) for both in zip(x_words, totals, strict=True)]
+
+    lanes.store(out_ref, lanes.loop(step, lanes.zeros()))
+
+
+def fragments_int8(interpret, dtype: str, tile, rows, group, layer, refs, out_ref):
+    """codes int8 [L, K, N], scales float32 [L, 1, N]; x_ref: two inputs a word."""
+    x_ref, codes_ref, scales_ref = refs
+    lanes = _Lanes(tile, rows, layer, x_ref, codes_ref)
+
+    def step(i, codes, x_words, sums):
+        return [
+            fragments.int8_sums(codes, words, pair, dtype, interpret)
+            for words, pair in zip(x_words, sums, strict=True)
+        ]
+
+    sums = lanes.loop(step, lanes.zeros())
+    scales = lanes.of_columns(scales_ref, 0).astype(jnp.float32)
+    lanes.store(out_ref, [[total * scales for total in pair] for pair in sums])
+
+
+def _split(tile, rows: int):
+    """First row of the split, number of its steps, and slice of columns."""
+    begin = pl.program_id(1) * rows
+    return begin, rows // tile.rows, pl.ds(pl.program_id(0) * tile.columns, tile.columns)
 
 
 def _float32(bits):
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _place(tile, rows: int):
-    """First row of the split, number of its steps, and slice of columns."""
-    begin = pl.program_id(1) * rows
-    columns = pl.ds(pl.program_id(0) * tile.columns, tile.columns)
-    return begin, rows // (tile.rows * tile.each), columns
-
-
-def _loop(tile, steps: int, step, carry):
-    """Loop over the steps; few steps are unrolled, so that all loads are in flight at once."""
-    if steps * tile.each > UNROLLED:
-        return jax.lax.fori_loop(0, steps, step, carry)
-    for i in range(steps):
-        carry = step(i, carry)
-    return carry
-
-
-def _inputs(x_ref, m: int, k):
-    """Inputs k of row m in float32, broadcastable over the columns."""
-    return x_ref[m, k].astype(jnp.float32)[:, None]
-
-
-def vector_int4(tile, rows, group, layer, refs, out_ref):
-    """codes uint8 [L, H, N]: two inputs per byte; scales bfloat16, offsets float32 [L, G, N].
-
-    A byte times the even input counts the odd code 16 times; the odd input's product subtracts it.
-    """
-    x_ref, codes_ref, scales_ref, *offsets_ref = refs
-    begin, steps, columns = _place(tile, rows)
-    M = x_ref.shape[0]
-
-    def step(i, totals):
-        first = begin + i * (tile.rows * tile.each) + jnp.arange(tile.rows) * tile.each
-        g = jax.lax.div(first, jnp.int32(group // 2))
-        # Load all first, so that all loads are in flight at once.
-        loaded = [codes_ref[layer, first + j, columns] for j in range(tile.each)]
-        scales = scales_ref[layer, g, columns].astype(jnp.float32)
-        offsets = [ref[layer, g, columns] for ref in offsets_ref]
-        sums = [jnp.zeros((tile.rows, tile.columns), jnp.float32) for _ in range(M)]
-        evens, odds = ([jnp.zeros((tile.rows, 1), jnp.float32)] * M for _ in range(2))
-        for j, codes in enumerate(loaded):
-            both = (codes.astype(jnp.int32) << TO_MANTISSA) | ONE
-            high = _float32(both & (ONE | 0xF0 << TO_MANTISSA))
-            both = _float32(both)
-            for m in range(M):
-                even = _inputs(x_ref, m, 2 * (first + j))
-                odd = _inputs(x_ref, m, 2 * (first + j) + 1)
-                sums[m] += even * both
-                sums[m] += (odd / 16 - even) * high
-                evens[m] += even
-                odds[m] += odd
-        results = []
-        for m in range(M):
-            ones = odds[m] * 16 + (evens[m] + odds[m]) * 8
-            total = totals[m] + (sums[m] * 256 - ones) * scales
-            results.append(sum(((evens[m] + odds[m]) * o for o in offsets), total))
-        return tuple(results)
-
-    zeros = tuple(jnp.zeros((tile.rows, tile.columns), jnp.float32) for _ in range(M))
-    for m, total in enumerate(_loop(tile, steps, step, zeros)):
-        out_ref[m, :] = total.sum(0).astype(out_ref.dtype)
-
-
-def vector_int8(tile, rows, group, layer, refs, out_ref):
-    """codes int8 [L, K, N], scales float32 [L, 1, N]."""
-    x_ref, codes_ref, scales_ref = refs
-    begin, steps, columns = _place(tile, rows)
-    M = x_ref.shape[0]
-
-    def step(i, carry):
-        sums, inputs = map(list, carry)
-        first = begin + i * (tile.rows * tile.each) + jnp.arange(tile.rows) * tile.each
-        loaded = [codes_ref[layer, first + j, columns] for j in range(tile.each)]
-        for j, codes in enumerate(loaded):
-            values = _float32((codes.astype(jnp.int32) << TO_MANTISSA) + (ONE | 1 << 22))
-            for m in range(M):
-                x = _inputs(x_ref, m, first + j)
-                sums[m] += x * values
-                inputs[m] += x
-        return tuple(sums), tuple(inputs)
-
-    zeros = lambda columns: tuple(jnp.zeros((tile.rows, columns), jnp.float32) for _ in range(M))
-    sums, inputs = _loop(tile, steps, step, (zeros(tile.columns), zeros(1)))
-    scales = scales_ref[layer, 0, columns].astype(jnp.float32)
-    for m in range(M):
-        total = (sums[m] * 256 - inputs[m] * 384).sum(0)
-        out_ref[m, :] = (total * scales).astype(out_ref.dtype)
-
-
 def dot_int4(tile, rows, group, layer, refs, out_ref):
-    """Tensor-core version of `vector_int4`; a step is in one group. Values round to x's dtype."""
+    """codes, scales and offsets as in `fragments_int4`; a step is in one group. Values round to x's
+    dtype."""
     x_ref, codes_ref, scales_ref, *offsets_ref = refs
-    begin, steps, columns = _place(tile, rows)
+    begin, steps, columns = _split(tile, rows)
     padded = out_ref.shape[0]
     m = jnp.minimum(jnp.arange(padded), x_ref.shape[0] - 1)
 
@@ -141,9 +166,9 @@ def dot_int4(tile, rows, group, layer, refs, out_ref):
 
 
 def dot_int8(tile, rows, group, layer, refs, out_ref):
-    """Tensor-core version of `vector_int8`."""
+    """codes and scales as in `fragments_int8`."""
     x_ref, codes_ref, scales_ref = refs
-    begin, steps, columns = _place(tile, rows)
+    begin, steps, columns = _split(tile, rows)
     padded = out_ref.shape[0]
     m = jnp.minimum(jnp.arange(padded), x_ref.shape[0] - 1)
 
@@ -164,12 +189,8 @@ def _store(out_ref, total, M: int):
     plgpu.store(out_ref, total.astype(out_ref.dtype), mask=inside)
 
 
-KERNELS = {
-    ("vector", "uint8"): vector_int4,
-    ("vector", "int8"): vector_int8,
-    ("dot", "uint8"): dot_int4,
-    ("dot", "int8"): dot_int8,
-}
+FRAGMENTS = {"uint8": fragments_int4, "int8": fragments_int8}
+DOT = {"uint8": dot_int4, "int8": dot_int8}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -180,8 +201,18 @@ def call(tile, interpret: bool, x_MK, codes, *others, layer_1=()):
     one kernel.
     """
     (M, K), (_, R, N) = x_MK.shape, codes.shape
-    group = K // others[0].shape[1]
-    body = KERNELS["dot" if tile.dot else "vector", codes.dtype.name]
+    group, dtype = K // others[0].shape[1], x_MK.dtype
+    if isinstance(tile, DotTile):
+        body, rows, warps, stages = (
+            DOT[codes.dtype.name],
+            16 if M <= 16 else 32,
+            tile.warps,
+            tile.stages,
+        )
+    else:
+        body = functools.partial(FRAGMENTS[codes.dtype.name], interpret, dtype.name)
+        rows, warps, stages = M, tile.warps, 1
+        x_MK = jax.lax.bitcast_convert_type(x_MK.reshape(M, K // 2, 2), jnp.int32)
 
     def kernel(*refs):
         *inputs, out_ref = refs
@@ -189,15 +220,14 @@ def call(tile, interpret: bool, x_MK, codes, *others, layer_1=()):
         body(tile, R // tile.splits, group, layer, inputs, out_ref)
 
     kernel.__name__ = f"matmul_{'w4a16' if codes.dtype == jnp.uint8 else 'w8a16'}"
-    padded = (16 if M <= 16 else 32) if tile.dot else M
     parts_SMN = pl.pallas_call(
         kernel,
         grid=(N // tile.columns, tile.splits),
-        out_specs=pl.BlockSpec((None, padded, tile.columns), lambda n, s: (s, 0, n)),
+        out_specs=pl.BlockSpec((None, rows, tile.columns), lambda n, s: (s, 0, n)),
         out_shape=jax.ShapeDtypeStruct(
-            (tile.splits, M, N), x_MK.dtype if tile.splits == 1 else jnp.float32
+            (tile.splits, M, N), dtype if tile.splits == 1 else jnp.float32
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
     )(x_MK, codes, *others, *layer_1)
-    return parts_SMN[0] if tile.splits == 1 else parts_SMN.sum(0).astype(x_MK.dtype)
+    return parts_SMN[0] if tile.splits == 1 else parts_SMN.sum(0).astype(dtype)
