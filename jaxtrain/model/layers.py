@@ -14,8 +14,10 @@ from jaxtrain.model.init import SCHEMES, constant, normal
 from jaxtrain.model.rope import Divisors, RopeScaling, frequencies
 from jaxtrain.parallel import constrain, embedding_grad, embedding_lookup
 from jaxtrain.weights.contract import (
+    DeferredNorm,
     cast_input,
     dense,
+    dense_fused,
     dense_of,
     feed_forward_relu2,
     input_amax,
@@ -166,14 +168,32 @@ class FeedForward(nnx.Module):
         """See `weights.contract.input_amax`."""
         return input_amax(self.up, *([self.gate] if self.kind in GATED else []))
 
+    def readers(self) -> tuple[nnx.Param, ...]:
+        """Matrices of the input, in the order in which a fused kernel takes them."""
+        return (self.gate, self.up) if self.kind in GATED else (self.up,)
+
+    def in_two_kernels(
+        self, x_BTD: Float[Array, "B T D"] | DeferredNorm, residual_BTD: Array | None
+    ) -> Float[Array, "B T D"]:
+        """The network of a few rows: its norm, biases, activation and residual are in the kernels
+        of its matmuls."""
+        gates = (self.gate_bias,) if self.kind in GATED else ()
+        (h_BTF,) = dense_fused(
+            x_BTD, *self.readers(), biases=(*gates, self.up_bias), activation=self.kind
+        )
+        return dense_fused(h_BTF, self.down, biases=(self.down_bias,), residual=residual_BTD)[0]
+
     def __call__(
         self,
-        x_BTD: Float[Array, "B T D"],
+        x_BTD: Float[Array, "B T D"] | DeferredNorm,
         relu2_by: str | None = None,
         by: str | None = None,
         cast: Fp8Input | None = None,
+        residual_BTD: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """cast: of x, for matrices that have an `input_amax`."""
+        """cast: of x, for matrices that have an `input_amax`. residual: added to the result."""
+        if isinstance(x_BTD, DeferredNorm):
+            return self.in_two_kernels(x_BTD, residual_BTD)
         if self.kind == "relu2" and self.up_bias is None and relu2_by is None:
             matrices = reading(self.up, cast), self.down.get_value()
             if (y_BTD := feed_forward_relu2(x_BTD, *matrices, by)) is not None:

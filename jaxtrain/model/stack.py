@@ -97,8 +97,8 @@ def is_apart(leaf: object) -> bool:
 
 
 def take_apart(params: Params, specs: Specs) -> None:
-    """Split the stacks of a model's matrices and scalars into layers, in place, so that each
-    stack's memory is freed before the next is split. Only plain arrays are split.
+    """Split the stacks of a model's layers, in place, so that each stack's memory is freed before
+    the next is split. Only plain arrays are split.
     """
     split = jax.jit(lambda leaf: tuple(leaf[i] for i in range(len(leaf))))
 
@@ -109,7 +109,7 @@ def take_apart(params: Params, specs: Specs) -> None:
             elif spec.axes[:1] == ("layers",) and is_stack(params[name]):
                 params[name] = LayersApart(split(params.pop(name)))
 
-    is_stack = lambda leaf: isinstance(leaf, jax.Array) and leaf.ndim != 2 and len(leaf) > 1
+    is_stack = lambda leaf: isinstance(leaf, jax.Array) and len(leaf) > 1
     visit(params, {name: inner for name, inner in specs.items() if name != "prefix"})
 
 

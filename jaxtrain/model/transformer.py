@@ -54,7 +54,7 @@ from jaxtrain.model.sharing import SharedByAdjacent, SharedByAll
 from jaxtrain.model.stack import Stack
 from jaxtrain.model.stochastic_depth import keep_probabilities
 from jaxtrain.parallel import constrain
-from jaxtrain.weights.contract import dequantize, is_weight
+from jaxtrain.weights.contract import dequantize, is_weight, matmul
 from jaxtrain.weights.params import declare
 
 SMEAR_CHANNELS = 24
@@ -439,6 +439,8 @@ class Transformer(nnx.Module):
 
     def logits(self, x_BD: Float[Array, "*B D"]) -> Float[Array, "*B v"]:
         """Float32 logits of a few states (generation); v is the vocabulary without padding."""
-        logits_BV = (x_BD @ self.head_DV())[..., : self.vocab_size].astype(jnp.float32)
+        # A tied head is a transposed matrix, of which a kernel would need a copy.
+        product = jnp.matmul if self.head is None else matmul
+        logits_BV = product(x_BD, self.head_DV())[..., : self.vocab_size].astype(jnp.float32)
         cap = self.config.logit_softcap
         return logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)

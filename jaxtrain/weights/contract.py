@@ -9,13 +9,18 @@ import abc
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtrain_kernels import Fp8Input
-from jaxtrain_kernels.matmul.few_rows import MANY, few_rows_matmul
+from jaxtrain_kernels.matmul.few_rows import (
+    MANY,
+    InputNorm,
+    few_rows_matmul,
+    takes_operations,
+)
 from jaxtyping import Array, Float
 
 from jaxtrain import parallel
@@ -70,6 +75,45 @@ def matmul(x: Float[Array, "*B K"], weight: Array | Weight) -> Float[Array, "*B 
     return few_rows_matmul(x, weight)[0] if has_few_rows(x) else x @ weight
 
 
+class DeferredNorm(NamedTuple):
+    """RMS norm of x that the kernel of the matmuls which read it computes: x has few rows."""
+
+    x: Float[Array, "*B K"]
+    norm: InputNorm
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+
+def fuses_operations(x: Array | DeferredNorm, *params: nnx.Param) -> bool:
+    """Whether one kernel computes the matmuls with these matrices and the operations around them:
+    the input's RMS norm, biases, activation, residual. x: has the rows and the dtype of the input.
+    """
+    rows, matrices = x.shape[:-1], [param.get_value() for param in params]
+    if not matrices or math.prod(rows) >= MANY or any(map(is_weight, matrices)):
+        return False
+    x = x.x if isinstance(x, DeferredNorm) else x
+    input = jax.ShapeDtypeStruct((*rows, matrices[0].shape[0]), x.dtype)
+    return takes_operations(input, *matrices)
+
+
+def dense_fused(
+    x: Float[Array, "*B K"] | DeferredNorm,
+    *params: nnx.Param,
+    biases: Sequence[nnx.Param | None] = (),
+    activation: str | None = None,
+    residual: Float[Array, "*B N"] | None = None,
+) -> tuple[Float[Array, "*B _"], ...]:
+    """`few_rows_matmul` of x and of modules' matrices, which are arrays (`fuses_operations`)."""
+    x, norm = x if isinstance(x, DeferredNorm) else (x, None)
+    matrices = [param.get_value() for param in params]
+    vectors = tuple(None if bias is None else bias[...] for bias in biases)
+    return few_rows_matmul(
+        x, *matrices, norm=norm, biases=vectors or None, activation=activation, residual=residual
+    )
+
+
 def has_few_rows(x: Array) -> bool:
     """Whether x has few rows, as in a decode step of few sequences; such matmuls have their own
     kernels."""
@@ -118,7 +162,7 @@ def feed_forward_relu2(
     if isinstance(down, Weight):
         return None
     if has_few_rows(x):
-        (h,) = few_rows_matmul(x, up, relu2=True)
+        (h,) = few_rows_matmul(x, up, activation="relu2")
         return few_rows_matmul(h, down)[0]
     return parallel.feed_forward_relu2(x, up, down, implementation)
 
@@ -155,14 +199,15 @@ def dense(
 
 
 def dense_of(
-    x: Float[Array, "*B K"], *params: nnx.Param, cast: Fp8Input | None = None
+    x: Float[Array, "*B K"] | DeferredNorm, *params: nnx.Param, cast: Fp8Input | None = None
 ) -> Callable[[nnx.Param], Array]:
     """`dense` of x as a function of any of these matrices. If x has few rows, one kernel call
     computes all."""
-    matrices = [param.get_value() for param in params]
-    if not has_few_rows(x) or any(map(is_weight, matrices)):
-        return functools.partial(dense, x, cast=cast)
-    found = dict(zip(map(id, params), few_rows_matmul(x, *matrices), strict=True))
+    if not isinstance(x, DeferredNorm):
+        weights = any(is_weight(param.get_value()) for param in params)
+        if weights or not has_few_rows(x):
+            return functools.partial(dense, x, cast=cast)
+    found = dict(zip(map(id, params), dense_fused(x, *params), strict=True))
     return lambda param: found[id(param)]
 
 

@@ -41,6 +41,14 @@ MODELS = {  # two layers unless depth is named
         "window_pattern": "L", "depth": 1,
     },
 }  # fmt: skip
+LLAMA = MODELS["plain"] | {
+    "ffn": "swiglu", "qk_norm": False, "norm_gain": True, "embed_norm": False, "kv_heads": 2,
+    "init": "gpt2",
+}  # fmt: skip
+MODELS["llama"] = LLAMA
+MODELS["qwen2"] = LLAMA | {"qkv_bias": True, "tied_head": True}
+MODELS["qwen3"] = LLAMA | {"qk_norm": True, "qk_norm_gain": True}
+MODELS["gemma"] = LLAMA | {"ffn": "geglu", "post_norm": True, "qk_norm": True, "qk_norm_gain": True}
 MODELS["plain prompt"] = MODELS["plain"] | {"prompt": 4}
 OPTIONS = EngineOptions(slots=4, page_size=4, chunk=6, prefill_rows=2, context=48)
 SINGLE = OPTIONS._replace(decode_steps=1)  # half as many programs

@@ -7,8 +7,9 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from engine_cases import GREEDY, OPTIONS, SINGLE, letters, make_engine, prompts, run
+from engine_cases import GREEDY, LLAMA, OPTIONS, SINGLE, letters, make_engine, prompts, run
 from jax.sharding import AbstractDevice, AbstractMesh
+import jaxtrain_kernels as kernels
 from jaxtrain_kernels import rows
 from jaxtrain_kernels.attention.paged import append
 from jaxtrain_kernels.dispatch import on_target
@@ -42,30 +43,57 @@ def decode_text(slots, backend, **fields):
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+def calls(text, *names):
+    """How often a program calls each of these functions."""
+    return [len(re.findall(rf"call @{name}(?:_\d+)?\(", text)) for name in names]
+
+
 @pytest.mark.parametrize("ffn", ["relu2", "swiglu"])
 @pytest.mark.slow
 def test_a_layer_of_one_row_has_four_products(ffn):
     """Queries, keys and values; the output; up, with the gate; down."""
     text = decode_text(1, "triton", ffn=ffn)
-    assert text.count("call @call") == 2 * 4
+    assert text.count("call @call") == 2 * 4 + 1  # the head
     one_row = decode_text(1, "padded", ffn=ffn)
-    assert one_row.count("tensor<8x64xbf16>, tensor<64x64xbf16>") == 2 * 4
+    assert one_row.count("tensor<8x64xbf16>, tensor<64x64xbf16>") == 2 * 4 + 1
     assert "tensor<8x64xbf16>" not in decode_text(4, None, ffn=ffn)
 
 
 @pytest.mark.slow
-def test_a_fused_layer_is_nine_kernels():
-    """Norm; queries, keys and values; their rotation; their pages; attention (one part, as the text
-    is short); output; norm; up; down."""
+def test_a_fused_layer_is_eight_kernels():
+    """Norm; queries, keys and values; their rotation and pages; attention (one part, as the text is
+    short); output; norm; up; down."""
     text = decode_text(1, "fused")
-    calls = ("mixed_norm", "residual_norm", "rope_norm", "_append")
-    assert [len(re.findall(rf"call @{name}(?:_\d+)?\(", text)) for name in calls] == [2, 2, 2, 2]
-    assert text.count("call @call") == 2 * 4
+    assert calls(text, "mixed_norm", "residual_norm", "_rope_append", "_append") == [2, 2, 2, 0]
+    assert text.count("call @call") == 2 * 4 + 1
     assert text.count('"stablehlo.scatter"') == 1 + 2  # the text; text and length of the slot
     # Left to XLA: the embeddings of the token and of the one before, and the last state.
     counts = [one.count("stablehlo.rsqrt") for one in (text, decode_text(1, "triton"))]
     assert counts == [3, 3 + 2 * 4]
     assert decode_text(1, "fused", scan_layers=True).count("call @mixed_norm") == 2
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"qk_norm": True, "qk_norm_gain": True}, {"ffn": "geglu"}, {"qkv_bias": True}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.slow
+def test_a_layer_with_gains_is_six_kernels(fields):
+    """Queries, keys and values of the norm; their rotation and pages; attention (one part, as the
+    text is short); output, added to the stream; gate and up of the norm; down, added as well."""
+    text = decode_text(1, "fused", **LLAMA | WIDE | fields)
+    assert calls(text, "call", "_rope_append") == [2 * 4 + 1, 2]
+    assert text.count("@__gpu$xla.gpu.triton") == text.count("custom_call @")
+    assert text.count("stablehlo.rsqrt") == 1  # of the last state
+    # Nothing else reads the stream or a layer's gain.
+    assert "tensor<2x64xf32>" not in text and "tensor<2x64xbf16>" not in text
+
+
+@pytest.mark.slow
+def test_a_norm_behind_a_branch_stays_between_matmul_and_sum():
+    text = decode_text(1, "fused", **LLAMA | WIDE | {"post_norm": True})
+    assert text.count("stablehlo.rsqrt") == 2 * 2 + 1
+    assert calls(text, "call", "_rope_append") == [2 * 4 + 1, 2]
 
 
 @pytest.mark.slow
@@ -92,15 +120,25 @@ def interpreted(monkeypatch):
     monkeypatch.setitem(rows.BACKENDS, "triton", types.SimpleNamespace(supports=one, **passes))
     monkeypatch.setattr(append, "supports", lambda on, new: None)
     monkeypatch.setitem(append.BACKENDS, "triton", noted("append", append.triton))
+    rotate = noted("rope_append", kernels.rope_append)
+    monkeypatch.setattr(kernels, "rope_append", rotate)
     jax.clear_caches()
     yield calls
     jax.clear_caches()
 
 
+FUSED = {
+    "nanochat": {"residual_norm", "mixed_norm", "rope_append"},
+    "shared_kv": {"residual_norm", "mixed_norm", "rope_append"},
+    "latent": {"residual_norm", "mixed_norm", "append"},
+    "plain": {"residual_norm", "rope_append"},
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma"), {"rope_append"}),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "backend"),  # the products of `fused` are those of `triton`
-    [("nanochat", "fused"), ("shared_kv", "fused"), ("latent", "fused"), ("plain", "fused"),
-     ("plain", "triton")],
+    [*((name, "fused") for name in FUSED), ("plain", "triton"), ("llama", "triton")],
 )  # fmt: skip
 @pytest.mark.slow
 def test_the_text_is_that_of_matmuls(interpreted, name, backend):
@@ -112,6 +150,5 @@ def test_the_text_is_that_of_matmuls(interpreted, name, backend):
     jax.clear_caches()
     with preferring(backend):
         assert run(make_engine(name, one), requests) == expected
-    fused = {*PASSES, "append"} if backend == "fused" else set()
-    fused -= {"latent": {"rope_norm"}, "plain": {"mixed_norm"}}.get(name, set())
+    fused = FUSED[name] if backend == "fused" else set()
     assert set(interpreted) == {"product", *fused}

@@ -1,6 +1,8 @@
 """Products of a few rows: what each backend serves, its numbers on a CPU (Triton's interpreted),
 and its lowering for CUDA."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +11,15 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxtrain_kernels.dispatch import Target, on_target
 from jaxtrain_kernels.matmul.few_rows import (
     BACKENDS,
+    InputNorm,
+    Operations,
     few_rows_matmul,
     padded,
     preferring,
     reference,
     triton,
 )
+from jaxtrain_kernels.matmul.few_rows.operations import ACTIVATIONS, GATED, composed
 
 HOPPER, TURING = (Target("cuda", cc) for cc in ((9, 0), (7, 5)))
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
@@ -40,7 +45,8 @@ def shapes(M, K, *columns, dtype=BF16):
         (HOPPER, (1, 64, 8), jnp.float32, "bfloat16 or float16, got float32"),
         (HOPPER, (1, 96, 8), BF16, "multiple of 64 inputs, got 96"),
         (HOPPER, (1, 64, 8, 12), BF16, "multiple of 8 columns, got 12"),
-        (HOPPER, (1, 4096, 4096), BF16, "less than 10000000 weights"),
+        (HOPPER, (1, 4096, 4096), BF16, None),
+        (HOPPER, (1, 2**16, 2**15), BF16, "fewer than 2^31 weights"),
         (TURING, (1, 64, 8), BF16, "8.0"),
         (Target("cpu"), (1, 64, 8), BF16, "this is cpu"),
     ],
@@ -67,11 +73,56 @@ def test_tiles_divide_the_matrices(K, columns):
 @pytest.mark.quick("3-704-[8, 8]")
 def test_triton_equals_the_reference(M, K, columns):
     arrays = inputs(M, K, *columns)
-    for relu2 in (False, True):
-        found = triton.few_rows_matmul(*arrays, relu2=relu2, interpret=True)
-        every = reference.few_rows_matmul(*arrays, relu2=relu2)
-        for y, expected in zip(found, every, strict=True):
-            np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
+    every = reference.few_rows_matmul(*arrays)
+    for y, expected in zip(triton.few_rows_matmul(*arrays, interpret=True), every, strict=True):
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize(("M", "K"), [(1, 192), (3, 320)])
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.quick("float32-1-192-swiglu", "bfloat16-3-320-relu2")
+def test_operations_around_the_products_equal_the_separate_ones(activation, M, K, dtype):
+    """With their roundings; an activation is computed in float32 and rounded once, as XLA does."""
+    pair = activation in GATED
+    x, *matrices = inputs(M, K, *([32] * (1 + pair)), dtype=dtype)
+    gain, bias, residual = (inputs(n, k, dtype=dtype)[0] for n, k in ((1, K), (1, 32), (M, 32)))
+    before = InputNorm(1e-5, gain[0]), (bias[0], None)[: 1 + pair]
+    around = Operations(*before, activation, residual)
+    (found,) = triton.few_rows_matmul(x, *matrices, operations=around, interpret=True)
+    ys = composed(reference.few_rows_matmul, x, *matrices, operations=Operations(*before))
+    y, *up = (y.astype(jnp.float32) for y in ys)
+    y = ACTIVATIONS[activation](y) if activation else y
+    expected = residual + (y * up[0] if pair else y).astype(dtype)
+    assert found.dtype == dtype
+    exact = dtype == BF16 and activation in (None, "relu2")
+    rtol, atol = (0, 0) if exact else (1e-5, 1e-4) if dtype == jnp.float32 else (2**-7, 1e-6)
+    found, expected = (y.astype(jnp.float32) for y in (found, expected))
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=atol)
+
+
+def test_operations_of_several_products():
+    x, *matrices = inputs(2, 128, 16, 8)
+    biases = inputs(1, 16)[0][0], inputs(1, 8)[0][0]
+    around = Operations(InputNorm(1e-6), biases)
+    found = triton.few_rows_matmul(x, *matrices, operations=around, interpret=True)
+    every = composed(reference.few_rows_matmul, x, *matrices, operations=around)
+    for y, expected in zip(found, every, strict=True):
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "why"),
+    [
+        ((8,), {"activation": "tanh"}, "one of relu2, gelu, swiglu, geglu"),
+        ((8,), {"activation": "swiglu"}, "two matrices of one shape"),
+        ((8, 16), {"activation": "geglu"}, "two matrices of one shape"),
+        ((8, 8), {"residual": jnp.zeros((1, 8))}, "one matrix"),
+    ],
+)
+def test_operations_that_do_not_fit(columns, options, why):
+    with pytest.raises(ValueError, match=why):
+        few_rows_matmul(*inputs(1, 64, *columns), **options)
 
 
 def test_16_bits_are_added_in_float32():
@@ -103,10 +154,13 @@ def test_padded_gives_xla_eight_rows():
 @pytest.mark.quick("padded", "xla")
 def test_gradients(name):
     arrays = inputs(1, 64, 8, 16)
-    options = {"interpret": True} if name == "triton" else {}
-    run = lambda *a: BACKENDS[name].few_rows_matmul(*a, relu2=True, **options)
+    around = Operations(InputNorm(1e-5, jnp.arange(64) / 32), None, "relu2")
+    if name == "triton":
+        run = functools.partial(triton.few_rows_matmul, operations=around, interpret=True)
+    else:
+        run = functools.partial(composed, BACKENDS[name].few_rows_matmul, operations=around)
     loss = lambda f: lambda *a: sum((y**2).sum() for y in f(*a))
-    plain = lambda *a: reference.few_rows_matmul(*a, relu2=True)
+    plain = functools.partial(composed, reference.few_rows_matmul, operations=around)
     found, expected = (jax.grad(loss(f), (0, 1, 2))(*arrays) for f in (run, plain))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), found, expected

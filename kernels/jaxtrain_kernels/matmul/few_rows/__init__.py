@@ -9,13 +9,16 @@ Triton kernels for the operations between the matmuls as well (LOG.md).
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Iterator
 
+import jax
 from jaxtyping import Array, Float
 
 from jaxtrain_kernels.dispatch import choose_backend, target
 from jaxtrain_kernels.matmul.few_rows import padded, reference, triton, xla
+from jaxtrain_kernels.matmul.few_rows.operations import InputNorm, Operations, composed
 
 MANY = 8  # from this number of rows on, XLA is the default
 
@@ -48,21 +51,44 @@ def are_fused() -> bool:
 def few_rows_matmul(
     x: Float[Array, "*B K"],
     *matrices: Float[Array, "K _"],
-    relu2: bool = False,
+    norm: InputNorm | None = None,
+    biases: tuple[Float[Array, "_"] | None, ...] | None = None,
+    activation: str | None = None,
+    residual: Float[Array, "*B N"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
-    """x times each matrix, accumulated in float32, in x's dtype. relu2: max(y, 0)^2 of each y.
+    """x times each matrix, accumulated in float32, in x's dtype.
 
-    Raises ValueError for an unknown implementation, NotImplementedError for one that cannot serve.
+    norm: of x. biases: added to the products. activation: relu2 or gelu of each, or swiglu or geglu
+    of the products of a gate and a matrix up, which become one. residual: added to the result.
+
+    Raises ValueError for an unknown implementation or activation, or matrices that do not fit it,
+    NotImplementedError for an implementation that cannot serve.
     """
     M, K = math.prod(x.shape[:-1]), x.shape[-1]
+    residual_MN = None if residual is None else residual.reshape(M, -1)
+    operations = Operations(norm, biases, activation, residual_MN)
+    operations.check(matrices)
+    x_MK = x.reshape(M, K)
     if implementation is None and M >= MANY:
-        return xla.few_rows_matmul(x, *matrices, relu2=relu2)
-    x_MK, on = x.reshape(M, K), target()
-    first = "triton" if are_fused() else _preferred.get()
-    names = [first, *(name for name in BACKENDS if name != first)]
-    reasons = {name: BACKENDS[name].supports(on, x_MK, *matrices) for name in names}
-    signature = f"{x.dtype}[{M}, {K}] x {', '.join(str(w.shape[1]) for w in matrices)}"
-    backend = BACKENDS[choose_backend("few_rows_matmul", reasons, implementation, signature)]
-    found = backend.few_rows_matmul(x_MK, *matrices, relu2=relu2)
+        name = "xla"
+    else:
+        first = "triton" if are_fused() else _preferred.get()
+        names = [first, *(name for name in BACKENDS if name != first)]
+        reasons = {name: BACKENDS[name].supports(target(), x_MK, *matrices) for name in names}
+        signature = f"{x.dtype}[{M}, {K}] x {', '.join(str(w.shape[1]) for w in matrices)}"
+        name = choose_backend("few_rows_matmul", reasons, implementation, signature)
+    run = BACKENDS[name].few_rows_matmul
+    if name != "triton":
+        run = functools.partial(composed, run)
+    found = run(x_MK, *matrices, operations=operations)
     return tuple(y_MN.reshape(*x.shape[:-1], -1) for y_MN in found)
+
+
+def takes_operations(x: Array | jax.ShapeDtypeStruct, *matrices: Float[Array, "K _"]) -> bool:
+    """Whether one kernel computes the products and the operations around them. x: [*B, K]."""
+    M = math.prod(x.shape[:-1])
+    x_MK = jax.ShapeDtypeStruct((M, x.shape[-1]), x.dtype)
+    return (
+        M < MANY and are_fused() and BACKENDS["triton"].supports(target(), x_MK, *matrices) is None
+    )

@@ -16,10 +16,9 @@ def supports(target: Target, x_MK, *matrices) -> str | None:
     return None if len(x_MK) == 1 else f"needs one row, got {len(x_MK)}"
 
 
-def few_rows_matmul(x_MK, *matrices, relu2=False):
+def few_rows_matmul(x_MK, *matrices):
     """Backend of the public function."""
     x_8K = jnp.pad(x_MK, ((0, ROWS - len(x_MK)), (0, 0)))
     # The barrier keeps XLA from moving the slice from the result to x.
     each = jax.lax.optimization_barrier(xla.few_rows_matmul(x_8K, *matrices))
-    rows = tuple(y_8N[: len(x_MK)] for y_8N in each)
-    return tuple(jnp.square(jax.nn.relu(y)) for y in rows) if relu2 else rows
+    return tuple(y_8N[: len(x_MK)] for y_8N in each)

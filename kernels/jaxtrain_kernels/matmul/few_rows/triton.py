@@ -8,21 +8,36 @@ A copy at 4.2 TB/s moves 32 bytes per nanosecond to each of 132 multiprocessors,
 about 1,000 ns. So 32 KiB are in flight: 4 to 8 loads of 16 bytes for each of 512 threads.
 """
 
-import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import Target, triton_unsupported
 from jaxtrain_kernels.matmul.few_rows import xla
+from jaxtrain_kernels.matmul.few_rows.operations import (
+    GATED,
+    InputNorm,
+    Operations,
+    composed,
+)
 
 MOST_ROWS = 4
-MOST_WEIGHTS = 10_000_000  # per matrix; XLA gives larger ones to cuBLAS, even with one row
+MOST_WEIGHTS = 2**31  # per matrix: their indices have 32 bits
 FEWEST_PROGRAMS = 72  # a Hopper GPU has 132 multiprocessors
 WIDEST = 64  # columns of a tile
 MOST_WARPS = 16
 MOST_LOADS = 8  # per thread at once; with more, ptxas delays the later ones to save registers
+
+
+class Operands(NamedTuple):
+    """Arrays of one call, or the kernel's references to them."""
+
+    x_MK: Any
+    matrices: tuple[Any, ...]
+    gain_K: Any | None
+    biases: tuple[Any | None, ...] | None
+    residual_MN: Any | None
 
 
 class RowTile(NamedTuple):
@@ -34,6 +49,15 @@ class RowTile(NamedTuple):
     loads: int
     steps: int
     warps: int
+
+
+class RowPlan(NamedTuple):
+    """Compile-time constants of one call's kernel. eps: of the input's norm, None without one."""
+
+    tile: RowTile
+    eps: float | None
+    activation: str | None
+    interpret: bool
 
 
 def supports(target: Target, x_MK, *matrices) -> str | None:
@@ -53,30 +77,39 @@ def supports(target: Target, x_MK, *matrices) -> str | None:
         if matrix.shape[1] % 8:
             return f"needs a multiple of 8 columns, got {matrix.shape[1]}"
         if matrix.size >= MOST_WEIGHTS:
-            return f"needs less than {MOST_WEIGHTS} weights, got {matrix.size}"
+            return f"needs fewer than 2^31 weights, got {matrix.size}"
     return None
 
 
-def few_rows_matmul(x_MK, *matrices, relu2=False, interpret=False):
+def few_rows_matmul(x_MK, *matrices, operations=Operations(), tile=None, interpret=False):
     """Backend of the public function."""
-    K, columns = x_MK.shape[1], [matrix.shape[1] for matrix in matrices]
-    tile = tile_of(K, columns)
+    norm, biases, activation, residual_MN = operations
+    pair = activation in GATED
+    if tile is None:
+        tile = tile_of(x_MK.shape[1], [matrix.shape[1] for matrix in matrices], pair)
+    eps = None if norm is None else norm.eps
+    plan = RowPlan(tile, eps, activation, interpret)
+    gain_K = None if norm is None else norm.gain_K
 
     @jax.custom_vjp
-    def products(x_MK, *matrices):
+    def products(*arrays):
         from jaxtrain_kernels.matmul.few_rows import kernel
 
-        return tuple(kernel.call(tile, relu2, interpret, x_MK, *matrices))
+        return tuple(kernel.call(plan, Operands(*arrays)))
 
-    def backward(inputs, gradients):
-        formula = functools.partial(xla.few_rows_matmul, relu2=relu2)
-        return jax.vjp(formula, *inputs)[1](gradients)
+    def formula(x_MK, matrices, gain_K, biases, residual_MN):
+        norm = None if eps is None else InputNorm(eps, gain_K)
+        around = Operations(norm, biases, activation, residual_MN)
+        return composed(xla.few_rows_matmul, x_MK, *matrices, operations=around)
 
-    products.defvjp(lambda *inputs: (products(*inputs), inputs), backward)
-    return products(x_MK, *matrices)
+    def backward(arrays, gradients):
+        return jax.vjp(formula, *arrays)[1](gradients)
+
+    products.defvjp(lambda *arrays: (products(*arrays), arrays), backward)
+    return products(x_MK, matrices, gain_K, biases, residual_MN)
 
 
-def tile_of(K: int, columns: list[int]) -> RowTile:
+def tile_of(K: int, columns: list[int], pair: bool = False) -> RowTile:
     """Tile for K inputs and matrices of these numbers of columns, which it divides: no mask needed.
 
     The tile is as wide as leaves programs for half of the multiprocessors, at most 128 bytes of a
@@ -85,12 +118,13 @@ def tile_of(K: int, columns: list[int]) -> RowTile:
     the best (an H200, LOG.md). A thread reads 16 bytes of a row at a time.
     """
     divides = lambda n: all(N % n == 0 for N in columns)
-    width = 8
-    while width < WIDEST and divides(2 * width) and sum(columns) // (2 * width) >= FEWEST_PROGRAMS:
+    width, results = 8, columns[0] if pair else sum(columns)
+    while width < WIDEST and divides(2 * width) and results // (2 * width) >= FEWEST_PROGRAMS:
         width *= 2
     inputs = min(_power_of_two(K), MOST_WARPS * 32 * 8 // width)
     parts = K // inputs
-    every = [n for n in range(1, MOST_LOADS + 1) if parts % n == 0]
+    most = MOST_LOADS // 2 if pair else MOST_LOADS
+    every = [n for n in range(1, most + 1) if parts % n == 0]
     loads = max([n for n in every if n >= 3 and n < parts] or every)
     return RowTile(width, inputs, loads, parts // loads, max(1, inputs * width // (32 * 8)))
 
