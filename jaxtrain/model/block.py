@@ -32,8 +32,8 @@ class BlockOutput(NamedTuple):
     """Outputs of a layer.
 
     x_BTD: the stream after attention. branch_BTD: the feed-forward output, still to be added; None
-    if x_BTD contains it. kv: keys and values of these tokens, or the updated cache; None with kernels.qkv. balance_B: the
-    experts' balance loss of each sequence, None without experts.
+    if x_BTD contains it. kv: keys and values of these tokens, or the updated cache; None with
+    kernels.qkv. balance_B: the experts' balance loss of each sequence, None without experts.
     """
 
     x_BTD: Array

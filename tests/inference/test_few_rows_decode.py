@@ -6,10 +6,10 @@ import types
 
 import jax
 import jax.numpy as jnp
+import jaxtrain_kernels as kernels
 import pytest
 from engine_cases import GREEDY, LLAMA, OPTIONS, SINGLE, letters, make_engine, prompts, run
 from jax.sharding import AbstractDevice, AbstractMesh
-import jaxtrain_kernels as kernels
 from jaxtrain_kernels import rows
 from jaxtrain_kernels.attention.paged import append
 from jaxtrain_kernels.dispatch import on_target
@@ -132,7 +132,7 @@ FUSED = {
     "shared_kv": {"residual_norm", "mixed_norm", "rope_append"},
     "latent": {"residual_norm", "mixed_norm", "append"},
     "plain": {"residual_norm", "rope_append"},
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma"), {"rope_append"}),
+    **{name: {"rope_append"} for name in ("llama", "qwen2", "qwen3", "gemma")},
 }
 
 

@@ -18,6 +18,7 @@ from jaxtrain_kernels.matmul.few_rows import (
     preferring,
     reference,
     triton,
+    xla,
 )
 from jaxtrain_kernels.matmul.few_rows.operations import ACTIVATIONS, GATED, composed
 
@@ -197,3 +198,32 @@ def test_many_rows_and_a_cpu_have_matmuls_as_they_are():
         assert text.count("dot_general") == plain.count("dot_general") == 1
         assert "pad" not in text
         np.testing.assert_array_equal(few_rows_matmul(x[None], w)[0][0], x @ w)
+
+
+SIZES = [  # of llama_8b, of gpt_d12, and of a width that is no power of two
+    (4096, (4096, 1024, 1024), None), (4096, (14336, 14336), "swiglu"), (14336, (4096,), None),
+    (4096, (128256,), None), (768, (3072,), "relu2"), (3584, (18944, 18944), "geglu"),
+    (2560, (9728,), "gelu"),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 4])
+@pytest.mark.parametrize(("K", "columns", "activation"), SIZES)
+def test_operations_on_a_gpu(K, columns, activation, M):
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    array = lambda *shape, scale=1.0: jax.random.normal(next(keys), shape, BF16) * scale
+    x, matrices = array(M, K), [array(K, N, scale=K**-0.5) for N in columns]
+    single = activation in GATED or len(columns) == 1
+    residual = array(M, columns[0]).astype(BF16) if single else None
+    matrices = [w.astype(BF16) for w in matrices]
+    biases = (array(columns[0]), *(None for _ in columns[1:]))
+    around = Operations(InputNorm(1e-5, 1 + array(K) / 4), biases, activation, residual)
+    run = jax.jit(lambda *a: triton.few_rows_matmul(*a, operations=around))
+    for y, expected in zip(
+        run(x, *matrices), composed(xla.few_rows_matmul, x, *matrices, operations=around),
+        strict=True,
+    ):  # fmt: skip
+        y, expected = (np.asarray(z, np.float32) for z in (y, expected))
+        np.testing.assert_allclose(y, expected, atol=0.06, rtol=2**-6)
+        assert np.abs(y - expected).mean() < 0.004

@@ -52,7 +52,7 @@ def few_rows_matmul(
     x: Float[Array, "*B K"],
     *matrices: Float[Array, "K _"],
     norm: InputNorm | None = None,
-    biases: tuple[Float[Array, "_"] | None, ...] | None = None,
+    biases: tuple[Array | None, ...] | None = None,
     activation: str | None = None,
     residual: Float[Array, "*B N"] | None = None,
     implementation: str | None = None,

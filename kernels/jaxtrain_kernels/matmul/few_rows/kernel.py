@@ -15,7 +15,7 @@ from jaxtrain_kernels.matmul.few_rows.operations import GATED
 def _tile_of_products(plan, refs, group, n, out_ref):
     """Compute the columns from n * tile.columns on of one result. group: indices of its matrices,
     two of a gated pair, else one."""
-    tile, (M, K), dtype = plan.tile, refs.x_MK.shape, out_ref.dtype
+    tile, M, dtype = plan.tile, refs.x_MK.shape[0], out_ref.dtype
     columns = pl.ds(n * tile.columns, tile.columns)
     w_refs = [refs.matrices[i] for i in group]
 

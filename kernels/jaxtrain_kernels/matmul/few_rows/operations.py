@@ -41,7 +41,7 @@ class Operations(NamedTuple):
     ACTIVATIONS. residual_MN: is added to the result of the only matrix, or of a gated pair."""
 
     norm: InputNorm | None = None
-    biases: tuple[Float[Array, "_"] | None, ...] | None = None
+    biases: tuple[Array | None, ...] | None = None
     activation: str | None = None
     residual_MN: Float[Array, "M N"] | None = None
 
