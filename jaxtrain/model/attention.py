@@ -15,15 +15,21 @@ from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import rope_norm
 from jaxtrain.model.init import SCHEMES, constant, uniform
 from jaxtrain.model.kv_cache import KeysValues, LayerCache, PagesOfLayer
-from jaxtrain.model.layers import Rotary, add_bias, declare_bias, lookup, rms_norm, rotate
+from jaxtrain.model.layers import (
+    Rotary,
+    add_bias,
+    branch_output,
+    declare_bias,
+    lookup,
+    rms_norm,
+    rotate,
+)
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.contract import (
     DeferredNorm,
     cast_input,
-    dense,
-    dense_fused,
     dense_of,
     dequantize,
     input_amax,
@@ -217,9 +223,7 @@ class Attention(KeyValueProjection):
         if y_BTNH is None:
             y_BTNH, kv = self.in_three_arrays(x_BTD, spec, inputs, value_BTC, cache, source)
         y_BTC = y_BTNH.reshape(B, T, -1)
-        if residual_BTD is None:
-            return add_bias(dense(y_BTC, self.out), self.out_bias), kv
-        return dense_fused(y_BTC, self.out, biases=(self.out_bias,), residual=residual_BTD)[0], kv
+        return branch_output(y_BTC, self.out, self.out_bias, residual_BTD), kv
 
     def in_three_arrays(
         self,
@@ -304,12 +308,12 @@ class Attention(KeyValueProjection):
 
     def rotation(self, rope: Rotary, project: KeyValueProjection) -> Rotation:
         """RoPE and norm of queries, and of the keys of `project`, for the kernel of pages."""
-        tables = (jax.lax.squeeze(x, [2]) for x in rope)
+        cos_BTH, sin_BTH = (jax.lax.squeeze(x, [2]) for x in rope)
         eps = self.config.norm_eps if self.config.qk_norm else None
         gains = None
         if self.q_gain is not None and project.k_gain is not None:
             gains = self.q_gain[...], project.k_gain[...]
-        return Rotation(*tables, eps, gains)
+        return Rotation(cos_BTH, sin_BTH, eps, gains)
 
     def norm_and_rope(
         self, x_BTNH: Float[Array, "B T N H"], rope: Rotary | None, gain: nnx.Param | None

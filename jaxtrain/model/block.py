@@ -90,9 +90,9 @@ class Block(nnx.Module):
             assert isinstance(h_BTD, Array)
             value_BTC = value(h_BTD, tokens_BT)
         ends = self.attention_adapter, self.attention_scale
-        # The kernel of the last matmul adds the stream, if nothing is between them.
-        residual = self.residual_of(x_BTD, self.attention.out, *ends) if fused.norm == "xla" else {}
-        see = lambda h: self.attention(h, spec, inputs, value_BTC, cache, source, **residual)
+        adds = fused.norm == "xla" and self.adds_residual(x_BTD, self.attention.out, *ends)
+        residual = x_BTD if adds else None
+        see = lambda h: self.attention(h, spec, inputs, value_BTC, cache, source, residual)
         y_BTD, kv = remat.checkpoint_sublayer("attention", see, spec.remat)(h_BTD)
         y_BTD = self.attention_adapter(y_BTD) if self.attention_adapter else y_BTD
         y_BTD = self.post_norm(y_BTD, self.attention_post_gain, self.attention_post_shift)
@@ -102,16 +102,16 @@ class Block(nnx.Module):
         amax = network.input_amax() if isinstance(network, FeedForward) else None
         check_cast(fused.norm, amax)
         if fused.norm == "xla":
-            x_BTD = constrain(y_BTD if residual else x_BTD + y_BTD, "batch", "sequence", None)
+            x_BTD = constrain(y_BTD if adds else x_BTD + y_BTD, "batch", "sequence", None)
             h_BTD = self.pre_norm(x_BTD, self.ffn_gain, self.ffn_shift, *readers_of(network))
         else:
-            given = x_BTD, y_BTD, self.config.norm_eps, fused.norm
-            x_BTD, h_BTD, cast = add_norm(*given, amax)
+            eps = self.config.norm_eps
+            x_BTD, h_BTD, cast = add_norm(x_BTD, y_BTD, eps, fused.norm, amax)
         if isinstance(h_BTD, DeferredNorm):
             assert isinstance(network, FeedForward)
-            residual = self.residual_of(x_BTD, network.down, self.ffn_adapter, self.ffn_scale)
-            y_BTD, balance_B = network(h_BTD, **residual), None
-            if residual:
+            adds = self.adds_residual(x_BTD, network.down, self.ffn_adapter, self.ffn_scale)
+            y_BTD, balance_B = network(h_BTD, residual_BTD=x_BTD if adds else None), None
+            if adds:
                 return BlockOutput(y_BTD, None, kv)
         else:
             y_BTD, balance_B = self.feed_forward(network, h_BTD, spec.remat, fused, cast)
@@ -136,18 +136,16 @@ class Block(nnx.Module):
         feed = remat.checkpoint_sublayer("ffn", feed, recomputed)
         return remat.tiled(feed, h_BTD, self.config.ffn_tiles), None
 
-    def residual_of(
+    def adds_residual(
         self,
         x_BTD: Float[Array, "B T D"],
         matrix: nnx.Param,
         adapter: Adapter | None,
         scale: nnx.Param | None,
-    ) -> dict[str, Array]:
-        """Argument of a branch whose last matmul adds the stream; {} if it cannot, or if something
-        is between them."""
+    ) -> bool:
+        """Whether the kernel of a branch's last matmul adds the stream: nothing is between them."""
         between = adapter is not None or scale is not None or self.config.post_norm
-        fits = not between and fuses_operations(x_BTD, matrix)
-        return {"residual_BTD": x_BTD} if fits else {}
+        return not between and fuses_operations(x_BTD, matrix)
 
     def pre_norm(
         self,

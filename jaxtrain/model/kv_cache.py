@@ -84,8 +84,8 @@ class PagesOfLayer(NamedTuple):
         self, q_BTNH: Float[Array, "B T N H"], new: tuple[Array, Array], rotation: kernels.Rotation
     ) -> tuple[Float[Array, "B T N H"], KeysValues]:
         """`append` after RoPE and norm of queries and keys; also returns the queries."""
-        where = self.table_BW, self.starts_B, self.counts_B
-        return kernels.rope_append(q_BTNH, new, rotation, self.kv, *where)
+        pages, where = jax.tree.leaves(self.kv), (self.table_BW, self.starts_B, self.counts_B)
+        return kernels.rope_append(q_BTNH, new, rotation, tuple(pages), *where)
 
     def attend(
         self,

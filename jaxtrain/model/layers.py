@@ -51,6 +51,18 @@ def layer_norm(
     return (y if shift is None else y + jnp.expand_dims(shift, range(y.ndim - 1))).astype(x.dtype)
 
 
+def branch_output(
+    x: Float[Array, "*B K"],
+    matrix: nnx.Param,
+    bias: nnx.Param | None,
+    residual: Float[Array, "*B D"] | None = None,
+) -> Float[Array, "*B D"]:
+    """A branch's last matmul; residual: the stream, which its kernel adds."""
+    if residual is None:
+        return add_bias(dense(x, matrix), bias)
+    return dense_fused(x, matrix, biases=(bias,), residual=residual)[0]
+
+
 def declare_bias(layers: int, size: int, axis: str | None) -> nnx.Param:
     """Declare a bias for every layer, [L, size]; it starts at zero."""
     return declare((layers, size), ("layers", axis), constant(0.0), "gain", group="bias")
@@ -181,7 +193,7 @@ class FeedForward(nnx.Module):
         (h_BTF,) = dense_fused(
             x_BTD, *self.readers(), biases=(*gates, self.up_bias), activation=self.kind
         )
-        return dense_fused(h_BTF, self.down, biases=(self.down_bias,), residual=residual_BTD)[0]
+        return branch_output(h_BTF, self.down, self.down_bias, residual_BTD)
 
     def __call__(
         self,
@@ -191,7 +203,8 @@ class FeedForward(nnx.Module):
         cast: Fp8Input | None = None,
         residual_BTD: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """cast: of x, for matrices that have an `input_amax`. residual: added to the result."""
+        """cast: of x, for matrices that have an `input_amax`. residual_BTD: added to the result of
+        a few rows; needs `DeferredNorm`."""
         if isinstance(x_BTD, DeferredNorm):
             return self.in_two_kernels(x_BTD, residual_BTD)
         if self.kind == "relu2" and self.up_bias is None and relu2_by is None:

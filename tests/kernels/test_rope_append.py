@@ -22,13 +22,13 @@ STARTS, COUNTS = [5, 2, 9], [3, 1, 0]
 def inputs(T=3, H=16, dtype=jnp.float32, eps=None, gained=False, tables=3):
     rng, B = np.random.default_rng(0), len(STARTS)
     array = lambda *shape, dtype=dtype: jnp.asarray(rng.normal(size=shape), dtype)
-    angles = [array(tables, T, H, dtype=jnp.float32) for _ in range(2)]
+    cos, sin = (array(tables, T, H, dtype=jnp.float32) for _ in range(2))
     gains = (array(H), array(H)) if gained else None
     pages = tuple(array(PAGES, PAGE, K, H) for _ in range(2))
     table_BW = jnp.asarray(rng.permutation(PAGES).reshape(-1, W), jnp.int32)
     where = table_BW, jnp.array(STARTS), jnp.minimum(jnp.array(COUNTS), T)
     heads = array(B, T, N, H), (array(B, T, K, H), array(B, T, K, H))
-    return *heads, Rotation(*angles, eps, gains), pages, *where
+    return *heads, Rotation(cos, sin, eps, gains), pages, *where
 
 
 def norm_and_rope(x_BTNH, rotation, gain_H):
@@ -37,7 +37,10 @@ def norm_and_rope(x_BTNH, rotation, gain_H):
     x32, eps = x_BTNH.astype(jnp.float32), rotation.eps
     scale = 1.0 if eps is None else jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + eps)
     if gain_H is not None:
-        x32, scale = (x32 * scale * gain_H).astype(x_BTNH.dtype).astype(jnp.float32), 1.0
+        x32, scale = (
+            (x32 * scale * gain_H[None, None, None]).astype(x_BTNH.dtype).astype(jnp.float32),
+            1.0,
+        )
     swapped = jnp.roll(x32, x32.shape[-1] // 2, axis=-1)
     return ((x32 * cos + swapped * sin) * scale).astype(x_BTNH.dtype)
 

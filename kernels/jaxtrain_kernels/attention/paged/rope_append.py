@@ -41,13 +41,13 @@ def rope_append(
     q_BTNH: Float[Array, "B T N H"],
     new: tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]],
     rotation: Rotation,
-    pages: tuple[Array, Array],
+    pages: tuple[Array, ...],
     table_BW: Int[Array, "B W"],
     starts_B: Int[Array, "B"],
     counts_B: Int[Array, "B"],
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], tuple[Array, Array]]:
+) -> tuple[Float[Array, "B T N H"], tuple[Array, ...]]:
     """Rotate queries and keys, and write keys and values into their pages, in one Triton kernel.
 
     Returns the queries and the pages. new: keys and values. Other arguments as in `paged_append`.
@@ -56,8 +56,8 @@ def rope_append(
     """
     cos_bTH, sin_bTH, eps, gains = rotation
     arrays = (q_BTNH, *new), (cos_bTH, sin_bTH), gains, (table_BW, starts_B, counts_B), pages
-    q_BTNH, *pages = _rope_append(interpret, eps, *arrays)
-    return q_BTNH, tuple(pages)
+    turned_BTNH, *filled = _rope_append(interpret, eps, *arrays)
+    return turned_BTNH, tuple(filled)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

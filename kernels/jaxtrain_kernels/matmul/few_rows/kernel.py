@@ -25,7 +25,7 @@ def _tile_of_products(plan, refs, group, n, out_ref):
 
     def load(i):
         """Load all weights of a step first, so that all loads are in flight at once."""
-        return tuple(w_ref[k, columns] for k in places(i) for w_ref in w_refs)
+        return tuple(_weights(w_ref, k, columns) for k in places(i) for w_ref in w_refs)
 
     def read(m, k):
         """Inputs of row m, normed."""
@@ -55,11 +55,16 @@ def _tile_of_products(plan, refs, group, n, out_ref):
 
     zero = lambda: jnp.zeros((tile.inputs, tile.columns), jnp.float32)
     last = tile.steps - 1
-    carried = tuple(zero() for _ in range(len(group) * M)), load(0)
+    zeros = tuple(zero() for _ in range(len(group) * M))
+    if tile.ahead:
+        carried = zeros, load(0)
     inverses = [] if plan.eps is None else [_inverse_rms(refs.x_MK, m, plan.eps) for m in range(M)]
-    if last:
-        carried = jax.lax.fori_loop(0, last, step, carried)
-    sums = add(last, *carried)
+    if tile.ahead:
+        if last:
+            carried = jax.lax.fori_loop(0, last, step, carried)
+        sums = add(last, *carried)
+    else:
+        sums = jax.lax.fori_loop(0, last + 1, lambda i, sums: add(i, sums, load(i)), zeros)
     for m in range(M):
         ys = [sums[g * M + m].sum(0).astype(dtype) for g in range(len(group))]
         if refs.biases is not None:
@@ -69,6 +74,10 @@ def _tile_of_products(plan, refs, group, n, out_ref):
         if refs.residual_MN is not None:
             y = _add(refs.residual_MN[m, columns], y)
         out_ref[m, columns] = y
+
+
+def _weights(w_ref, k, columns):
+    return w_ref[k, columns]
 
 
 def _inverse_rms(x_ref, m, eps):

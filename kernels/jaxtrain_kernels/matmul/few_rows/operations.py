@@ -56,6 +56,9 @@ class Operations(NamedTuple):
             raise ValueError("a residual is added to the result of one matrix")
 
 
+NOTHING = Operations()
+
+
 def composed(
     matmul: Callable[..., tuple[Array, ...]],
     x_MK: Float[Array, "M K"],

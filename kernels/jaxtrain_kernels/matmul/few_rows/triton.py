@@ -17,6 +17,7 @@ from jaxtrain_kernels.dispatch import Target, triton_unsupported
 from jaxtrain_kernels.matmul.few_rows import xla
 from jaxtrain_kernels.matmul.few_rows.operations import (
     GATED,
+    NOTHING,
     InputNorm,
     Operations,
     composed,
@@ -49,6 +50,7 @@ class RowTile(NamedTuple):
     loads: int
     steps: int
     warps: int
+    ahead: bool = True
 
 
 class RowPlan(NamedTuple):
@@ -81,7 +83,7 @@ def supports(target: Target, x_MK, *matrices) -> str | None:
     return None
 
 
-def few_rows_matmul(x_MK, *matrices, operations=Operations(), tile=None, interpret=False):
+def few_rows_matmul(x_MK, *matrices, operations=NOTHING, tile=None, interpret=False):
     """Backend of the public function."""
     norm, biases, activation, residual_MN = operations
     pair = activation in GATED
