@@ -78,7 +78,7 @@ class PagesOfLayer(NamedTuple):
 
     def rotates(self, q_BTNH: Float[Array, "B T N H"], new: tuple[Array, ...]) -> bool:
         """Whether one kernel rotates queries and keys and writes these new keys and values."""
-        return current_mesh() is None and kernels.serves_rope_append(q_BTNH, new, self.kv)
+        return current_mesh() is None and kernels.supports_rope_append(q_BTNH, new, self.kv)
 
     def rope_append(
         self, q_BTNH: Float[Array, "B T N H"], new: tuple[Array, Array], rotation: kernels.Rotation

@@ -13,7 +13,7 @@ from jaxtrain_kernels.attention import (
     paged_attention,
     quantize,
     rope_append,
-    serves_rope_append,
+    supports_rope_append,
 )
 from jaxtrain_kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_per_token
 from jaxtrain_kernels.feed_forward import feed_forward_relu2
@@ -59,5 +59,5 @@ __all__ = [
     "quantize",
     "rope_append",
     "rope_attention",
-    "serves_rope_append",
+    "supports_rope_append",
 ]

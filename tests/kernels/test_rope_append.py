@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
-from jaxtrain_kernels import Rotation, quantize, rope_append, serves_rope_append
+from jaxtrain_kernels import Rotation, quantize, rope_append, supports_rope_append
 from jaxtrain_kernels.attention.paged import append
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.matmul.few_rows import preferring
@@ -71,18 +71,18 @@ def test_one_table_of_angles_serves_all_sequences():
     check(inputs(1, tables=1))
 
 
-def serves(name=None, dtype=BF16, T=1, store=lambda x: x):
+def supported(name=None, dtype=BF16, T=1, store=lambda x: x):
     q, new, _, pages, *_ = inputs(T, dtype=dtype)
     with on_target("cuda", (9, 0)), preferring(name):
-        return serves_rope_append(q, new, tuple(map(store, pages)))
+        return supports_rope_append(q, new, tuple(map(store, pages)))
 
 
-def test_what_it_serves():
-    assert serves() and serves("fused")
-    assert not serves("triton") and not serves(dtype=jnp.float32) and not serves(T=100)
-    assert not serves(store=functools.partial(quantize, dtype=jnp.int8))
+def test_what_it_supports():
+    assert supported() and supported("fused")
+    assert not supported("triton") and not supported(dtype=jnp.float32) and not supported(T=100)
+    assert not supported(store=functools.partial(quantize, dtype=jnp.int8))
     q, new, _, pages, *_ = inputs(dtype=BF16)
-    assert not serves_rope_append(q, new, pages)  # a CPU
+    assert not supports_rope_append(q, new, pages)  # a CPU
 
 
 def test_it_is_one_kernel_in_place():

@@ -30,7 +30,7 @@ class Rotation(NamedTuple):
     gains: tuple[Float[Array, "H"], Float[Array, "H"]] | None = None
 
 
-def serves_rope_append(q_BTNH: Array, new: tuple[Array, ...], pages: tuple[Any, ...]) -> bool:
+def supports_rope_append(q_BTNH: Array, new: tuple[Array, ...], pages: tuple[Any, ...]) -> bool:
     """Whether `rope_append` serves such queries, new keys and values, and their pages."""
     few = math.prod(q_BTNH.shape[:2]) <= MOST_TOKENS and q_BTNH.shape[-1] == new[0].shape[-1]
     plain = len(pages) == 2 and all(isinstance(x, Array) for x in pages)
@@ -52,7 +52,7 @@ def rope_append(
 
     Returns the queries and the pages. new: keys and values. Other arguments as in `paged_append`.
     A norm with gains precedes the rotation; one without scales its result, as the rotation keeps
-    the norm. Both round as the separate operations do. Needs `serves_rope_append`.
+    the norm. Both round as the separate operations do. Needs `supports_rope_append`.
     """
     cos_bTH, sin_bTH, eps, gains = rotation
     arrays = (q_BTNH, *new), (cos_bTH, sin_bTH), gains, (table_BW, starts_B, counts_B), pages

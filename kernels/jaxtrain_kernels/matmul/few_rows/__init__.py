@@ -1,4 +1,4 @@
-"""Matmuls of a few rows with small matrices, as in a decode step of a few sequences.
+"""Matmuls of a few rows, as in a decode step of a few sequences, and the operations around them.
 
 On a GPU, XLA compiles a matmul of one row and fewer than ten million weights to a multiplication
 and a reduction, which read at 14% of a copy's rate (gpt_d12 on an H200). `padded` gives cuBLAS
