@@ -68,13 +68,6 @@ class Weight(abc.ABC):
         """The array that the matrix represents, in the compute dtype."""
 
 
-def matmul(x: Float[Array, "*B K"], weight: Array | Weight) -> Float[Array, "*B N"]:
-    """x times a matrix in any form."""
-    if isinstance(weight, Weight):
-        return weight.matmul(x)
-    return few_rows_matmul(x, weight)[0] if has_few_rows(x) else x @ weight
-
-
 class DeferredNorm(NamedTuple):
     """RMS norm of x that the kernel of the matmuls which read it computes: x has few rows."""
 
@@ -84,6 +77,17 @@ class DeferredNorm(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         return self.x.shape
+
+
+def matmul(x: Float[Array, "*B K"] | DeferredNorm, weight: Array | Weight) -> Float[Array, "*B N"]:
+    """x times a matrix in any form."""
+    if isinstance(x, DeferredNorm):
+        if not isinstance(weight, Weight):
+            return few_rows_matmul(x.x, weight, norm=x.norm)[0]
+        x = x.norm.of(x.x)
+    if isinstance(weight, Weight):
+        return weight.matmul(x)
+    return few_rows_matmul(x, weight)[0] if has_few_rows(x) else x @ weight
 
 
 def fuses_operations(x: Array | DeferredNorm, *params: nnx.Param) -> bool:
@@ -192,7 +196,7 @@ def reading(param: nnx.Param, cast: Fp8Input | None) -> Array | Weight:
 
 
 def dense(
-    x: Float[Array, "*B K"], param: nnx.Param, cast: Fp8Input | None = None
+    x: Float[Array, "*B K"] | DeferredNorm, param: nnx.Param, cast: Fp8Input | None = None
 ) -> Float[Array, "*B N"]:
     """x times a module's matrix, in any form that the step or fine-tuning gave it. cast: of x."""
     return matmul(x, reading(param, cast))

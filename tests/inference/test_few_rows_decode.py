@@ -7,6 +7,7 @@ import types
 import jax
 import jax.numpy as jnp
 import jaxtrain_kernels as kernels
+import numpy as np
 import pytest
 from engine_cases import GREEDY, LLAMA, OPTIONS, SINGLE, letters, make_engine, prompts, run
 from jax.sharding import AbstractDevice, AbstractMesh
@@ -14,13 +15,16 @@ from jaxtrain_kernels import rows
 from jaxtrain_kernels.attention.paged import append
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.matmul import few_rows
-from jaxtrain_kernels.matmul.few_rows import preferring, triton
+from jaxtrain_kernels.matmul.few_rows import InputNorm, preferring, triton
 from tiny import build
 
 from jaxtrain.inference.engine import Engine, Request, device
 from jaxtrain.inference.engine.sampling import Sampler
 from jaxtrain.model import cast
+from jaxtrain.model.layers import rms_norm
 from jaxtrain.model.stack import take_apart
+from jaxtrain.weights.contract import DeferredNorm, matmul
+from jaxtrain.weights.quantized import quantize_int8
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
 PASSES = ("residual_norm", "mixed_norm", "rope_norm")
@@ -94,6 +98,17 @@ def test_a_norm_behind_a_branch_stays_between_matmul_and_sum():
     text = decode_text(1, "fused", **LLAMA | WIDE | {"post_norm": True})
     assert text.count("stablehlo.rsqrt") == 2 * 2 + 1
     assert calls(text, "call", "_rope_append") == [2 * 4 + 1, 2]
+
+
+def test_any_matrix_can_read_a_norm_that_its_kernel_computes():
+    c, _, _, params = build(**LLAMA | WIDE)
+    x, w = jnp.ones((1, 1, c.width)), params["blocks"]["attention"]["q"][0]
+    x = x.at[..., 0].set(3.0)
+    gain = jnp.arange(c.width) / c.width
+    norm = InputNorm(c.norm_eps, gain)
+    for matrix in (w, quantize_int8(w)):
+        expected = matmul(rms_norm(x, gain, eps=c.norm_eps), matrix)
+        np.testing.assert_allclose(matmul(DeferredNorm(x, norm), matrix), expected, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -29,11 +29,13 @@ class InputNorm:
     eps: float
     gain_K: Float[Array, "K"] | None = None
 
-    def of(self, x_MK: Float[Array, "M K"]) -> Float[Array, "M K"]:
+    def of(self, x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
         """The norm of x: statistics in float32, result in x's dtype (Zhang & Sennrich 2019)."""
-        x32 = x_MK.astype(jnp.float32)
-        y_MK = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return (y_MK if self.gain_K is None else y_MK * self.gain_K[None]).astype(x_MK.dtype)
+        x32 = x.astype(jnp.float32)
+        y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        if self.gain_K is not None:
+            y *= jnp.expand_dims(self.gain_K, range(y.ndim - 1))
+        return y.astype(x.dtype)
 
 
 class Operations(NamedTuple):
