@@ -17,7 +17,6 @@ from jaxtrain.model.init import SCHEMES, constant, uniform
 from jaxtrain.model.kv_cache import KeysValues, LayerCache, PagesOfLayer
 from jaxtrain.model.layers import (
     Rotary,
-    add_bias,
     branch_output,
     declare_bias,
     lookup,
@@ -156,11 +155,11 @@ class KeyValueProjection(nnx.Module):
     ) -> tuple[Float[Array, "B T K h"], Float[Array, "B T K H"]]:
         """Keys before norm and rope, and values, split into `heads` heads.
 
-        product: multiplies the input by a matrix."""
-        k_BTC = add_bias(product(self.k), self.k_bias)
+        product: multiplies the input by a matrix, and adds its bias."""
+        k_BTC = product(self.k)
         B, T, _ = k_BTC.shape
         k_BTKH = k_BTC.reshape(B, T, heads, -1)
-        v_BTC = add_bias(product(self.v), self.v_bias)
+        v_BTC = product(self.v)
         if value_BTC is not None:
             v_BTC = v_BTC + value_BTC
         return k_BTKH, v_BTC.reshape(B, T, heads, -1)
@@ -242,8 +241,10 @@ class Attention(KeyValueProjection):
         cast = inputs.cast
         if cast is None and project is self and isinstance(x_BTD, Array):
             cast = cast_input(x_BTD, self.q)
-        product = dense_of(x_BTD, *self.readers(source), cast=cast)
-        q_BTNH = add_bias(product(self.q), self.q_bias).reshape(B, T, c.heads, c.qk_dim)
+        own = () if isinstance(source, tuple) else (project.k_bias, project.v_bias)
+        biases = self.q_bias, *own
+        product = dense_of(x_BTD, *self.readers(source), biases=biases, cast=cast)
+        q_BTNH = product(self.q).reshape(B, T, c.heads, c.qk_dim)
         rope = inputs.short_rope if spec.short_rope else inputs.rope
         wide = max(c.qk_dim, c.head_dim)  # kernels take heads of one size
         if isinstance(source, tuple):  # already padded; not arrays if the cache is int8

@@ -15,6 +15,7 @@ from jaxtrain.model.rope import Divisors, RopeScaling, frequencies
 from jaxtrain.parallel import constrain, embedding_grad, embedding_lookup
 from jaxtrain.weights.contract import (
     DeferredNorm,
+    add_bias,
     cast_input,
     dense,
     dense_fused,
@@ -66,13 +67,6 @@ def branch_output(
 def declare_bias(layers: int, size: int, axis: str | None) -> nnx.Param:
     """Declare a bias for every layer, [L, size]; it starts at zero."""
     return declare((layers, size), ("layers", axis), constant(0.0), "gain", group="bias")
-
-
-def add_bias(y: Float[Array, "*B D"], bias: nnx.Param | None) -> Float[Array, "*B D"]:
-    """Add the bias, if there is one, in y's dtype."""
-    if bias is None:
-        return y
-    return y + jnp.expand_dims(bias[...].astype(y.dtype), range(y.ndim - 1))
 
 
 @jax.custom_vjp

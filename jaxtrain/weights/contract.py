@@ -6,7 +6,6 @@ of all forms are in the table `jaxtrain.weights.WEIGHTS`.
 """
 
 import abc
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -202,16 +201,27 @@ def dense(
     return matmul(x, reading(param, cast))
 
 
+def add_bias(y: Float[Array, "*B D"], bias: nnx.Param | None) -> Float[Array, "*B D"]:
+    """Add the bias, if there is one, in y's dtype."""
+    if bias is None:
+        return y
+    return y + jnp.expand_dims(bias[...].astype(y.dtype), range(y.ndim - 1))
+
+
 def dense_of(
-    x: Float[Array, "*B K"] | DeferredNorm, *params: nnx.Param, cast: Fp8Input | None = None
+    x: Float[Array, "*B K"] | DeferredNorm,
+    *params: nnx.Param,
+    biases: Sequence[nnx.Param | None] = (),
+    cast: Fp8Input | None = None,
 ) -> Callable[[nnx.Param], Array]:
-    """`dense` of x as a function of any of these matrices. If x has few rows, one kernel call
-    computes all."""
+    """`dense` of x as a function of any of these matrices, plus its bias if there are biases. If x
+    has few rows, one kernel call computes all."""
     if not isinstance(x, DeferredNorm):
         weights = any(is_weight(param.get_value()) for param in params)
         if weights or not has_few_rows(x):
-            return functools.partial(dense, x, cast=cast)
-    found = dict(zip(map(id, params), dense_fused(x, *params), strict=True))
+            of = dict(zip(map(id, params), biases))
+            return lambda param: add_bias(dense(x, param, cast), of.get(id(param)))
+    found = dict(zip(map(id, params), dense_fused(x, *params, biases=biases), strict=True))
     return lambda param: found[id(param)]
 
 

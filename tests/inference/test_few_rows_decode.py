@@ -89,6 +89,8 @@ def test_a_layer_with_gains_is_six_kernels(fields):
     assert calls(text, "call", "_rope_append") == [2 * 4 + 1, 2]
     assert text.count("@__gpu$xla.gpu.triton") == text.count("custom_call @")
     assert text.count("stablehlo.rsqrt") == 1  # of the last state
+    adds = re.findall(r"stablehlo.add .*tensor<[^>]*x(?:64|128)xbf16>", text)
+    assert not adds  # biases and residuals
     # Nothing else reads the stream or a layer's gain.
     assert "tensor<2x64xf32>" not in text and "tensor<2x64xbf16>" not in text
 
