@@ -58,12 +58,33 @@ def test_what_triton_serves(device, shape, dtype, reason):
 
 
 @pytest.mark.parametrize("K", [64, 768, 1536, 3072, 4096, 5440])
-@pytest.mark.parametrize("columns", [[8], [768], [768, 128, 128], [768, 768, 768], [3072], [1000]])
+@pytest.mark.parametrize(
+    "columns", [[8], [768], [768, 128, 128], [768, 768, 768], [3072], [1000], [4096]]
+)
 def test_tiles_divide_the_matrices(K, columns):
-    tile = triton.tile_of(K, columns)
-    assert tile.inputs * tile.loads * tile.steps == K
-    assert all(N % tile.columns == 0 for N in columns)
-    assert tile.warps <= 16 and tile.inputs * tile.columns == tile.warps * 32 * 8
+    for pair in {False, len(columns) == 1}:
+        tile = triton.tile_of(K, columns * (1 + pair), pair)
+        assert tile.inputs * tile.loads * tile.steps * tile.splits == K
+        assert all(N % tile.columns == 0 for N in columns)
+        assert tile.warps <= 16 and tile.inputs * tile.columns == tile.warps * 32 * 8
+        if K == 4096 and columns == [4096]:
+            assert (tile.columns, tile.splits) == ((128, 4) if pair else (256, 8))
+
+
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.quick("1-swiglu")
+def test_splits_of_the_inputs_are_added(activation, M):
+    pair = activation is not None
+    x, *matrices = inputs(M, 256, 128, 128)
+    residual = inputs(M, 128)[0] if pair else None
+    around = Operations(InputNorm(0.1, jnp.arange(256) / 256), None, activation, residual)
+    tile = triton.RowTile(64, 16, 2, 2, 4, splits=4)
+    options = {"operations": around, "tile": tile, "interpret": True}
+    every = composed(reference.few_rows_matmul, x, *matrices, operations=around)
+    found = triton.few_rows_matmul(x, *matrices, **options)
+    for y, expected in zip(found, every, strict=True):
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +109,7 @@ def test_operations_around_the_products_equal_the_separate_ones(activation, M, K
     pair = activation in GATED
     x, *matrices = inputs(M, K, *([32] * (1 + pair)), dtype=dtype)
     gain, bias, residual = (inputs(n, k, dtype=dtype)[0] for n, k in ((1, K), (1, 32), (M, 32)))
-    before = InputNorm(1e-5, gain[0]), (bias[0], None)[: 1 + pair]
+    before = InputNorm(0.1, gain[0]), (bias[0], None)[: 1 + pair]
     around = Operations(*before, activation, residual)
     (found,) = triton.few_rows_matmul(x, *matrices, operations=around, interpret=True)
     ys = composed(reference.few_rows_matmul, x, *matrices, operations=Operations(*before))
@@ -200,10 +221,9 @@ def test_many_rows_and_a_cpu_have_matmuls_as_they_are():
         np.testing.assert_array_equal(few_rows_matmul(x[None], w)[0][0], x @ w)
 
 
-SIZES = [  # of llama_8b, of gpt_d12, and of a width that is no power of two
+SIZES = [  # of llama_8b, of gpt_d12, and of widths that are no powers of two
     (4096, (4096, 1024, 1024), None), (4096, (14336, 14336), "swiglu"), (14336, (4096,), None),
-    (4096, (128256,), None), (768, (3072,), "relu2"), (3584, (18944, 18944), "geglu"),
-    (2560, (9728,), "gelu"),
+    (768, (3072,), "relu2"), (3584, (2432, 2432), "geglu"), (2560, (1000,), "gelu"),
 ]  # fmt: skip
 
 
@@ -211,19 +231,20 @@ SIZES = [  # of llama_8b, of gpt_d12, and of a width that is no power of two
 @pytest.mark.parametrize("M", [1, 4])
 @pytest.mark.parametrize(("K", "columns", "activation"), SIZES)
 def test_operations_on_a_gpu(K, columns, activation, M):
-    keys = iter(jax.random.split(jax.random.key(0), 9))
-    array = lambda *shape, scale=1.0: jax.random.normal(next(keys), shape, BF16) * scale
-    x, matrices = array(M, K), [array(K, N, scale=K**-0.5) for N in columns]
+    rng = np.random.default_rng(0)
+    some = rng.normal(size=100_003).astype(BF16)
+    array = lambda *shape: jnp.asarray(np.resize(some, shape))
+    x, residual, gain, bias = array(M, K), array(M, columns[0]), array(K), array(columns[0])
+    matrices = [jnp.asarray(np.resize(np.roll(some, N), (K, N))) / 64 for N in columns]
     single = activation in GATED or len(columns) == 1
-    residual = array(M, columns[0]).astype(BF16) if single else None
-    matrices = [w.astype(BF16) for w in matrices]
-    biases = (array(columns[0]), *(None for _ in columns[1:]))
-    around = Operations(InputNorm(1e-5, 1 + array(K) / 4), biases, activation, residual)
-    run = jax.jit(lambda *a: triton.few_rows_matmul(*a, operations=around))
+    around = Operations(
+        InputNorm(1e-5, 1 + gain / 4), (bias, *(None for _ in columns[1:])), activation,
+        residual if single else None,
+    )  # fmt: skip
+    every = composed(xla.few_rows_matmul, x, *matrices, operations=around)
     for y, expected in zip(
-        run(x, *matrices), composed(xla.few_rows_matmul, x, *matrices, operations=around),
-        strict=True,
-    ):  # fmt: skip
+        triton.few_rows_matmul(x, *matrices, operations=around), every, strict=True
+    ):
         y, expected = (np.asarray(z, np.float32) for z in (y, expected))
-        np.testing.assert_allclose(y, expected, atol=0.06, rtol=2**-6)
-        assert np.abs(y - expected).mean() < 0.004
+        np.testing.assert_allclose(y, expected, atol=0.02 * np.abs(expected).max(), rtol=2**-6)
+        assert np.abs(y - expected).mean() < 0.004 * np.abs(expected).mean()

@@ -67,10 +67,6 @@ def test_equals_the_separate_operations(H, eps, gained, dtype):
     check(inputs(3, H, dtype, eps, gained))
 
 
-def test_one_table_of_angles_serves_all_sequences():
-    check(inputs(1, tables=1))
-
-
 def supported(name=None, dtype=BF16, T=1, store=lambda x: x):
     q, new, _, pages, *_ = inputs(T, dtype=dtype)
     with on_target("cuda", (9, 0)), preferring(name):
@@ -98,5 +94,5 @@ def test_it_is_one_kernel_in_place():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("eps", "gained"), [(None, False), (1e-2, False), (1e-2, True)])
 def test_on_a_gpu(eps, gained):
-    for T, H in ((1, 128), (3, 80)):
-        check(inputs(T, H, BF16, eps, gained), interpret=False)
+    for T, H, tables in ((1, 128, 1), (3, 80, 3)):
+        check(inputs(T, H, BF16, eps, gained, tables), interpret=False)

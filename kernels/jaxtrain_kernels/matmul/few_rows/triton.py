@@ -28,6 +28,9 @@ MOST_WEIGHTS = 2**31  # per matrix: their indices have 32 bits
 FEWEST_PROGRAMS = 72  # a Hopper GPU has 132 multiprocessors
 WIDEST = 64  # columns of a tile
 MOST_WARPS = 16
+LARGE = 10_000_000  # weights of all matrices, from which on tiles are wide
+WIDE_WARPS = 8
+MANY_PROGRAMS = 112
 MOST_LOADS = 8  # per thread at once; with more, ptxas delays the later ones to save registers
 
 
@@ -43,14 +46,15 @@ class Operands(NamedTuple):
 
 class RowTile(NamedTuple):
     """A program's tile: columns of a matrix, and inputs per load. Each of `steps` steps has `loads`
-    loads in flight at once."""
+    loads in flight at once. splits: programs that share the inputs of the same columns; a second
+    kernel adds their sums."""
 
     columns: int
     inputs: int
     loads: int
     steps: int
     warps: int
-    ahead: bool = True
+    splits: int = 1
 
 
 class RowPlan(NamedTuple):
@@ -113,19 +117,34 @@ def few_rows_matmul(x_MK, *matrices, operations=NOTHING, tile=None, interpret=Fa
 
 def tile_of(K: int, columns: list[int], pair: bool = False) -> RowTile:
     """Tile for K inputs and matrices of these numbers of columns, which it divides: no mask needed.
+    pair: a program has the same columns of two matrices.
 
-    The tile is as wide as leaves programs for half of the multiprocessors, at most 128 bytes of a
-    row. It has two or more steps if each step then has three or more loads. Of all tiles of 4 to 32
-    warps that divide the matmuls of a layer of 768 and of 1,536 channels, these are within 3% of
-    the best (an H200, LOG.md). A thread reads 16 bytes of a row at a time.
+    Small matrices: the tile is as wide as leaves programs for half of the multiprocessors, at most
+    128 bytes of a row. It has two or more steps if each step then has three or more loads. Of all
+    tiles of 4 to 32 warps that divide the matmuls of a layer of 768 and of 1,536 channels, these
+    are within 3% of the best (an H200, LOG.md). A thread reads 16 bytes of a row at a time.
+
+    Large ones: a program reads 512 bytes of a row, or 256 of each of a pair. With 64 bytes it reads
+    at half the rate of a copy. Splits of the inputs make enough programs.
     """
     divides = lambda n: all(N % n == 0 for N in columns)
-    width, results = 8, columns[0] if pair else sum(columns)
+    results = columns[0] if pair else sum(columns)
+    widest = 128 if pair else 256
+    most = MOST_LOADS // 2 if pair else MOST_LOADS
+    width = next((n for n in (widest, widest // 2) if divides(n)), 0)
+    if width and K * sum(columns) >= LARGE:
+        inputs = WIDE_WARPS * 32 * 8 // width
+        splits = 1
+        while results // width * splits < MANY_PROGRAMS and K % (2 * splits * inputs * most) == 0:
+            splits *= 2
+        if K % (splits * inputs * most) == 0:
+            steps = K // (splits * inputs * most)
+            return RowTile(width, inputs, most, steps, WIDE_WARPS, splits)
+    width = 8
     while width < WIDEST and divides(2 * width) and results // (2 * width) >= FEWEST_PROGRAMS:
         width *= 2
     inputs = min(_power_of_two(K), MOST_WARPS * 32 * 8 // width)
     parts = K // inputs
-    most = MOST_LOADS // 2 if pair else MOST_LOADS
     every = [n for n in range(1, most + 1) if parts % n == 0]
     loads = max([n for n in every if n >= 3 and n < parts] or every)
     return RowTile(width, inputs, loads, parts // loads, max(1, inputs * width // (32 * 8)))
