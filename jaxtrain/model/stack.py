@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtrain_kernels.matmul.few_rows import LARGE, streams_rows
 from jaxtyping import Array, ArrayLike
 
 from jaxtrain.model.plan import Plan
@@ -21,6 +22,7 @@ from jaxtrain.weights import WEIGHTS
 from jaxtrain.weights.contract import is_weight
 from jaxtrain.weights.params import Params, Specs, is_block_matrix, path_name
 from jaxtrain.weights.quantized import IntegerWeight
+from jaxtrain.weights.transposed import TransposedWeight
 
 
 class Stack(NamedTuple):
@@ -113,6 +115,37 @@ def take_apart(params: Params, specs: Specs) -> None:
     visit(params, {name: inner for name, inner in specs.items() if name != "prefix"})
 
 
+def transpose_large(params: Params, specs: Specs, rows: int) -> None:
+    """Store a model's matrices as `TransposedWeight`, in place and one by one, if its decode steps
+    have so few rows that kernels stream them, and if the matrices are large: smaller ones have
+    kernels that were measured. Follows `take_apart`; other forms than arrays stay.
+    """
+    found = dict[str, tuple[Params, str]]()
+
+    def visit(params: Params, specs: Specs) -> None:
+        for name, spec in specs.items():
+            if isinstance(spec, dict):
+                visit(params[name], spec)
+            elif is_block_matrix(spec) and is_apart(params[name]) and spec.axes[1] != "experts":
+                found[f"{id(params)} {name}"] = params, name
+
+    visit(params, specs)
+    layers = [w for inner, name in found.values() for w in inner[name].layers]
+    plain = [w for w in layers if isinstance(w, jax.Array) and w.ndim == 2]
+    if not plain or max(w.size for w in plain) < LARGE or not streams_rows(rows, plain[0].dtype):
+        return
+    turn = jax.jit(lambda w: TransposedWeight(w.T))
+    turned = lambda w: turn(w) if isinstance(w, jax.Array) and w.ndim == 2 else w
+    del layers, plain
+    for inner, name in found.values():
+        kept = list(inner.pop(name).layers)
+        for i in range(len(kept)):
+            kept[i] = turned(kept[i])
+        inner[name] = LayersApart(tuple(kept))
+    if isinstance(params.get("head"), jax.Array):
+        params["head"] = turn(params.pop("head"))
+
+
 def take[Tree](stack: Tree, start: int, repeats: int, size: int) -> Tree:
     """Layers start .. start + repeats*size of a stack, as [repeats, size, ...]. With one repeat,
     `LayersApart` stays unstacked."""
@@ -122,8 +155,8 @@ def take[Tree](stack: Tree, start: int, repeats: int, size: int) -> Tree:
         if isinstance(s, LayersApart):
             if repeats == 1:
                 return s[start:stop]
-            s = jnp.stack(s.layers)
-        return s[start:stop].reshape(repeats, size, *s.shape[1:])
+            s = jax.tree.map(lambda *layers: jnp.stack(layers), *s.layers)
+        return jax.tree.map(lambda x: x[start:stop].reshape(repeats, size, *x.shape[1:]), s)
 
     return jax.tree.map(part, stack, is_leaf=is_apart)
 

@@ -62,6 +62,10 @@ class Weight(abc.ABC):
         """This matrix for an input that is already cast; forms without such a cast ignore it."""
         return self
 
+    def transposed(self) -> Float[Array, "N K"] | None:
+        """The transposed matrix, if this form stores it as an array; else None."""
+        return None
+
     @abc.abstractmethod
     def dequantize(self) -> Float[Array, "K N"]:
         """The array that the matrix represents, in the compute dtype."""
@@ -81,24 +85,36 @@ class DeferredNorm(NamedTuple):
 def matmul(x: Float[Array, "*B K"] | DeferredNorm, weight: Array | Weight) -> Float[Array, "*B N"]:
     """x times a matrix in any form."""
     if isinstance(x, DeferredNorm):
-        if not isinstance(weight, Weight):
-            return few_rows_matmul(x.x, weight, norm=x.norm)[0]
+        if (found := few_rows_arrays(weight)) is not None:
+            (array,), transposed = found
+            return few_rows_matmul(x.x, array, transposed=transposed, norm=x.norm)[0]
         x = x.norm.of(x.x)
     if isinstance(weight, Weight):
         return weight.matmul(x)
     return few_rows_matmul(x, weight)[0] if has_few_rows(x) else x @ weight
 
 
+def few_rows_arrays(*matrices: Array | Weight) -> tuple[list[Array], bool] | None:
+    """The arrays that `few_rows_matmul` reads, and whether they are transposed; None if a matrix
+    has another form, or not all have the same one."""
+    arrays = [w for w in matrices if not isinstance(w, Weight)]
+    turned = [w.transposed() for w in matrices if isinstance(w, Weight)]
+    turned = [w for w in turned if w is not None]
+    same = next((x for x in (arrays, turned) if len(x) == len(matrices)), None)
+    return None if same is None else (same, same is turned)
+
+
 def fuses_operations(x: Array | DeferredNorm, *params: nnx.Param) -> bool:
     """Whether one kernel computes the matmuls with these matrices and the operations around them:
     the input's RMS norm, biases, activation, residual. x: has the rows and the dtype of the input.
     """
-    rows, matrices = x.shape[:-1], [param.get_value() for param in params]
-    if not matrices or math.prod(rows) >= MANY or any(map(is_weight, matrices)):
+    rows, found = x.shape[:-1], few_rows_arrays(*(param.get_value() for param in params))
+    if not params or math.prod(rows) >= MANY or found is None:
         return False
+    arrays, transposed = found
     x = x.x if isinstance(x, DeferredNorm) else x
-    input = jax.ShapeDtypeStruct((*rows, matrices[0].shape[0]), x.dtype)
-    return takes_operations(input, *matrices)
+    input = jax.ShapeDtypeStruct((*rows, arrays[0].shape[int(transposed)]), x.dtype)
+    return takes_operations(input, *arrays, transposed=transposed)
 
 
 def dense_fused(
@@ -108,12 +124,20 @@ def dense_fused(
     activation: str | None = None,
     residual: Float[Array, "*B N"] | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
-    """`few_rows_matmul` of x and of modules' matrices, which are arrays (`fuses_operations`)."""
+    """`few_rows_matmul` of x and of modules' matrices, which have `few_rows_arrays`."""
     x, norm = x if isinstance(x, DeferredNorm) else (x, None)
-    matrices = [param.get_value() for param in params]
+    found = few_rows_arrays(*(param.get_value() for param in params))
+    assert found is not None
+    matrices, transposed = found
     vectors = tuple(None if bias is None else bias[...] for bias in biases)
     return few_rows_matmul(
-        x, *matrices, norm=norm, biases=vectors or None, activation=activation, residual=residual
+        x,
+        *matrices,
+        transposed=transposed,
+        norm=norm,
+        biases=vectors or None,
+        activation=activation,
+        residual=residual,
     )
 
 
@@ -217,8 +241,8 @@ def dense_of(
     """`dense` of x as a function of any of these matrices, plus its bias if there are biases. If x
     has few rows, one kernel call computes all."""
     if not isinstance(x, DeferredNorm):
-        weights = any(is_weight(param.get_value()) for param in params)
-        if weights or not has_few_rows(x):
+        found = few_rows_arrays(*(param.get_value() for param in params))
+        if found is None or not has_few_rows(x):
             of = dict(zip(map(id, params), biases))
             return lambda param: add_bias(dense(x, param, cast), of.get(id(param)))
     found = dict(zip(map(id, params), dense_fused(x, *params, biases=biases), strict=True))

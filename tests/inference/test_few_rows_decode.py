@@ -128,7 +128,7 @@ def interpreted(monkeypatch):
         run = functools.partial(function, interpret=True)
         return lambda *args, **options: (calls.append(name), run(*args, **options))[1]
 
-    few = lambda on, x_MK, *_: None if len(x_MK) == 1 else "rows"
+    few = lambda on, x_MK, *_, **__: None if len(x_MK) == 1 else "rows"
     products = noted("product", triton.few_rows_matmul)
     fake = types.SimpleNamespace(supports=few, few_rows_matmul=products)
     monkeypatch.setitem(few_rows.BACKENDS, "triton", fake)

@@ -12,6 +12,7 @@ import contextvars
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -19,6 +20,7 @@ from jaxtyping import Array, Float
 from jaxtrain_kernels.dispatch import choose_backend, target
 from jaxtrain_kernels.matmul.few_rows import padded, reference, triton, xla
 from jaxtrain_kernels.matmul.few_rows.operations import InputNorm, Operations, composed
+from jaxtrain_kernels.matmul.few_rows.triton import LARGE as LARGE
 
 MANY = 8  # from this number of rows on, XLA is the default
 
@@ -50,17 +52,19 @@ def are_fused() -> bool:
 
 def few_rows_matmul(
     x: Float[Array, "*B K"],
-    *matrices: Float[Array, "K _"],
+    *matrices: Float[Array, "_ _"],
+    transposed: bool = False,
     norm: InputNorm | None = None,
     biases: tuple[Array | None, ...] | None = None,
     activation: str | None = None,
     residual: Float[Array, "*B N"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
-    """x times each matrix, accumulated in float32, in x's dtype.
+    """x times each matrix [K, N], accumulated in float32, in x's dtype.
 
-    norm: of x. biases: added to the products. activation: relu2 or gelu of each, or swiglu or geglu
-    of the products of a gate and a matrix up, which become one. residual: added to the result.
+    transposed: the matrices are [N, K]. norm: of x. biases: added to the products. activation:
+    relu2 or gelu of each, or swiglu or geglu of the products of a gate and a matrix up, which
+    become one. residual: added to the result.
 
     Raises ValueError for an unknown implementation or activation, or matrices that do not fit it,
     NotImplementedError for an implementation that cannot serve.
@@ -75,20 +79,31 @@ def few_rows_matmul(
     else:
         first = "triton" if are_fused() else _preferred.get()
         names = [first, *(name for name in BACKENDS if name != first)]
-        reasons = {name: BACKENDS[name].supports(target(), x_MK, *matrices) for name in names}
-        signature = f"{x.dtype}[{M}, {K}] x {', '.join(str(w.shape[1]) for w in matrices)}"
+        why = lambda backend: backend.supports(target(), x_MK, *matrices, transposed=transposed)
+        reasons = {name: why(BACKENDS[name]) for name in names}
+        sizes = ", ".join(str(w.shape[1 - transposed]) for w in matrices)
+        signature = f"{x.dtype}[{M}, {K}] x {sizes}{', transposed' * transposed}"
         name = choose_backend("few_rows_matmul", reasons, implementation, signature)
-    run = BACKENDS[name].few_rows_matmul
+    run = functools.partial(BACKENDS[name].few_rows_matmul, transposed=transposed)
     if name != "triton":
         run = functools.partial(composed, run)
     found = run(x_MK, *matrices, operations=operations)
     return tuple(y_MN.reshape(*x.shape[:-1], -1) for y_MN in found)
 
 
-def takes_operations(x: Array | jax.ShapeDtypeStruct, *matrices: Float[Array, "K _"]) -> bool:
+def streams_rows(M: int, dtype: Any) -> bool:
+    """Whether M rows are multiplied best by large matrices [N, K] (`transposed`)."""
+    x_MK, w_NK = (jax.ShapeDtypeStruct((n, 64), dtype) for n in (M, 8))
+    return takes_operations(x_MK, w_NK, transposed=True)
+
+
+def takes_operations(
+    x: Array | jax.ShapeDtypeStruct,
+    *matrices: Array | jax.ShapeDtypeStruct,
+    transposed: bool = False,
+) -> bool:
     """Whether one kernel computes the products and the operations around them. x: [*B, K]."""
-    M = math.prod(x.shape[:-1])
+    M, backend = math.prod(x.shape[:-1]), BACKENDS["triton"]
     x_MK = jax.ShapeDtypeStruct((M, x.shape[-1]), x.dtype)
-    return (
-        M < MANY and are_fused() and BACKENDS["triton"].supports(target(), x_MK, *matrices) is None
-    )
+    why = lambda: backend.supports(target(), x_MK, *matrices, transposed=transposed)
+    return M < MANY and are_fused() and why() is None

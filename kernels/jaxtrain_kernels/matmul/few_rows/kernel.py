@@ -12,21 +12,20 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxtrain_kernels.matmul.few_rows.operations import GATED
 
-JOINED = 64  # columns of a program that joins splits
 
-
-def _sums_of_tile(plan, refs, group, n, split):
-    """Sums of M rows of each matrix's product, from column n * tile.columns on, over the inputs of
-    a split. group: indices of the matrices, two of a gated pair, else one."""
+def _tile_of_products(plan, refs, group, n, out_ref):
+    """Compute the columns from n * tile.columns on of one result. group: indices of its matrices,
+    two of a gated pair, else one."""
     tile, M, dtype = plan.tile, refs.x_MK.shape[0], refs.x_MK.dtype
     columns = pl.ds(n * tile.columns, tile.columns)
-    first = split * (tile.steps * tile.loads * tile.inputs)
+    axis = 1 if plan.transposed else 0  # of the inputs
 
     def load(i):
         """Load all weights of a step first, then its inputs, so that all are in flight at once."""
-        begin = first + i * (tile.loads * tile.inputs)
+        begin = i * (tile.loads * tile.inputs)
         places = [begin + j * tile.inputs + jnp.arange(tile.inputs) for j in range(tile.loads)]
-        weights = [[refs.matrices[g][k, columns] for g in group] for k in places]
+        at = lambda k: (columns, k) if plan.transposed else (k, columns)
+        weights = [[refs.matrices[g][at(k)] for g in group] for k in places]
         inputs = [[refs.x_MK[m, k] for m in range(M)] for k in places]
         gains = [None if refs.gain_K is None else refs.gain_K[k] for k in places]
         return weights, inputs, gains
@@ -43,7 +42,7 @@ def _sums_of_tile(plan, refs, group, n, split):
 
     def add(sums, loaded):
         for weights, inputs, gain in zip(*loaded):
-            rows = [normed(m, x, gain)[:, None] for m, x in enumerate(inputs)]
+            rows = [jnp.expand_dims(normed(m, x, gain), 1 - axis) for m, x in enumerate(inputs)]
             wide = [w.astype(jnp.float32) for w in weights]
             sums = [[old + x * w for old, x in zip(of, rows)] for of, w in zip(sums, wide)]
         return sums
@@ -54,16 +53,13 @@ def _sums_of_tile(plan, refs, group, n, split):
         ahead = load(i + 1)
         return add(sums, loaded), ahead
 
-    zeros = [[jnp.zeros((tile.inputs, tile.columns), jnp.float32)] * M for _ in group]
+    shape = (tile.inputs, tile.columns)[:: -1 if plan.transposed else 1]
+    zeros = [[jnp.zeros(shape, jnp.float32)] * M for _ in group]
     carried = zeros, load(0)
     inverses = [] if plan.eps is None else [_inverse_rms(refs.x_MK, m, plan.eps) for m in range(M)]
     if tile.steps > 1:
         carried = jax.lax.fori_loop(0, tile.steps - 1, step, carried)
-    return [[of_threads.sum(0) for of_threads in of] for of in add(*carried)]
-
-
-def _finish(plan, refs, group, columns, sums, out_ref):
-    """Round the sums, apply the operations after the products, and store the result."""
+    sums = [[of_threads.sum(axis) for of_threads in of] for of in add(*carried)]
     for m, of_matrices in enumerate(zip(*sums)):
         ys = [y.astype(out_ref.dtype) for y in of_matrices]
         if refs.biases is not None:
@@ -109,70 +105,29 @@ def _activated(activation, y, *up):
 
 @functools.partial(jax.jit, static_argnums=0)
 def call(plan, operands):
-    """Return a list of results [M, N]. All calls of a shape share one trace and its kernels."""
+    """Return a list of results [M, N]. All calls of a shape share one trace and one kernel."""
     tile, (M, _), dtype = plan.tile, operands.x_MK.shape, operands.x_MK.dtype
     every = tuple(range(len(operands.matrices)))
     groups = [every] if plan.activation in GATED else [(i,) for i in every]
-    sizes = [operands.matrices[group[0]].shape[1] for group in groups]
-    results = [jax.ShapeDtypeStruct((M, N), dtype) for N in sizes]
-
-    def products(refs, out_refs, group, n, split):
-        sums = _sums_of_tile(plan, refs, group, n, split)
-        columns = pl.ds(n * tile.columns, tile.columns)
-        _finish(plan, refs, group, columns, sums, *out_refs)
-
-    def parts(refs, out_refs, group, n, split):
-        sums = _sums_of_tile(plan, refs, group, n, split)
-        for of_rows, out_ref in zip(sums, out_refs, strict=True):
-            for m, y in enumerate(of_rows):
-                out_ref[split, m, pl.ds(n * tile.columns, tile.columns)] = y
-
-    def join(refs, out_refs, group, n, _):
-        columns = pl.ds(n * JOINED, JOINED)
-        parts_refs = [refs.matrices[g] for g in group]
-        sums = [[ref[:, m, columns].sum(0) for m in range(M)] for ref in parts_refs]
-        _finish(plan, refs, group, columns, sums, *out_refs)
-
-    run = functools.partial(_launch, groups, plan.interpret)
-    if tile.splits == 1:
-        ends = _ends(sizes, tile.columns)
-        return run(products, "few_rows_matmul", ends, 1, tile.warps, operands, results)
-    each = [jax.ShapeDtypeStruct((tile.splits, M, N), jnp.float32)
-            for group, N in zip(groups, sizes) for _ in group]  # fmt: skip
-    before = operands._replace(biases=None, residual_MN=None)
-    ends = _ends(sizes, tile.columns)
-    found = run(parts, "few_rows_matmul", ends, tile.splits, tile.warps, before, each)
-    after = operands._replace(matrices=tuple(found), gain_K=None)
-    ends = _ends(sizes, JOINED)
-    return run(join, "few_rows_join", ends, 1, max(1, JOINED // 32), after, results)
-
-
-def _ends(sizes, columns):
-    """First program of each result, and one past the last."""
-    return [0, *itertools.accumulate(-(-N // columns) for N in sizes)]
-
-
-def _launch(groups, interpret, tile, name, ends, splits, warps, operands, out_shape):
-    """Launch `tile` on each tile of columns of each group's result."""
+    sizes = [operands.matrices[group[0]].shape[1 - plan.transposed] for group in groups]
+    ends = [0, *itertools.accumulate(N // tile.columns for N in sizes)]
     arrays, form = jax.tree.flatten(operands)
 
     def kernel(*all_refs):
-        program, split = pl.program_id(0), pl.program_id(1)
-        refs, outs = form.unflatten(all_refs[: len(arrays)]), iter(all_refs[len(arrays) :])
-        each = len(out_shape) // len(groups)
-        for begin, end, group in zip(ends, ends[1:], groups):
-            out_refs = [next(outs) for _ in range(each)]
-            run = functools.partial(tile, refs, out_refs, group, program - begin, split)
+        program = pl.program_id(0)
+        refs, out_refs = form.unflatten(all_refs[: len(arrays)]), all_refs[len(arrays) :]
+        for begin, end, group, out_ref in zip(ends, ends[1:], groups, out_refs):
+            run = functools.partial(_tile_of_products, plan, refs, group, program - begin, out_ref)
             if len(groups) == 1:
                 run()
             else:
                 pl.when((begin <= program) & (program < end))(run)
 
-    kernel.__name__ = name
+    kernel.__name__ = "few_rows_matmul"
     return pl.pallas_call(
         kernel,
-        grid=(ends[-1], splits),
-        out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=interpret,
+        grid=(ends[-1],),
+        out_shape=[jax.ShapeDtypeStruct((M, N), dtype) for N in sizes],
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        interpret=plan.interpret,
     )(*arrays)

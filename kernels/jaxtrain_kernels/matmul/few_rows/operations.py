@@ -64,7 +64,7 @@ NOTHING = Operations()
 def composed(
     matmul: Callable[..., tuple[Array, ...]],
     x_MK: Float[Array, "M K"],
-    *matrices: Float[Array, "K _"],
+    *matrices: Float[Array, "_ _"],
     operations: Operations,
 ) -> tuple[Float[Array, "M _"], ...]:
     """The products by `matmul`, with the operations around them one by one."""

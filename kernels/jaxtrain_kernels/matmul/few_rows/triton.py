@@ -8,6 +8,7 @@ A copy at 4.2 TB/s moves 32 bytes per nanosecond to each of 132 multiprocessors,
 about 1,000 ns. So 32 KiB are in flight: 4 to 8 loads of 16 bytes for each of 512 threads.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -25,12 +26,13 @@ from jaxtrain_kernels.matmul.few_rows.operations import (
 
 MOST_ROWS = 4
 MOST_WEIGHTS = 2**31  # per matrix: their indices have 32 bits
+# Weights of a matrix [K, N], from which on cuBLAS is faster: it reads 4.0 TB/s on an H200, a kernel
+# 2.0 with 64 bytes of each row and 3.5 with 128. Larger matrices are stored transposed.
+LARGE = 10_000_000
 FEWEST_PROGRAMS = 72  # a Hopper GPU has 132 multiprocessors
 WIDEST = 64  # columns of a tile
 MOST_WARPS = 16
-LARGE = 10_000_000  # weights of all matrices, from which on tiles are wide
-WIDE_WARPS = 8
-MANY_PROGRAMS = 112
+ROW_WARPS = 4  # of a program that reads rows of a transposed matrix
 MOST_LOADS = 8  # per thread at once; with more, ptxas delays the later ones to save registers
 
 
@@ -46,15 +48,13 @@ class Operands(NamedTuple):
 
 class RowTile(NamedTuple):
     """A program's tile: columns of a matrix, and inputs per load. Each of `steps` steps has `loads`
-    loads in flight at once. splits: programs that share the inputs of the same columns; a second
-    kernel adds their sums."""
+    loads in flight at once."""
 
     columns: int
     inputs: int
     loads: int
     steps: int
     warps: int
-    splits: int = 1
 
 
 class RowPlan(NamedTuple):
@@ -63,10 +63,11 @@ class RowPlan(NamedTuple):
     tile: RowTile
     eps: float | None
     activation: str | None
+    transposed: bool
     interpret: bool
 
 
-def supports(target: Target, x_MK, *matrices) -> str | None:
+def supports(target: Target, x_MK, *matrices, transposed=False) -> str | None:
     """Return why this backend cannot serve the call; None = it can."""
     if reason := triton_unsupported(target):
         return reason
@@ -80,21 +81,24 @@ def supports(target: Target, x_MK, *matrices) -> str | None:
     for matrix in matrices:
         if matrix.dtype != x_MK.dtype:
             return f"needs matrices in {x_MK.dtype}, got {matrix.dtype}"
-        if matrix.shape[1] % 8:
-            return f"needs a multiple of 8 columns, got {matrix.shape[1]}"
-        if matrix.size >= MOST_WEIGHTS:
-            return f"needs fewer than 2^31 weights, got {matrix.size}"
+        if (N := matrix.shape[1 - transposed]) % 8:
+            return f"needs a multiple of 8 columns, got {N}"
+        if matrix.size >= (most := MOST_WEIGHTS if transposed else LARGE):
+            return f"needs fewer than {most} weights, got {matrix.size}"
     return None
 
 
-def few_rows_matmul(x_MK, *matrices, operations=NOTHING, tile=None, interpret=False):
+def few_rows_matmul(
+    x_MK, *matrices, operations=NOTHING, transposed=False, tile=None, interpret=False
+):
     """Backend of the public function."""
     norm, biases, activation, residual_MN = operations
     pair = activation in GATED
+    (M, K), sizes = x_MK.shape, [matrix.shape[1 - transposed] for matrix in matrices]
     if tile is None:
-        tile = tile_of(x_MK.shape[1], [matrix.shape[1] for matrix in matrices], pair)
+        tile = transposed_tile_of(M, K, pair) if transposed else tile_of(K, sizes, pair)
     eps = None if norm is None else norm.eps
-    plan = RowPlan(tile, eps, activation, interpret)
+    plan = RowPlan(tile, eps, activation, transposed, interpret)
     gain_K = None if norm is None else norm.gain_K
 
     @jax.custom_vjp
@@ -106,7 +110,8 @@ def few_rows_matmul(x_MK, *matrices, operations=NOTHING, tile=None, interpret=Fa
     def formula(x_MK, matrices, gain_K, biases, residual_MN):
         norm = None if eps is None else InputNorm(eps, gain_K)
         around = Operations(norm, biases, activation, residual_MN)
-        return composed(xla.few_rows_matmul, x_MK, *matrices, operations=around)
+        matmul = functools.partial(xla.few_rows_matmul, transposed=transposed)
+        return composed(matmul, x_MK, *matrices, operations=around)
 
     def backward(arrays, gradients):
         return jax.vjp(formula, *arrays)[1](gradients)
@@ -119,27 +124,14 @@ def tile_of(K: int, columns: list[int], pair: bool = False) -> RowTile:
     """Tile for K inputs and matrices of these numbers of columns, which it divides: no mask needed.
     pair: a program has the same columns of two matrices.
 
-    Small matrices: the tile is as wide as leaves programs for half of the multiprocessors, at most
-    128 bytes of a row. It has two or more steps if each step then has three or more loads. Of all
-    tiles of 4 to 32 warps that divide the matmuls of a layer of 768 and of 1,536 channels, these
-    are within 3% of the best (an H200, LOG.md). A thread reads 16 bytes of a row at a time.
-
-    Large ones: a program reads 512 bytes of a row, or 256 of each of a pair. With 64 bytes it reads
-    at half the rate of a copy. Splits of the inputs make enough programs.
+    The tile is as wide as leaves programs for half of the multiprocessors, at most 128 bytes of a
+    row. It has two or more steps if each step then has three or more loads. Of all tiles of 4 to 32
+    warps that divide the matmuls of a layer of 768 and of 1,536 channels, these are within 3% of
+    the best (an H200, LOG.md). A thread reads 16 bytes of a row at a time.
     """
     divides = lambda n: all(N % n == 0 for N in columns)
     results = columns[0] if pair else sum(columns)
-    widest = 128 if pair else 256
     most = MOST_LOADS // 2 if pair else MOST_LOADS
-    width = next((n for n in (widest, widest // 2) if divides(n)), 0)
-    if width and K * sum(columns) >= LARGE:
-        inputs = WIDE_WARPS * 32 * 8 // width
-        splits = 1
-        while results // width * splits < MANY_PROGRAMS and K % (2 * splits * inputs * most) == 0:
-            splits *= 2
-        if K % (splits * inputs * most) == 0:
-            steps = K // (splits * inputs * most)
-            return RowTile(width, inputs, most, steps, WIDE_WARPS, splits)
     width = 8
     while width < WIDEST and divides(2 * width) and results // (2 * width) >= FEWEST_PROGRAMS:
         width *= 2
@@ -148,6 +140,15 @@ def tile_of(K: int, columns: list[int], pair: bool = False) -> RowTile:
     every = [n for n in range(1, most + 1) if parts % n == 0]
     loads = max([n for n in every if n >= 3 and n < parts] or every)
     return RowTile(width, inputs, loads, parts // loads, max(1, inputs * width // (32 * 8)))
+
+
+def transposed_tile_of(M: int, K: int, pair: bool = False) -> RowTile:
+    """Tile for matrices [N, K]: a program reads rows of K inputs as a whole, so any number of
+    programs reads at the rate of a copy. A thread has 8 loads of 16 bytes in flight and 8 sums of
+    each of its columns and of each row of x; more rows of x leave registers for fewer columns."""
+    inputs = min(_power_of_two(K), ROW_WARPS * 32 * 8)
+    width = max(1, 8 // (1 << (M - 1).bit_length()) // (1 + pair))
+    return RowTile(width, inputs, 1, K // inputs, max(1, inputs // 256))
 
 
 def _power_of_two(n: int) -> int:
