@@ -46,6 +46,7 @@ LLAMA = MODELS["plain"] | {
     "init": "gpt2",
 }  # fmt: skip
 MODELS["llama"] = LLAMA
+MODELS["llama 2"] = LLAMA | {"depth": 2}
 MODELS["qwen2"] = LLAMA | {"qkv_bias": True, "tied_head": True}
 MODELS["qwen3"] = LLAMA | {"qk_norm": True, "qk_norm_gain": True}
 MODELS["gemma"] = LLAMA | {"ffn": "geglu", "post_norm": True, "qk_norm": True, "qk_norm_gain": True}

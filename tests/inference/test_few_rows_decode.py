@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 import numpy as np
 import pytest
-from engine_cases import GREEDY, LLAMA, OPTIONS, SINGLE, letters, make_engine, prompts, run
+from engine_cases import GREEDY, LLAMA, OPTIONS, SINGLE, letters, make_engine, model, prompts, run
 from jax.sharding import AbstractDevice, AbstractMesh
 from jaxtrain_kernels import rows
 from jaxtrain_kernels.attention.paged import append
@@ -20,11 +20,12 @@ from tiny import build
 
 from jaxtrain.inference.engine import Engine, Request, device
 from jaxtrain.inference.engine.sampling import Sampler
-from jaxtrain.model import cast
+from jaxtrain.model import cast, stack
 from jaxtrain.model.layers import rms_norm
-from jaxtrain.model.stack import take_apart
+from jaxtrain.model.stack import take_apart, transpose_large
 from jaxtrain.weights.contract import DeferredNorm, matmul
 from jaxtrain.weights.quantized import quantize_int8
+from jaxtrain.weights.transposed import TransposedWeight
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
 PASSES = ("residual_norm", "mixed_norm", "rope_norm")
@@ -111,6 +112,46 @@ def test_any_matrix_can_read_a_norm_that_its_kernel_computes():
     for matrix in (w, quantize_int8(w)):
         expected = matmul(rms_norm(x, gain, eps=c.norm_eps), matrix)
         np.testing.assert_allclose(matmul(DeferredNorm(x, norm), matrix), expected, rtol=1e-5)
+
+
+@pytest.fixture
+def small_is_large(monkeypatch):
+    monkeypatch.setattr(stack, "LARGE", 1)
+    monkeypatch.setattr(stack, "streams_rows", lambda rows, dtype: rows == 1)
+
+
+def transposed(name, rows=1):
+    c, graphdef, specs, params = model(name)
+    params = jax.tree.map(lambda x: x, params)
+    take_apart(params, specs)
+    transpose_large(params, specs, rows)
+    return c, graphdef, params
+
+
+@pytest.mark.parametrize("name", ["llama 2", "qwen2", "nanochat", "experts", "latent"])
+@pytest.mark.parametrize("backend", ["fused", "xla"])
+@pytest.mark.slow
+def test_the_text_is_that_of_transposed_matrices(interpreted, small_is_large, name, backend):
+    requests = [Request("a", prompts(9)[0], GREEDY._replace(max_tokens=5))]
+    one = SINGLE._replace(slots=1, megakernel=False)
+    with preferring("xla"):
+        expected = run(make_engine(name, one), requests)
+    jax.clear_caches()
+    with preferring(backend):
+        c, graphdef, params = transposed(name)
+        engine = Engine(c, graphdef, params, letters(), options=one)
+        assert run(engine, requests) == expected
+    assert ("product" in interpreted) == (backend == "fused")
+
+
+def test_large_matrices_are_transposed_for_few_rows(small_is_large, monkeypatch):
+    kinds = lambda params: {
+        type(w) for w in params["blocks"]["attention"]["q"].layers
+    } | {type(params["head"])}  # fmt: skip
+    assert kinds(transposed("llama 2")[2]) == {TransposedWeight}
+    assert TransposedWeight not in kinds(transposed("llama 2", rows=2)[2])
+    monkeypatch.setattr(stack, "LARGE", 10**6)
+    assert TransposedWeight not in kinds(transposed("llama 2")[2])
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ def _tile_of_products(plan, refs, group, n, out_ref):
         """Load all weights of a step first, then its inputs, so that all are in flight at once."""
         begin = i * (tile.loads * tile.inputs)
         places = [begin + j * tile.inputs + jnp.arange(tile.inputs) for j in range(tile.loads)]
-        at = lambda k: (columns, k) if plan.transposed else (k, columns)
+        rows = (n * tile.columns + jnp.arange(tile.columns))[:, None]
+        at = lambda k: (rows, k[None]) if plan.transposed else (k, columns)
         weights = [[refs.matrices[g][at(k)] for g in group] for k in places]
         inputs = [[refs.x_MK[m, k] for m in range(M)] for k in places]
         gains = [None if refs.gain_K is None else refs.gain_K[k] for k in places]
