@@ -20,16 +20,22 @@ def _tile_of_products(plan, refs, group, n, out_ref):
     columns = pl.ds(n * tile.columns, tile.columns)
     axis = 1 if plan.transposed else 0  # of the inputs
 
-    def load(i):
-        """Load all weights of a step first, then its inputs, so that all are in flight at once."""
+    def places(i):
         begin = i * (tile.loads * tile.inputs)
-        places = [begin + j * tile.inputs + jnp.arange(tile.inputs) for j in range(tile.loads)]
-        rows = (n * tile.columns + jnp.arange(tile.columns))[:, None]
-        at = lambda k: (rows, k[None]) if plan.transposed else (k, columns)
-        weights = [[refs.matrices[g][at(k)] for g in group] for k in places]
-        inputs = [[refs.x_MK[m, k] for m in range(M)] for k in places]
-        gains = [None if refs.gain_K is None else refs.gain_K[k] for k in places]
-        return weights, inputs, gains
+        return [begin + j * tile.inputs + jnp.arange(tile.inputs) for j in range(tile.loads)]
+
+    def read(i):
+        """Inputs of a step, and their gains."""
+        inputs = [[refs.x_MK[m, k] for m in range(M)] for k in places(i)]
+        return inputs, [None if refs.gain_K is None else refs.gain_K[k] for k in places(i)]
+
+    def load(i):
+        """Load all weights of a step first, so that all loads are in flight at once. With rows of a
+        transposed matrix, a thread has few enough registers of weights to load its inputs, too."""
+        if not plan.transposed:
+            return [[refs.matrices[g][k, columns] for g in group] for k in places(i)], None
+        n_R1 = (n * tile.columns + jnp.arange(tile.columns))[:, None]
+        return [[refs.matrices[g][n_R1, k[None]] for g in group] for k in places(i)], read(i)
 
     def normed(m, x, gain):
         """Inputs of row m."""
@@ -41,8 +47,9 @@ def _tile_of_products(plan, refs, group, n, out_ref):
             x *= gain.astype(jnp.float32)
         return x.astype(dtype).astype(jnp.float32)
 
-    def add(sums, loaded):
-        for weights, inputs, gain in zip(*loaded):
+    def add(i, sums, loaded):
+        every, ahead = loaded
+        for weights, inputs, gain in zip(every, *(ahead or read(i))):
             rows = [jnp.expand_dims(normed(m, x, gain), 1 - axis) for m, x in enumerate(inputs)]
             wide = [w.astype(jnp.float32) for w in weights]
             sums = [[old + x * w for old, x in zip(of, rows)] for of, w in zip(sums, wide)]
@@ -52,7 +59,7 @@ def _tile_of_products(plan, refs, group, n, out_ref):
         """Load the weights of the next step while those of this one are added."""
         sums, loaded = carried
         ahead = load(i + 1)
-        return add(sums, loaded), ahead
+        return add(i, sums, loaded), ahead
 
     shape = (tile.inputs, tile.columns)[:: -1 if plan.transposed else 1]
     zeros = [[jnp.zeros(shape, jnp.float32)] * M for _ in group]
@@ -60,13 +67,13 @@ def _tile_of_products(plan, refs, group, n, out_ref):
     inverses = [] if plan.eps is None else [_inverse_rms(refs.x_MK, m, plan.eps) for m in range(M)]
     if tile.steps > 1:
         carried = jax.lax.fori_loop(0, tile.steps - 1, step, carried)
-    sums = [[of_threads.sum(axis) for of_threads in of] for of in add(*carried)]
+    sums = [[of_threads.sum(axis) for of_threads in of] for of in add(tile.steps - 1, *carried)]
     for m, of_matrices in enumerate(zip(*sums)):
         ys = [y.astype(out_ref.dtype) for y in of_matrices]
         if refs.biases is not None:
             biases = [refs.biases[g] for g in group]
-            add = lambda y, bias: _add(y, bias[columns].astype(y.dtype))
-            ys = [y if bias is None else add(y, bias) for y, bias in zip(ys, biases)]
+            plus = lambda y, bias: _add(y, bias[columns].astype(y.dtype))
+            ys = [y if bias is None else plus(y, bias) for y, bias in zip(ys, biases)]
         y = _activated(plan.activation, *ys)
         if refs.residual_MN is not None:
             y = _add(refs.residual_MN[m, columns], y)

@@ -6,6 +6,9 @@ kernel is in `kernel.py`, imported by the first call: Pallas takes a while to im
 
 A copy at 4.2 TB/s moves 32 bytes per nanosecond to each of 132 multiprocessors, with a latency of
 about 1,000 ns. So 32 KiB are in flight: 4 to 8 loads of 16 bytes for each of 512 threads.
+
+A matrix is [K, N], or transposed. Programs for all multiprocessors leave 64 or 128 bytes of each
+row of a large [K, N], which are read at 2.0 or 3.5 TB/s; rows of [N, K] are read as a whole.
 """
 
 import functools
@@ -26,8 +29,8 @@ from jaxtrain_kernels.matmul.few_rows.operations import (
 
 MOST_ROWS = 4
 MOST_WEIGHTS = 2**31  # per matrix: their indices have 32 bits
-# Weights of a matrix [K, N], from which on cuBLAS is faster: it reads 4.0 TB/s on an H200, a kernel
-# 2.0 with 64 bytes of each row and 3.5 with 128. Larger matrices are stored transposed.
+# Weights of a matrix [K, N], from which on cuBLAS is faster: it reads 4.0 TB/s. An engine of few
+# slots stores such matrices transposed.
 LARGE = 10_000_000
 FEWEST_PROGRAMS = 72  # a Hopper GPU has 132 multiprocessors
 WIDEST = 64  # columns of a tile
@@ -143,9 +146,9 @@ def tile_of(K: int, columns: list[int], pair: bool = False) -> RowTile:
 
 
 def transposed_tile_of(M: int, K: int, pair: bool = False) -> RowTile:
-    """Tile for matrices [N, K]: a program reads rows of K inputs as a whole, so any number of
-    programs reads at the rate of a copy. A thread has 8 loads of 16 bytes in flight and 8 sums of
-    each of its columns and of each row of x; more rows of x leave registers for fewer columns."""
+    """Tile for M rows and matrices [N, K]; pair: as of `tile_of`. A thread has 8 loads of 16 bytes
+    in flight, and 8 sums for each pair of a row of x and a column: more rows leave registers for
+    fewer columns."""
     inputs = min(_power_of_two(K), ROW_WARPS * 32 * 8)
     width = max(1, 8 // (1 << (M - 1).bit_length()) // (1 + pair))
     return RowTile(width, inputs, 1, K // inputs, max(1, inputs // 256))
