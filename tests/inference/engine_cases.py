@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tiny import build
+from tiny import build, random_params
 
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, text_of
 from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
@@ -45,6 +45,7 @@ LLAMA = MODELS["plain"] | {
     "ffn": "swiglu", "qk_norm": False, "norm_gain": True, "embed_norm": False, "kv_heads": 2,
     "init": "gpt2",
 }  # fmt: skip
+WITH_GAINS = ("llama", "llama 2", "qwen2", "qwen3", "gemma")
 MODELS["llama"] = LLAMA
 MODELS["llama 2"] = LLAMA | {"depth": 2}
 MODELS["qwen2"] = LLAMA | {"qkv_bias": True, "tied_head": True}
@@ -64,7 +65,9 @@ def letters():
 
 @functools.cache
 def model(name):
-    return build(**MODELS[name])
+    """Configuration, graphdef, specs and parameters; gains and biases of WITH_GAINS are random."""
+    c, graphdef, specs, params = build(**MODELS[name])
+    return c, graphdef, specs, random_params(specs) if name in WITH_GAINS else params
 
 
 def make_engine(name="plain", options=OPTIONS, **kwargs):

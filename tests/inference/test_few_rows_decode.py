@@ -109,9 +109,20 @@ def test_any_matrix_can_read_a_norm_that_its_kernel_computes():
     x = x.at[..., 0].set(3.0)
     gain = jnp.arange(c.width) / c.width
     norm = InputNorm(c.norm_eps, gain)
-    for matrix in (w, quantize_int8(w)):
+    for matrix in (w, quantize_int8(w), TransposedWeight(w.T)):
         expected = matmul(rms_norm(x, gain, eps=c.norm_eps), matrix)
         np.testing.assert_allclose(matmul(DeferredNorm(x, norm), matrix), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_transposed_matrix_multiplies_as_the_matrix(rows):
+    w_KN = jnp.arange(12.0).reshape(3, 4)
+    x = jnp.arange(rows * 3.0).reshape(rows, 3)
+    weight = TransposedWeight(w_KN.T)
+    np.testing.assert_allclose(matmul(x, weight), x @ w_KN)
+    np.testing.assert_array_equal(weight.dequantize(), w_KN)
+    stack = TransposedWeight(jnp.stack([w_KN.T, w_KN.T]))
+    np.testing.assert_array_equal(stack.dequantize()[1], w_KN)
 
 
 @pytest.fixture
