@@ -10,6 +10,7 @@ import jaxtrain_kernels as kernels
 import numpy as np
 import pytest
 from engine_cases import GREEDY, LLAMA, OPTIONS, SINGLE, letters, make_engine, model, prompts, run
+from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh
 from jaxtrain_kernels import rows
 from jaxtrain_kernels.attention.paged import append
@@ -23,7 +24,7 @@ from jaxtrain.inference.engine.sampling import Sampler
 from jaxtrain.model import cast, stack
 from jaxtrain.model.layers import rms_norm
 from jaxtrain.model.stack import take_apart, transpose_large
-from jaxtrain.weights.contract import DeferredNorm, matmul
+from jaxtrain.weights.contract import DeferredNorm, dense_of, matmul
 from jaxtrain.weights.quantized import quantize_int8
 from jaxtrain.weights.transposed import TransposedWeight
 
@@ -112,6 +113,14 @@ def test_any_matrix_can_read_a_norm_that_its_kernel_computes():
     for matrix in (w, quantize_int8(w), TransposedWeight(w.T)):
         expected = matmul(rms_norm(x, gain, eps=c.norm_eps), matrix)
         np.testing.assert_allclose(matmul(DeferredNorm(x, norm), matrix), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_matmuls_of_one_input_add_their_biases(rows):
+    x, q, k = jnp.ones((rows, 3)), nnx.Param(jnp.ones((3, 4))), nnx.Param(jnp.ones((3, 2)))
+    product = dense_of(x, q, k, biases=(nnx.Param(jnp.arange(4.0)), None))
+    np.testing.assert_array_equal(product(q), jnp.tile(3 + jnp.arange(4.0), (rows, 1)))
+    np.testing.assert_array_equal(product(k), jnp.full((rows, 2), 3.0))
 
 
 @pytest.mark.parametrize("rows", [1, 16])
