@@ -91,10 +91,11 @@ def few_rows_matmul(
     return tuple(y_MN.reshape(*x.shape[:-1], -1) for y_MN in found)
 
 
-def streams_rows(M: int, dtype: Any) -> bool:
-    """Whether M rows are multiplied best by large matrices [N, K] (`transposed`)."""
-    x_MK, w_NK = (jax.ShapeDtypeStruct((n, 64), dtype) for n in (M, 8))
-    return takes_operations(x_MK, w_NK, transposed=True)
+def streams_rows(most: int, dtype: Any) -> bool:
+    """Whether an engine of `most` rows stores large matrices as [N, K] (`transposed`): its programs
+    of one row stream them, and cuBLAS multiplies more rows by them."""
+    x_MK, w_NK = (jax.ShapeDtypeStruct((n, 64), dtype) for n in (1, 8))
+    return most <= triton.MOST_ROWS and takes_operations(x_MK, w_NK, transposed=True)
 
 
 def takes_operations(
