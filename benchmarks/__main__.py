@@ -66,7 +66,7 @@ from benchmarks.tasks import bench_tasks
 from benchmarks.tune import tune_attention
 from benchmarks.verdict_page import make_page
 from benchmarks.verdicts import train_verdicts
-from jaxtrain.cluster.runtime import take_memory
+from jaxtrain.cluster.runtime import prefer_copy_engines, take_memory
 from jaxtrain.config.overrides import check_once
 from jaxtrain.estimate.arguments import add_preflight
 from jaxtrain.estimate.dry_run import preflight_of
@@ -215,7 +215,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shrink", action="store_true", help="case-study: a tiny model, for a CPU")
     parser.add_argument(
         "--only", nargs="+", action="extend", metavar="NAME",
-        help="check: records whose file name has one of these; ladder: rungs; compress: rows",
+        help="check: records whose file name has one of these; ladder: rungs; compress, finetune: "
+        "rows",
     )  # fmt: skip
     parser.add_argument(
         "--depth", type=whole(1), action="append",
@@ -257,7 +258,7 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     whole = {
         "optim": bench_optimizers,
         "products": bench_products,
-        "finetune": bench_finetune,
+        "finetune": functools.partial(bench_finetune, only=a.only or ()),
         "tasks": bench_tasks,
     }
     if a.tune and a.what == "attention":
@@ -444,4 +445,5 @@ if __name__ == "__main__":
     # Compile time is measured, so the compilation cache of earlier runs must not be used.
     jax.config.update("jax_enable_compilation_cache", False)
     take_memory()
+    prefer_copy_engines()
     sys.exit(main())

@@ -22,6 +22,7 @@ from jaxtrain.optim import make_optimizer
 from jaxtrain.settings import UserError
 
 LORA: dict[str, Any] = {"name": "lora", "rank": 16, "alpha": 32.0}
+PEER = "peft"
 DOTS = ["model.remat=dots"]  # recomputes no matmul, in twice peft's bytes
 # Finetuning methods with their memory techniques; all others recompute whole blocks.
 # The first group is measured, then the peer, then the second group.
@@ -39,21 +40,26 @@ SHAPES = ((2048, 4), (8192, 1))  # (sequence length, sequences per step)
 
 
 def bench_finetune(
-    name: str, overrides: Sequence[str], variant: str | None
+    name: str, overrides: Sequence[str], variant: str | None, only: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
     """Yield the record, each time with one more row: for each method and shape the bytes of a step
     and, on a GPU, its time; peft's rows follow those of LoRA.
 
-    The peer runs in its own process, if torch and peft are installed.
+    only: names of methods, or peft; () for all. The peer runs in its own process, if torch and peft
+    are installed.
     """
+    names = [*itertools.chain(*METHODS), PEER]
+    if wrong := [method for method in only if method not in names]:
+        raise UserError(f"--only {wrong[0]}: no such row; there are {', '.join(names)}")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # room for the peer's memory
     overrides = ["mesh={data: 1, fsdp: 1}", *overrides]
     w = load_workload(name, overrides, jax.devices()[:1])
     record = describe("finetune", w.name, variant or w.precision, workload=w.facts())
     rows: list[dict[str, Any]] = []
     running = jax.default_backend() == "gpu"
-    for methods in METHODS:
-        peers = peer_rows(name) if methods is METHODS[0] else ()
+    for i, group in enumerate(METHODS):
+        methods = {method: group[method] for method in group if not only or method in only}
+        peers = peer_rows(name) if i == 0 and (not only or PEER in only) else ()
         for row in itertools.chain(measured(name, overrides, methods, running), peers):
             rows.append(row)
             print(f"  {row}", file=sys.stderr, flush=True)

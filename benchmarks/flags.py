@@ -31,9 +31,6 @@ SETS: dict[str, dict[str, Option]] = {
     },
     # Buffers registered with NCCL, which avoids copies.
     "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
-    # NCCL symmetric memory. With NCCL_CTA_POLICY=2 the copy engines do all-gathers, and concurrent
-    # matmuls keep all SMs. These buffers are outside JAX's memory pool.
-    "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
     # No CUDA graphs: every kernel is launched separately.
     "launched": {"xla_gpu_enable_command_buffer": ""},
     # The sets that training uses.

@@ -13,6 +13,7 @@ ONLY = {
     "check": ("only",),
     "curves": ("baseline",),
     "decode": ("prompts", "batches", "cache_dtypes"),
+    "finetune": ("only",),
     "engine": (
         "prompts", "batches", "cache_dtypes", "new", "drafts", "decode_steps", "few_rows",
         "profile", "peer", "transformers", "draft_mtp", "text",

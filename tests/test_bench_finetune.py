@@ -35,6 +35,26 @@ def test_the_peer_is_behind_lora_and_before_the_rest(monkeypatch):
     assert names[:4] == ["LoRA r16", "LoRA r16, dots", "peer", "QLoRA r16, nf4"] and len(names) == 8
 
 
+@pytest.mark.parametrize(
+    ("only", "expected"),
+    [
+        (["QLoRA r16, nf4", "peft"], ["peer", "QLoRA r16, nf4"]),
+        (["LoRA r16, dots"], ["LoRA r16, dots"]),
+    ],
+)
+def test_only_the_rows_that_were_asked_for(only, expected, monkeypatch):
+    ours = lambda name, overrides, methods, running: ({"name": method} for method in methods)
+    monkeypatch.setattr(finetune, "measured", ours)
+    monkeypatch.setattr(finetune, "peer_rows", lambda name: iter([{"name": "peer"}]))
+    *_, record = finetune.bench_finetune("llama_tiny", TINY, None, only)
+    assert [row["name"] for row in record["rows"]] == expected
+
+
+def test_a_row_that_does_not_exist(capsys):
+    assert main(["finetune", "--config", "llama_tiny", "--only", "LoRA"]) == 2
+    assert "--only LoRA: no such row; there are LoRA r16" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_steps_run_on_weights_that_are_made_once_a_base(monkeypatch):
     made, real = [], finetune.random_frozen

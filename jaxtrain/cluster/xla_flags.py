@@ -25,6 +25,10 @@ SETS: dict[str, dict[str, Option]] = {
     # Matmuls of the same input stay apart if a matrix has more MB than this. By default XLA joins
     # them up to 32 MB: a decode step would copy its matrices once per token.
     "apart": {"xla_gpu_dot_merger_threshold_mb": 4},
+    # Buffers of exchanges in NCCL's symmetric memory. With `runtime.prefer_copy_engines` the GPU's
+    # copy engines then do all-gathers and all-to-alls, and matmuls beside them keep all
+    # multiprocessors. This memory is outside JAX's pool.
+    "copy_engines": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
 }
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxtrain import parallel
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.sections import FusedOps
-from jaxtrain.parallel import constrain
+from jaxtrain.parallel import constrain, splits_heads
 from jaxtrain.parallel.axes import current_mesh
 from jaxtrain.settings import UserError
 
@@ -45,17 +45,22 @@ def gains_by_joining(
 ) -> bool:
     """Whether one joint QKV array is faster, by our measurements.
 
-    That is with bf16 matmuls and no recomputation, on one device or with replicated weights.
+    That is with bf16 matmuls and no recomputation, on one device, or with weights that are
+    replicated or sharded over `tensor` by heads.
     """
     chosen = c.attention or fused.rope or c.fp8 or c.weight_form or c.deterministic_attention
     remat = {c.remat, c.remat_short or c.remat} != {"none"}
     if chosen or remat or not c.fits_joined_heads:
         return False
-    mesh = current_mesh()
-    if mesh and any(size > 1 for axis, size in mesh.shape.items() if axis != "data"):
-        return False
+    mesh, shards = current_mesh(), 1
+    if mesh is not None:
+        shards = mesh.shape["tensor"]
+        others = any(n > 1 for axis, n in mesh.shape.items() if axis not in ("data", "tensor"))
+        if others or (shards > 1 and not splits_heads(x_BTD, c.heads, c.kv_heads)):
+            return False
     B, T, _ = x_BTD.shape
-    qkv_BTCH = jax.ShapeDtypeStruct((B, T, c.heads + 2 * c.kv_heads, c.head_dim), x_BTD.dtype)
+    heads = (c.heads + 2 * c.kv_heads) // shards
+    qkv_BTCH = jax.ShapeDtypeStruct((B, T, heads, c.head_dim), x_BTD.dtype)
     any_scale = Call(c.causal, None, None, None, c.attention_softcap, 1.0)
     return mosaic_attention.supports(target(), qkv_BTCH, any_scale) is None
 

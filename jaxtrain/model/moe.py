@@ -6,6 +6,7 @@ gradient. The optimizer's group `router_bias` lowers the bias where the load is 
 et al. 2024, "Auxiliary-Loss-Free Load Balancing"). The load metrics come from it too.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from jaxtrain.weights.params import BALANCE_GROUPS, declare
 class Route(NamedTuple):
     """Routing of tokens to experts."""
 
+    x_BTD: Array  # the tokens, as the experts read them
     chosen_BTk: Array
     weights_BTk: Array  # float32; a token's weights sum to 1
     loss_B: Array  # balance and z loss of each sequence, weighted
@@ -75,7 +77,7 @@ class MixtureOfExperts(nnx.Module):
         array = lambda param: dequantize(param.get_value())  # the kernel groups rows by expert
         ups = tuple(array(p) for p in (self.gate, self.up) if p is not None)
         y_BTD, sizes_E = parallel.moe_dispatch_combine(
-            self.network, x_BTD, route.chosen_BTk, route.weights_BTk, ups, array(self.down),
+            self.network, route.x_BTD, route.chosen_BTk, route.weights_BTk, ups, array(self.down),
             self.tiles,
         )  # fmt: skip
         y_BTD = with_load(y_BTD, self.bias[...], sizes_E / self.config.top_k)
@@ -86,21 +88,15 @@ class MixtureOfExperts(nnx.Module):
 
     def route(self, x_BTD: Float[Array, "B T D"]) -> Route:
         """Choose experts by score plus bias; weight their outputs by score."""
-        c = self.config
-        logits_BTE = router_logits(x_BTD, self.router[...])
-        score = jax.nn.sigmoid if c.score_function == "sigmoid" else jax.nn.softmax
-        scores_BTE = score(logits_BTE)
-        ranked_BTE = jax.lax.stop_gradient(scores_BTE)
-        if c.balance_bias:
-            ranked_BTE += jax.lax.stop_gradient(self.bias[...])[None, None]
-        best = lambda r_BTE: jax.lax.top_k(r_BTE, c.top_k)[1]
+        c, (_, T, _) = self.config, x_BTD.shape
+        bias_E = self.bias[...] if c.balance_bias else None
+        run = functools.partial(kernels.moe_router, top_k=c.top_k, score_function=c.score_function)
         # Left to XLA, each device would rank the tokens of all devices.
-        chosen_BTk = parallel.shard_map_tokens(best, ranked_BTE, tokens="tokens")
-        picked_BTk = jnp.take_along_axis(scores_BTE, chosen_BTk, axis=-1)
-        weights_BTk = picked_BTk / jnp.sum(picked_BTk, axis=-1, keepdims=True)
-        balance_B = balance_loss(scores_BTE, chosen_BTk)
-        z_B = jnp.mean(jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)), axis=-1)
-        return Route(chosen_BTk, weights_BTk, c.aux_loss * balance_B + c.z_loss * z_B)
+        routing = parallel.shard_map_tokens(run, x_BTD, self.router[...], bias_E, tokens="tokens")
+        mean = lambda a_Bb: jnp.sum(a_Bb, axis=1) / T
+        balance_B = balance_loss(mean(routing.hits_BbE) / c.top_k, mean(routing.shares_BbE))
+        loss_B = c.aux_loss * balance_B + c.z_loss * mean(routing.z_Bb)
+        return Route(routing.x_BTD, routing.chosen_BTk, routing.weights_BTk, loss_B)
 
     def network(
         self,
@@ -121,26 +117,13 @@ class MixtureOfExperts(nnx.Module):
         return kernels.grouped_matmul(h_MF, down_EFD, sizes_E)
 
 
-@jax.checkpoint  # otherwise the float32 states would be saved besides the 16-bit ones
-def router_logits(
-    x_BTD: Float[Array, "B T D"], router_DE: Float[Array, "D E"]
-) -> Float[Array, "B T E"]:
-    """Router logits in float32, whatever the states' dtype."""
-    return jnp.matmul(x_BTD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
-
-
-def balance_loss(
-    scores_BTE: Float[Array, "B T E"], chosen_BTk: Int[Array, "B T k"]
-) -> Float[Array, "B"]:
+def balance_loss(hits_BE: Float[Array, "B E"], shares_BE: Float[Array, "B E"]) -> Float[Array, "B"]:
     """E sum_e f_e p_e of each sequence: expert e's share of the choices times its mean score share.
 
     It is 1 if the load is even. It is per sequence, not per batch, as in DeepSeek-V3, so gradient
     accumulation and sharding do not change it.
     """
-    E, choices = scores_BTE.shape[-1], chosen_BTk.shape[1] * chosen_BTk.shape[2]
-    hits_BE = jnp.sum(chosen_BTk[..., None] == jnp.arange(E)[None, None, None], axis=(1, 2))
-    share_BE = jnp.mean(scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True), axis=1)
-    return E * jnp.sum(hits_BE / choices * share_BE, axis=-1)
+    return hits_BE.shape[-1] * jnp.sum(hits_BE * shares_BE, axis=-1)
 
 
 @jax.custom_vjp

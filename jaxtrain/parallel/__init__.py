@@ -40,13 +40,20 @@ from jaxtrain.parallel.pipeline import (
 )
 from jaxtrain.parallel.pipeline_1f1b import pipeline_loss
 from jaxtrain.parallel.stacks import distribute_matrices
+from jaxtrain.parallel.tensor import (
+    joined_matmul,
+    splits_heads,
+    tensor_matmuls,
+    tensor_size,
+)
 
 __all__ = [
     "BATCH", "MeshConfig", "attention", "bubble_fraction", "check_context_chunks", "check_stages",
     "constrain", "constrain_tree", "context_size", "distribute_matrices", "embedding_grad",
-    "embedding_lookup", "feed_forward_relu2", "linear_cross_entropy", "make_mesh",
+    "embedding_lookup", "feed_forward_relu2", "joined_matmul", "linear_cross_entropy", "make_mesh",
     "moe_dispatch_combine", "num_shards", "pad_chunks", "paged_attention", "partition_spec",
     "pipeline_loss", "pipeline_size", "place_batch", "previous_token", "replicated_axes",
     "rope_attention", "run_pipeline", "shard_map", "shard_map_tokens", "shardings", "split_layers",
-    "split_rows", "token_losses", "zigzag_shard",
+    "split_rows", "splits_heads", "tensor_matmuls",
+    "tensor_size", "token_losses", "zigzag_shard",
 ]  # fmt: skip

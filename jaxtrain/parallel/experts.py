@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jaxtrain_kernels as kernels
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -112,45 +113,25 @@ def moe_tile(
 ) -> tuple[Array, Array]:
     """`moe_on_device` for one tile of tokens: x_ND, chosen_Nk and weights_Nk."""
     x_ND, chosen_Nk, weights_Nk = tokens
-    (N, k), E = chosen_Nk.shape, num_shards * down_EFD.shape[0]
-    expert_M = chosen_Nk.reshape(-1)  # of each copy of each token
-    sizes_E = jnp.sum(expert_M[:, None] == jnp.arange(E)[None], axis=0, dtype=jnp.int32)
-    order_M = jnp.argsort(expert_M, stable=True)
     if num_shards > 1:
+        order_M, sizes_E = sort_by_expert(chosen_Nk, num_shards * down_EFD.shape[0])
         sizes_VWe = jax.lax.all_gather(sizes_E.reshape(num_shards, -1), "expert")
         plan = DispatchPlan(order_M, sizes_VWe)
         return chunked_all_to_all(network, (x_ND, weights_Nk), plan, ups, down_EFD), sizes_E
-    back_M = inverse(order_M)
-    copies_MD = jnp.broadcast_to(x_ND[:, None], (N, k, x_ND.shape[-1])).reshape(N * k, -1)
-    sorted_MD = permute(copies_MD, order_M, back_M)
-    weights_M1 = permute(weights_Nk.reshape(-1, 1), order_M, back_M)
-    y_MD = permute(network(sorted_MD, weights_M1, ups, down_EFD, sizes_E), back_M, order_M)
-    return sum_over_copies(y_MD, k), sizes_E
-
-
-def inverse(order_M: Array) -> Array:
-    places_M = jnp.arange(len(order_M), dtype=order_M.dtype)
-    return jnp.zeros_like(order_M).at[order_M].set(places_M, unique_indices=True)
-
-
-def sum_over_copies(y_MD: Array, k: int) -> Array:
-    """Sum over a token's copies. jnp.sum accumulates 16-bit values in float32."""
-    return jnp.sum(y_MD.reshape(-1, k, y_MD.shape[1]), axis=1).astype(y_MD.dtype)
-
-
-@jax.custom_vjp
-def permute(x_MD: Array, order_M: Array, back_M: Array) -> Array:
-    """x[order]; the gradient is a gather by the inverse permutation, not a scatter."""
-    return x_MD[order_M]
-
-
-permute.defvjp(
-    lambda x_MD, order_M, back_M: (x_MD[order_M], (order_M, back_M)),
-    lambda saved, g_MD: (g_MD[saved[1]], None, None),
-)
+    row_Nk, sizes_E = kernels.row_id_map(chosen_Nk, down_EFD.shape[0])
+    rows_MD, weights_M1 = kernels.moe_permute(x_ND, weights_Nk, row_Nk)
+    y_MD = network(rows_MD, weights_M1, ups, down_EFD, sizes_E)
+    return kernels.moe_unpermute(y_MD, row_Nk), sizes_E
 
 
 # ---- between devices ---------------------------------------------------------------------------
+
+
+def sort_by_expert(chosen_Nk: Array, experts: int) -> tuple[Array, Array]:
+    """Return the copies in the order of their experts, and each expert's number of copies."""
+    expert_M = chosen_Nk.reshape(-1)
+    sizes_E = jnp.sum(expert_M[:, None] == jnp.arange(experts)[None], axis=0, dtype=jnp.int32)
+    return jnp.argsort(expert_M, stable=True), sizes_E
 
 
 class DispatchPlan(NamedTuple):
@@ -200,19 +181,24 @@ def exchange_round(first: Array | int, width: int, plan: DispatchPlan) -> Exchan
 def dispatch_rows(rows_KD: Array, row_S: Array, exchange: ExchangeRound) -> Array:
     """Send each device's rows `row_S` to their experts' devices, where they are sorted by expert
     and followed by zeros."""
-    came_SD = all_to_all(rows_KD.at[row_S].get(mode="clip"))
-    return came_SD.at[exchange.place_S].get(mode="fill", fill_value=0, unique_indices=True)
+    came_SD = all_to_all(kernels.gather_rows(rows_KD, row_S))
+    return kernels.gather_rows(came_SD, exchange.place_S)
 
 
 def combine_rows(into_MD: Array, rows_SD: Array, exchange: ExchangeRound) -> Array:
     """Send rows back to their source devices, and write them at their copies' positions."""
-    came_SD = all_to_all(rows_SD.at[exchange.row_S].get(mode="clip"))
-    return into_MD.at[exchange.copy_S].set(came_SD, mode="drop", unique_indices=True)
+    came_SD = all_to_all(kernels.gather_rows(rows_SD, exchange.row_S))
+    return kernels.scatter_rows(into_MD, came_SD, exchange.copy_S)
 
 
 def all_to_all(rows_SD: Array) -> Array:
     """Send the slots for device W to W, and receive W's slots for this device."""
     return jax.lax.all_to_all(rows_SD, "expert", 0, 0, tiled=True)
+
+
+def sum_over_copies(y_MD: Array, k: int) -> Array:
+    """Sum over a token's copies. jnp.sum accumulates 16-bit values in float32."""
+    return jnp.sum(y_MD.reshape(-1, k, y_MD.shape[1]), axis=1).astype(y_MD.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

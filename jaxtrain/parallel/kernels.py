@@ -14,18 +14,21 @@ import jax
 import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtrain_kernels.attention.paged import Pages
 from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.feed_forward import BACKENDS as FEED_FORWARD
+from jaxtrain_kernels.feed_forward import Placement
 from jaxtyping import Array, Float, Int
 
-from jaxtrain.parallel import context
+from jaxtrain.parallel import context, tensor
 from jaxtrain.parallel.axes import (
     constrain,
     current_mesh,
     manual_axes,
+    mesh_axes_in,
     partition_spec,
     psum_replicated_grad,
     shard_map,
@@ -92,25 +95,42 @@ def rope_attention(
     segments_BT: Int[Array, "B T"] | None,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
-    """RoPE, norm and attention, sharded over the batch (see `jaxtrain_kernels.rope_attention`).
+    """RoPE, norm and attention, sharded over batch and heads (see
+    `jaxtrain_kernels.rope_attention`).
 
-    Raises UserError if the requested backend does not support the call, or on a mesh with `tensor`.
+    With `tensor`, queries, keys and values of a device's heads are together (`joined_matmul`).
+    Raises UserError if the requested backend does not support the call, or where `tensor` does not
+    divide the heads.
     """
+    heads, shards = options.pop("heads"), 1
 
     def local(qkv, cos, sin, value, segments):
         try:
             arrays = qkv, cos, sin, value
-            return kernels.rope_attention(*arrays, segment_ids_BT=segments, **options)
+            return kernels.rope_attention(
+                *arrays, segment_ids_BT=segments, heads=heads // shards, **options
+            )
         except NotImplementedError as error:
             raise UserError(f"model.kernels.qkv: {error}; set it to xla") from None
 
     mesh, arrays = current_mesh(), (qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, segments_BT)
     if mesh is None:
         return local(*arrays)
-    if mesh.shape["tensor"] > 1:
-        raise UserError("model.kernels.qkv splits no heads: set it to xla, or set mesh.tensor=1")
-    rows = lambda x: None if x is None else P(*partition_spec(("batch",), x.shape[:1], mesh))
-    return shard_map(local, tuple(map(rows, arrays)), rows(qkv_BTCH))(*arrays)
+    kv_heads = (qkv_BTCH.shape[2] - heads) // 2
+    shards = mesh.shape["tensor"]
+    if heads % shards or kv_heads % shards:
+        raise UserError(
+            f"model.kernels.qkv: mesh.tensor={shards} does not divide {heads} and {kv_heads} "
+            "heads; set it to xla"
+        )
+
+    def split(x: Array | None, *more: str | None) -> P | None:
+        return None if x is None else P(*partition_spec(("batch",), x.shape[:1], mesh), *more)
+
+    by_head = None, "tensor" if shards > 1 else None
+    qkv, value = split(qkv_BTCH, *by_head), split(value_BTKH, *by_head)
+    given = qkv, split(cos_BTH), split(sin_BTH), value, split(segments_BT)
+    return shard_map(local, given, qkv)(*arrays)
 
 
 def paged_attention(
@@ -317,6 +337,12 @@ def shard_map_tokens[Result](
     return shard_map(kernel, specs, results)(*arrays)
 
 
+def shard_shape(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+    """Shape of a device's shard; JAX has this for meshes without manual axes only."""
+    counts = [prod(mesh.shape[name] for name in mesh_axes_in(entry)) for entry in spec]
+    return tuple(size // count for size, count in zip(shape, counts, strict=True))
+
+
 def feed_forward_relu2(
     x_BTD: Float[Array, "B T D"],
     w_up_DF: Float[Array, "D F"],
@@ -327,26 +353,33 @@ def feed_forward_relu2(
 
     Raises UserError if the requested backend does not support the call.
     """
-    mesh = current_mesh()
+    mesh, placement = current_mesh(), None
+    exchanged = tensor.exchanges_rows(x_BTD, "hidden", len(w_down_FD))
     if mesh is not None:
         (hidden,) = partition_spec(("hidden",), w_down_FD.shape[:1], mesh)
         rows = partition_spec(("batch", "tokens", None), x_BTD.shape, mesh)
-        if implementation is None and hidden is None:
-            names = [() if e is None else e if isinstance(e, tuple) else (e,) for e in rows]
-            counts = [prod(mesh.shape[name] for name in group) for group in names]
-            here = tuple(size // n for size, n in zip(x_BTD.shape, counts))
-            arrays = jax.ShapeDtypeStruct(here, x_BTD.dtype), w_up_DF, w_down_FD
-            ours = FEED_FORWARD["mosaic"].supports(target(), *arrays) is None
+        up_spec, down_spec = P(None, hidden), P(hidden, None)
+        if implementation is None and (hidden is None or exchanged):
+            arrays = (x_BTD, rows), (w_up_DF, up_spec), (w_down_FD, down_spec)
+            shapes = [shard_shape(x.shape, spec, mesh) for x, spec in arrays]
+            here = [jax.ShapeDtypeStruct(shape, x_BTD.dtype) for shape in shapes]
+            ours = FEED_FORWARD["mosaic"].supports(target(), *here) is None
             implementation = "mosaic" if ours else None
-        if implementation != "mosaic":  # XLA can partition the others
+        if exchanged:
+            placement = tensor.placement_of_rows()
+            rows = partition_spec(("batch", "sequence", None), x_BTD.shape, mesh)
+        elif implementation != "mosaic":  # XLA can partition the others
             pin = lambda h_BTF: constrain(h_BTF, "batch", "tokens", "hidden")
             return kernels.feed_forward_relu2(
-                x_BTD, w_up_DF, w_down_FD, constrain=pin, implementation=implementation or "xla"
-            )
+                x_BTD, w_up_DF, w_down_FD, placement=Placement(constrain=pin),
+                implementation=implementation or "xla",
+            )  # fmt: skip
 
     def local(x, w_up, w_down):
         try:
-            return kernels.feed_forward_relu2(x, w_up, w_down, implementation=implementation)
+            return kernels.feed_forward_relu2(
+                x, w_up, w_down, placement=placement, implementation=implementation
+            )
         except NotImplementedError as error:
             raise UserError(f"model.kernels.ffn: {error}; set it to xla") from None
 
@@ -355,7 +388,6 @@ def feed_forward_relu2(
 
     def part(x, w_up, w_down):
         y = local(x, w_up, w_down)
-        return y if hidden is None else psum_replicated_grad(y, hidden)
+        return y if hidden is None or exchanged else psum_replicated_grad(y, hidden)
 
-    specs = rows, P(None, hidden), P(hidden, None)
-    return shard_map(part, specs, rows)(x_BTD, w_up_DF, w_down_FD)
+    return shard_map(part, (rows, up_spec, down_spec), rows)(x_BTD, w_up_DF, w_down_FD)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.hopper.compile_beside import compiling_kernels
 from jaxtrain_kernels.hopper.lower_beside import lowering_in_workers
 from jaxtyping import PyTree
@@ -31,6 +32,15 @@ from jaxtrain.train.step import State, StepSpec, make_step
 from jaxtrain.weights.params import Params
 
 
+def have_fast_exchanges(mesh: Mesh) -> bool:
+    """Whether a step exchanges rows within layers (`tensor`, `expert`), and the copy engines of its
+    GPUs, all of this process, can do that: Hopper and newer."""
+    device = target()
+    if device.platform != "cuda" or (device.compute_capability or (0, 0)) < (9, 0):
+        return False
+    return jax.process_count() == 1 and any(mesh.shape.get(a, 1) > 1 for a in ("tensor", "expert"))
+
+
 def compile_step(
     step: jax.stages.Wrapped,
     state: PyTree,
@@ -50,6 +60,7 @@ def compile_step(
     check_options(c.train.compiler_options)
     fp8 = c.model.fp8 or c.model.kernels.loss in FP8_LOSSES
     names = ("cublas",) * bool(fp8) + ("once",) * c.model.scan_layers
+    names += ("copy_engines",) * have_fast_exchanges(jax.sharding.get_mesh())
     options = known_options(names) | c.train.compiler_options
 
     def compile_lowered() -> jax.stages.Compiled:

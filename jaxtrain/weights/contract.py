@@ -23,7 +23,7 @@ from jaxtrain_kernels.matmul.few_rows import (
 from jaxtyping import Array, Float
 
 from jaxtrain import parallel
-from jaxtrain.weights.params import Params, Specs, path_name
+from jaxtrain.weights.params import Params, ParamSpec, Specs, path_name
 
 
 class Weight(abc.ABC):
@@ -150,13 +150,16 @@ def has_few_rows(x: Array) -> bool:
 def matmul_joined(
     x: Float[Array, "*B K"], *matrices: Array | Weight
 ) -> Float[Array, "*B N"] | None:
-    """x times matrices concatenated by columns, in one matmul; None if their forms have none."""
+    """x times the matrices of heads, concatenated by columns, in one matmul; None if their forms
+    have none. With `mesh.tensor` each device's columns are together."""
     first, *others = matrices
     if isinstance(first, Weight):
         return first.matmul_joined(x, others)
     arrays = [first, *(w for w in others if not isinstance(w, Weight))]
     if len(arrays) <= len(others):
         return None
+    if parallel.tensor_size() > 1:
+        return parallel.joined_matmul(x, tuple(arrays))
     x, w_KN = gradients_together(x, jnp.concatenate(arrays, axis=1))
     return x @ w_KN
 
@@ -222,7 +225,10 @@ def dense(
     x: Float[Array, "*B K"] | DeferredNorm, param: nnx.Param, cast: Fp8Input | None = None
 ) -> Float[Array, "*B N"]:
     """x times a module's matrix, in any form that the step or fine-tuning gave it. cast: of x."""
-    return matmul(x, reading(param, cast))
+    weight = reading(param, cast)
+    if isinstance(weight, Weight) or has_few_rows(x):
+        return matmul(x, weight)
+    return parallel.tensor_matmuls(x, (weight,), matrix_axes(param))[0]
 
 
 def add_bias(y: Float[Array, "*B D"], bias: nnx.Param | None) -> Float[Array, "*B D"]:
@@ -238,15 +244,25 @@ def dense_of(
     biases: Sequence[nnx.Param | None] = (),
     cast: Fp8Input | None = None,
 ) -> Callable[[nnx.Param], Array]:
-    """`dense` of x as a function of any of these matrices, plus its bias if there are biases. If x
-    has few rows, one kernel call computes all."""
-    if not isinstance(x, DeferredNorm):
-        found = few_rows_arrays(*(param.get_value() for param in params))
-        if found is None or not has_few_rows(x):
-            of = dict(zip(map(id, params), biases))
-            return lambda param: add_bias(dense(x, param, cast), of.get(id(param)))
-    found = dict(zip(map(id, params), dense_fused(x, *params, biases=biases), strict=True))
+    """`dense` of x as a function of any of these matrices, plus its bias if there are biases. The
+    matrices' dims have the same logical axes. If x has few rows, one kernel call computes all."""
+    matrices = [param.get_value() for param in params]
+    if isinstance(x, DeferredNorm) or (has_few_rows(x) and few_rows_arrays(*matrices) is not None):
+        products = dense_fused(x, *params, biases=biases)
+    else:
+        if any(map(is_weight, matrices)):
+            products = [dense(x, param, cast) for param in params]
+        else:
+            products = parallel.tensor_matmuls(x, matrices, matrix_axes(params[0]))
+        products = [add_bias(y, b) for y, b in zip(products, biases or [None] * len(params))]
+    found = dict(zip(map(id, params), products, strict=True))
     return lambda param: found[id(param)]
+
+
+def matrix_axes(param: nnx.Param) -> tuple[str | None, str | None]:
+    """Logical axes of a matrix's in and out dim."""
+    spec: ParamSpec = param.get_metadata()["spec"]
+    return spec.axes[-2], spec.axes[-1]
 
 
 def dequantize(weight: Array | Weight) -> Array:

@@ -31,6 +31,14 @@ from jaxtrain_kernels.matmul.fp8 import (
     fp8_quantize_delayed,
     fp8_unsupported,
 )
+from jaxtrain_kernels.moe_permute import (
+    gather_rows,
+    moe_permute,
+    moe_unpermute,
+    row_id_map,
+    scatter_rows,
+)
+from jaxtrain_kernels.moe_router import moe_router
 from jaxtrain_kernels.rope_attention import rope_attention
 
 __all__ = [
@@ -50,14 +58,20 @@ __all__ = [
     "fp8_quantize",
     "fp8_quantize_delayed",
     "fp8_unsupported",
+    "gather_rows",
     "grouped_feed_forward_relu2",
     "grouped_matmul",
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",
+    "moe_permute",
+    "moe_router",
+    "moe_unpermute",
     "paged_append",
     "paged_attention",
     "quantize",
     "rope_append",
     "rope_attention",
+    "row_id_map",
+    "scatter_rows",
     "supports_rope_append",
 ]

@@ -22,9 +22,11 @@ from tiny import build
 from jaxtrain.inference.engine import Engine, Request, device
 from jaxtrain.inference.engine.sampling import Sampler
 from jaxtrain.model import cast, stack
+from jaxtrain.model.init import constant
 from jaxtrain.model.layers import rms_norm
 from jaxtrain.model.stack import take_apart, transpose_large
 from jaxtrain.weights.contract import DeferredNorm, dense_of, matmul
+from jaxtrain.weights.params import declare
 from jaxtrain.weights.quantized import quantize_int8
 from jaxtrain.weights.transposed import TransposedWeight
 
@@ -117,7 +119,9 @@ def test_any_matrix_can_read_a_norm_that_its_kernel_computes():
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_matmuls_of_one_input_add_their_biases(rows):
-    x, q, k = jnp.ones((rows, 3)), nnx.Param(jnp.ones((3, 4))), nnx.Param(jnp.ones((3, 2)))
+    one = constant(1.0)
+    matrix = lambda N: declare((3, N), (None, None), one, "matrix").replace(jnp.ones((3, N)))
+    x, q, k = jnp.ones((rows, 3)), matrix(4), matrix(2)
     product = dense_of(x, q, k, biases=(nnx.Param(jnp.arange(4.0)), None))
     np.testing.assert_array_equal(product(q), jnp.tile(3 + jnp.arange(4.0), (rows, 1)))
     np.testing.assert_array_equal(product(k), jnp.full((rows, 2), 3.0))

@@ -10,7 +10,14 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels import feed_forward, feed_forward_relu2
 from jaxtrain_kernels.dispatch import on_target
-from jaxtrain_kernels.feed_forward import hopper, matmul_relu2_grad, reference, relu2_matmul, xla
+from jaxtrain_kernels.feed_forward import (
+    Placement,
+    hopper,
+    matmul_relu2_grad,
+    reference,
+    relu2_matmul,
+    xla,
+)
 from jaxtrain_kernels.matmul.hopper import gemm
 from jaxtrain_kernels.matmul.hopper.gemm import GemmTiling
 
@@ -129,14 +136,19 @@ def test_only_the_input_and_the_activation_are_saved():
 
 def test_the_placement_of_the_hidden_layer_and_of_its_gradient_is_the_callers():
     x, w_up, w_down, dy = network(jnp.float32)
-    pinned = []
+    seen = {"gather": [], "constrain": [], "matmul": []}
 
-    def constrain(h):
-        pinned.append(h.shape)
-        return h
+    def note(name):
+        return lambda a, *b: seen[name].append(a.shape) or (a @ b[0] if b else a)
 
-    results(lambda *o: feed_forward_relu2(*o, constrain=constrain), (x, w_up, w_down), dy)
-    assert pinned == [(2, 5, 12)] * 2
+    placement = Placement(*map(note, seen))
+    f = lambda *o: feed_forward_relu2(*o, placement=placement)
+    found = results(f, (x, w_up, w_down), dy)
+    hidden = [(2, 5, 12)] * 2
+    assert seen == {"gather": [x.shape] * 2, "constrain": hidden, "matmul": hidden}
+    expected = results(feed_forward_relu2, (x, w_up, w_down), dy)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("implementation", [None, "mosaic"])
@@ -198,20 +210,19 @@ def test_what_it_cannot_serve_is_refused_with_the_reason_and_goes_to_xla(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "fused"),
+    ("mesh", "rows", "fused"),
     [
-        ({"data": 1, "fsdp": 1}, True),
-        ({"data": 8, "fsdp": 1}, True),
-        ({"data": 2, "fsdp": 4}, True),
-        ({"data": 4, "tensor": 2}, False),  # half of the hidden dim each: XLA's
+        ({"data": 1, "fsdp": 1}, 8, True),
+        ({"data": 8, "fsdp": 1}, 8, True),
+        ({"data": 2, "fsdp": 4}, 8, True),
+        ({"data": 4, "tensor": 2}, 8, True),
+        ({"data": 4, "tensor": 2}, 4, False),  # `tensor` shards the sequence: XLA's
     ],
     ids=str,
 )
-@pytest.mark.quick(
-    "{'data': 8, 'fsdp': 1}-True", "{'data': 2, 'fsdp': 4}-True", "{'data': 4, 'tensor': 2}-False"
-)
-def test_devices_that_split_rows_alone_run_the_fused_feed_forward(mesh, fused):
-    x = jax.ShapeDtypeStruct((8, 128, 256), jnp.bfloat16)
+@pytest.mark.quick("{'data': 8, 'fsdp': 1}-8-True", "{'data': 4, 'tensor': 2}-4-False")
+def test_devices_that_split_rows_run_the_fused_feed_forward(mesh, rows, fused):
+    x = jax.ShapeDtypeStruct((rows, 128, 256), jnp.bfloat16)
     up, down = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 1024), (1024, 256)))
     devices = jax.devices()[: math.prod(mesh.values())]
     mesh = make_mesh(MeshConfig.model_validate(mesh), devices)

@@ -2,13 +2,15 @@
 
 import jax
 import pytest
+from jaxtrain_kernels.dispatch import on_target
+from tiny import mesh_of
 
 from benchmarks.flags import SETS, bench_flags
 from jaxtrain.cluster.xla_flags import check_options, supported, why_unsupported
 from jaxtrain.config import load_config
 from jaxtrain.config.resolve import resolve
 from jaxtrain.settings import UserError
-from jaxtrain.train.program import compile_step
+from jaxtrain.train.program import compile_step, have_fast_exchanges
 
 
 def test_every_option_of_the_sets_is_known_here():
@@ -48,3 +50,20 @@ def test_a_scan_is_compiled_to_run_its_matmuls_once(monkeypatch):
     name = "xla_gpu_enable_dynamic_slice_fusion"
     given = f"train.compiler_options={{{name}: true}}"
     assert options("model.scan_layers=true", given) == {name: True}
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "mesh", "expected"),
+    [
+        ("cuda", (9, 0), {"tensor": 2}, True),
+        ("cuda", (9, 0), {"expert": 2, "data": 2}, True),
+        ("cuda", (9, 0), {"fsdp": 2, "data": 2}, False),
+        ("cuda", (8, 0), {"tensor": 2}, False),
+        ("cpu", None, {"tensor": 2}, False),
+    ],
+)
+def test_exchanges_within_layers_use_the_copy_engines_of_hopper(
+    platform, capability, mesh, expected
+):
+    with on_target(platform, capability):
+        assert have_fast_exchanges(mesh_of(**mesh)) is expected

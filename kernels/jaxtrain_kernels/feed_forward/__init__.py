@@ -8,7 +8,7 @@ the gradient underflow to 0 where u is below 2^-12.)
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,22 @@ from jaxtrain_kernels.feed_forward import hopper, reference, xla
 
 # The first backend that can serve the call is the default.
 BACKENDS = {"mosaic": hopper, "xla": xla, "reference": reference}
+
+
+def _same(x: Array) -> Array:
+    return x
+
+
+class Placement(NamedTuple):
+    """What a mesh does to the arrays of `feed_forward_relu2`, forward and backward.
+
+    gather: collects the rows of the input, and of the output's gradient. constrain: is applied to
+    the hidden layer and its gradient. matmul: of these and a matrix [F, D]; sums over the shards.
+    """
+
+    gather: Callable[[Array], Array] = _same
+    constrain: Callable[[Array], Array] = _same
+    matmul: Callable[[Array, Array], Array] = jnp.matmul
 
 
 def relu2_matmul(
@@ -46,38 +62,35 @@ def feed_forward_relu2(
     w_up_DF: Float[Array, "D F"],
     w_down_FD: Float[Array, "F D"],
     *,
-    constrain: Callable[[Array], Array] | None = None,
+    placement: Placement | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*M D"]:
     """relu(x W_up)^2 W_down. For the backward it saves only x, the activation and the weights.
 
-    constrain: sharding constraint on the hidden layer and its gradient under a mesh. Raises
-    ValueError for an unknown implementation.
+    placement: what a mesh does. Raises ValueError for an unknown implementation.
     """
     dtype = jnp.result_type(x, w_up_DF, w_down_FD)
     operands = x.astype(dtype), w_up_DF.astype(dtype), w_down_FD.astype(dtype)
     backend = BACKENDS[_choose("feed_forward_relu2", implementation, *operands)]
-    return _network(backend, constrain or _anywhere, *operands)
-
-
-def _anywhere(h: Array) -> Array:
-    return h
+    return _network(backend, placement or Placement(), *operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _network(backend, constrain, x, w_up_DF, w_down_FD):
-    return _forward(backend, constrain, x, w_up_DF, w_down_FD)[0]
+def _network(backend, placement, x, w_up_DF, w_down_FD):
+    return _forward(backend, placement, x, w_up_DF, w_down_FD)[0]
 
 
-def _forward(backend, constrain, x, w_up_DF, w_down_FD):
-    h = constrain(backend.relu2_matmul(x, w_up_DF))
-    return h @ w_down_FD, (x, h, w_up_DF, w_down_FD)
+def _forward(backend, placement, x, w_up_DF, w_down_FD):
+    x = placement.gather(x)
+    h = placement.constrain(backend.relu2_matmul(x, w_up_DF))
+    return placement.matmul(h, w_down_FD), (x, h, w_up_DF, w_down_FD)
 
 
-def _backward(backend, constrain, saved, dy):
-    x, h, w_up_DF, w_down_FD = saved
-    du = constrain(backend.matmul_relu2_grad(dy, w_down_FD, h))
-    return du @ w_up_DF.T, _weight_gradient(x, du), _weight_gradient(h, dy)
+def _backward(backend, placement, saved, dy):
+    (x, h, w_up_DF, w_down_FD), dy = saved, placement.gather(dy)
+    du = placement.constrain(backend.matmul_relu2_grad(dy, w_down_FD, h))
+    dx = placement.matmul(du, w_up_DF.T)
+    return dx, _weight_gradient(x, du), _weight_gradient(h, dy)
 
 
 _network.defvjp(_forward, _backward)
