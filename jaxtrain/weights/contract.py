@@ -226,7 +226,7 @@ def dense(
 ) -> Float[Array, "*B N"]:
     """x times a module's matrix, in any form that the step or fine-tuning gave it. cast: of x."""
     weight = reading(param, cast)
-    if isinstance(weight, Weight) or has_few_rows(x):
+    if isinstance(weight, Weight) or isinstance(x, DeferredNorm) or has_few_rows(x):
         return matmul(x, weight)
     return parallel.tensor_matmuls(x, (weight,), matrix_axes(param))[0]
 
