@@ -33,7 +33,7 @@ from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingPa
 from jaxtrain.model import Transformer, split
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.kv_cache import CACHE_DTYPES, page_shapes
-from jaxtrain.model.stack import take_apart
+from jaxtrain.model.stack import take_apart, transpose_large
 from jaxtrain.settings import whole
 from jaxtrain.weights.params import Params
 
@@ -161,6 +161,7 @@ def bench_engine(
     params = random_weights(specs, dtype)
     read = weight_bytes(model, specs, params)
     take_apart(params, specs)
+    transpose_large(params, specs, max(batches))
     one = Served(model, graphdef, params, read, vocab_size, drafts, steps, mega)
     limits, rows = ceilings(dtype), list[dict[str, Any]]()
     record = describe(BENCH, name, variant or SHORT[dtype.name], devices=1)

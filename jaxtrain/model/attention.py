@@ -7,21 +7,28 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtrain_kernels import Fp8Input
+from jaxtrain_kernels import Fp8Input, Rotation
 from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import rope_norm
 from jaxtrain.model.init import SCHEMES, constant, uniform
-from jaxtrain.model.kv_cache import KeysValues, LayerCache
-from jaxtrain.model.layers import Rotary, add_bias, declare_bias, lookup, rms_norm, rotate
+from jaxtrain.model.kv_cache import KeysValues, LayerCache, PagesOfLayer
+from jaxtrain.model.layers import (
+    Rotary,
+    branch_output,
+    declare_bias,
+    lookup,
+    rms_norm,
+    rotate,
+)
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.contract import (
+    DeferredNorm,
     cast_input,
-    dense,
     dense_of,
     dequantize,
     input_amax,
@@ -148,11 +155,11 @@ class KeyValueProjection(nnx.Module):
     ) -> tuple[Float[Array, "B T K h"], Float[Array, "B T K H"]]:
         """Keys before norm and rope, and values, split into `heads` heads.
 
-        product: multiplies the input by a matrix."""
-        k_BTC = add_bias(product(self.k), self.k_bias)
+        product: multiplies the input by a matrix, and adds its bias."""
+        k_BTC = product(self.k)
         B, T, _ = k_BTC.shape
         k_BTKH = k_BTC.reshape(B, T, heads, -1)
-        v_BTC = add_bias(product(self.v), self.v_bias)
+        v_BTC = product(self.v)
         if value_BTC is not None:
             v_BTC = v_BTC + value_BTC
         return k_BTKH, v_BTC.reshape(B, T, heads, -1)
@@ -184,32 +191,42 @@ class Attention(KeyValueProjection):
         """See `weights.contract.input_amax`; None if keys and values are another layer's."""
         return None if self.config.share_kv else input_amax(self.q, self.k, self.v)
 
+    def readers(self, source: KeyValueProjection | KeysValues | None) -> tuple[nnx.Param, ...]:
+        """Matrices of the input. source: as in `__call__`."""
+        if isinstance(source, tuple):
+            return (self.q,)
+        project = source or self
+        return self.q, project.k, project.v
+
     def __call__(
         self,
-        x_BTD: Float[Array, "B T D"],
+        x_BTD: Float[Array, "B T D"] | DeferredNorm,
         spec: LayerSpec,
         inputs: LayerInputs,
         value_BTC: Float[Array, "B T C"] | None,
         cache: LayerCache | None,
         source: KeyValueProjection | KeysValues | None = None,
+        residual_BTD: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
         """Return the output, and the keys and values of these tokens or, decoding, the new cache.
 
         source: with `model.share_kv`, the projection to keys and values, or another layer's k_BTKH
         and v_BTKH. When decoding, `cache` is that layer's and already contains these tokens.
+        residual: added to the output by its matmul's kernel.
         """
         (B, T, _), kv = x_BTD.shape, None
         y_BTNH = None
         joined = inputs.fused.qkv not in (None, "xla") and takes_whole_rows(inputs.attend)
-        if joined and cache is None and not source:
+        if joined and cache is None and not source and not isinstance(x_BTD, DeferredNorm):
             y_BTNH = self.in_one_array(x_BTD, spec, inputs, value_BTC)
         if y_BTNH is None:
             y_BTNH, kv = self.in_three_arrays(x_BTD, spec, inputs, value_BTC, cache, source)
-        return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kv
+        y_BTC = y_BTNH.reshape(B, T, -1)
+        return branch_output(y_BTC, self.out, self.out_bias, residual_BTD), kv
 
     def in_three_arrays(
         self,
-        x_BTD: Float[Array, "B T D"],
+        x_BTD: Float[Array, "B T D"] | DeferredNorm,
         spec: LayerSpec,
         inputs: LayerInputs,
         value_BTC: Float[Array, "B T C"] | None,
@@ -220,24 +237,31 @@ class Attention(KeyValueProjection):
         c = self.config
         B, T, _ = x_BTD.shape
         project = self if source is None or isinstance(source, tuple) else source
-        own = () if isinstance(source, tuple) else (project.k, project.v)
         # The amax of another layer's projections is not this layer's.
-        cast = inputs.cast or (cast_input(x_BTD, self.q) if project is self else None)
-        product = dense_of(x_BTD, self.q, *own, cast=cast)
-        q_BTNH = add_bias(product(self.q), self.q_bias).reshape(B, T, c.heads, c.qk_dim)
+        cast = inputs.cast
+        if cast is None and project is self and isinstance(x_BTD, Array):
+            cast = cast_input(x_BTD, self.q)
+        own = () if isinstance(source, tuple) else (project.k_bias, project.v_bias)
+        biases = self.q_bias, *own
+        product = dense_of(x_BTD, *self.readers(source), biases=biases, cast=cast)
+        q_BTNH = product(self.q).reshape(B, T, c.heads, c.qk_dim)
         rope = inputs.short_rope if spec.short_rope else inputs.rope
         wide = max(c.qk_dim, c.head_dim)  # kernels take heads of one size
         if isinstance(source, tuple):  # already padded; not arrays if the cache is int8
             q_BTNH, kv = self.norm_and_rope(q_BTNH, rope, self.q_gain), source
         else:
             k_BTKH, v_BTKH = project.keys_values(product, value_BTC, c.kv_heads)
-            if inputs.fused.rope == "xla":
-                q_BTNH = self.norm_and_rope(q_BTNH, rope, self.q_gain)
-                k_BTKH = self.norm_and_rope(k_BTKH, rope, project.k_gain)
+            new = k_BTKH, v_BTKH
+            if rope is not None and isinstance(cache, PagesOfLayer) and cache.rotates(q_BTNH, new):
+                q_BTNH, kv = cache.rope_append(q_BTNH, new, self.rotation(rope, project))
             else:
-                q_BTNH, k_BTKH = rope_norm(q_BTNH, k_BTKH, rope, c.norm_eps, inputs.fused.rope)
-            new = padded(k_BTKH, wide), padded(v_BTKH, wide)
-            kv = new if cache is None else cache.append(new)
+                if inputs.fused.rope == "xla":
+                    q_BTNH = self.norm_and_rope(q_BTNH, rope, self.q_gain)
+                    k_BTKH = self.norm_and_rope(k_BTKH, rope, project.k_gain)
+                else:
+                    q_BTNH, k_BTKH = rope_norm(q_BTNH, k_BTKH, rope, c.norm_eps, inputs.fused.rope)
+                new = padded(k_BTKH, wide), padded(v_BTKH, wide)
+                kv = new if cache is None else cache.append(new)
         q_BTNH = padded(q_BTNH, wide)
         # qk_scale multiplies queries and keys, so its square multiplies their product.
         scale = (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.qk_dim)
@@ -282,6 +306,15 @@ class Attention(KeyValueProjection):
             eps=c.norm_eps, scale=scale, causal=c.causal, window=spec.window,
             softcap=c.attention_softcap, implementation=inputs.fused.qkv,
         )  # fmt: skip
+
+    def rotation(self, rope: Rotary, project: KeyValueProjection) -> Rotation:
+        """RoPE and norm of queries, and of the keys of `project`, for the kernel of pages."""
+        cos_BTH, sin_BTH = (jax.lax.squeeze(x, [2]) for x in rope)
+        eps = self.config.norm_eps if self.config.qk_norm else None
+        gains = None
+        if self.q_gain is not None and project.k_gain is not None:
+            gains = self.q_gain[...], project.k_gain[...]
+        return Rotation(cos_BTH, sin_BTH, eps, gains)
 
     def norm_and_rope(
         self, x_BTNH: Float[Array, "B T N H"], rope: Rotary | None, gain: nnx.Param | None

@@ -3,6 +3,8 @@
 from typing import NamedTuple
 
 from flax import nnx
+from jaxtrain_kernels import Fp8Input
+from jaxtrain_kernels.matmul.few_rows import InputNorm
 from jaxtyping import Array, Float
 
 from jaxtrain.model import remat
@@ -20,20 +22,22 @@ from jaxtrain.model.latent_attention import LatentAttention
 from jaxtrain.model.layers import Adapter, FeedForward, layer_norm, rms_norm
 from jaxtrain.model.moe import MixtureOfExperts
 from jaxtrain.model.plan import LayerSpec
+from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
+from jaxtrain.weights.contract import DeferredNorm, fuses_operations
 from jaxtrain.weights.params import declare
 
 
 class BlockOutput(NamedTuple):
     """Outputs of a layer.
 
-    x_BTD: the stream after attention. branch_BTD: the feed-forward output, still to be added. kv:
-    keys and values of these tokens, or the updated cache; None with kernels.qkv. balance_B: the
-    experts' balance loss of each sequence, None without experts.
+    x_BTD: the stream after attention. branch_BTD: the feed-forward output, still to be added; None
+    if x_BTD contains it. kv: keys and values of these tokens, or the updated cache; None with
+    kernels.qkv. balance_B: the experts' balance loss of each sequence, None without experts.
     """
 
     x_BTD: Array
-    branch_BTD: Array
+    branch_BTD: Array | None
     kv: KeysValues | None
     balance_B: Array | None = None
 
@@ -68,7 +72,7 @@ class Block(nnx.Module):
         inputs: LayerInputs,
         value: ValueEmbedding | None = None,
         cache: LayerCache | None = None,
-        h_BTD: Float[Array, "B T D"] | None = None,
+        h_BTD: Float[Array, "B T D"] | DeferredNorm | None = None,
         ffn: FeedForward | MixtureOfExperts | None = None,
         source: KeyValueProjection | KeysValues | None = None,
     ) -> BlockOutput:
@@ -79,12 +83,18 @@ class Block(nnx.Module):
         """
         fused = inputs.fused
         if h_BTD is None:
-            h_BTD = self.pre_norm(x_BTD, self.attention_gain, self.attention_shift)
-        tokens_BT = inputs.tokens_BT
-        value_BTC = None if value is None or tokens_BT is None else value(h_BTD, tokens_BT)
-        see = lambda h_BTD: self.attention(h_BTD, spec, inputs, value_BTC, cache, source)
+            readers = () if value is not None else readers_of(self.attention, source)
+            h_BTD = self.pre_norm(x_BTD, self.attention_gain, self.attention_shift, *readers)
+        tokens_BT, value_BTC = inputs.tokens_BT, None
+        if value is not None and tokens_BT is not None:
+            assert isinstance(h_BTD, Array)
+            value_BTC = value(h_BTD, tokens_BT)
+        ends = self.attention_adapter, self.attention_scale
+        adds = fused.norm == "xla" and self.adds_residual(x_BTD, self.attention.out, *ends)
+        residual = x_BTD if adds else None
+        see = lambda h: self.attention(h, spec, inputs, value_BTC, cache, source, residual)
         y_BTD, kv = remat.checkpoint_sublayer("attention", see, spec.remat)(h_BTD)
-        y_BTD = y_BTD if self.attention_adapter is None else self.attention_adapter(y_BTD)
+        y_BTD = self.attention_adapter(y_BTD) if self.attention_adapter else y_BTD
         y_BTD = self.post_norm(y_BTD, self.attention_post_gain, self.attention_post_shift)
         y_BTD = scaled(y_BTD, self.attention_scale)
         network, cast = ffn or self.ffn, None
@@ -92,34 +102,82 @@ class Block(nnx.Module):
         amax = network.input_amax() if isinstance(network, FeedForward) else None
         check_cast(fused.norm, amax)
         if fused.norm == "xla":
-            x_BTD = constrain(x_BTD + y_BTD, "batch", "sequence", None)
-            h_BTD = self.pre_norm(x_BTD, self.ffn_gain, self.ffn_shift)
+            x_BTD = constrain(y_BTD if adds else x_BTD + y_BTD, "batch", "sequence", None)
+            h_BTD = self.pre_norm(x_BTD, self.ffn_gain, self.ffn_shift, *readers_of(network))
         else:
-            given = x_BTD, y_BTD, self.config.norm_eps, fused.norm
-            x_BTD, h_BTD, cast = add_norm(*given, amax)
-        balance_B = None
-        if isinstance(network, MixtureOfExperts):
-            experts = lambda h: network(h, fused.relu2, fused.ffn)
-            y_BTD, balance_B = remat.checkpoint_sublayer("ffn", experts, spec.remat)(h_BTD)
+            eps = self.config.norm_eps
+            x_BTD, h_BTD, cast = add_norm(x_BTD, y_BTD, eps, fused.norm, amax)
+        if isinstance(h_BTD, DeferredNorm):
+            assert isinstance(network, FeedForward)
+            adds = self.adds_residual(x_BTD, network.down, self.ffn_adapter, self.ffn_scale)
+            y_BTD, balance_B = network(h_BTD, residual_BTD=x_BTD if adds else None), None
+            if adds:
+                return BlockOutput(y_BTD, None, kv)
         else:
-            feed = lambda h: network(h, fused.relu2, fused.ffn, cast)
-            feed = remat.checkpoint_sublayer("ffn", feed, spec.remat)
-            y_BTD = remat.tiled(feed, h_BTD, self.config.ffn_tiles)
-        y_BTD = y_BTD if self.ffn_adapter is None else self.ffn_adapter(y_BTD)
+            y_BTD, balance_B = self.feed_forward(network, h_BTD, spec.remat, fused, cast)
+        y_BTD = self.ffn_adapter(y_BTD) if self.ffn_adapter else y_BTD
         y_BTD = self.post_norm(y_BTD, self.ffn_post_gain, self.ffn_post_shift)
         return BlockOutput(x_BTD, scaled(y_BTD, self.ffn_scale), kv, balance_B)
 
+    def feed_forward(
+        self,
+        network: FeedForward | MixtureOfExperts,
+        h_BTD: Float[Array, "B T D"],
+        recomputed: str,
+        fused: FusedOps,
+        cast: Fp8Input | None,
+    ) -> tuple[Float[Array, "B T D"], Array | None]:
+        """Output of the network and, of experts, their balance loss. recomputed: `LayerSpec.remat`.
+        cast: of h, in float8."""
+        if isinstance(network, MixtureOfExperts):
+            experts = lambda h: network(h, fused.relu2, fused.ffn)
+            return remat.checkpoint_sublayer("ffn", experts, recomputed)(h_BTD)
+        feed = lambda h: network(h, fused.relu2, fused.ffn, cast)
+        feed = remat.checkpoint_sublayer("ffn", feed, recomputed)
+        return remat.tiled(feed, h_BTD, self.config.ffn_tiles), None
+
+    def adds_residual(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        matrix: nnx.Param,
+        adapter: Adapter | None,
+        scale: nnx.Param | None,
+    ) -> bool:
+        """Whether the kernel of a branch's last matmul adds the stream: nothing is between them."""
+        between = adapter is not None or scale is not None or self.config.post_norm
+        return not between and fuses_operations(x_BTD, matrix)
+
     def pre_norm(
-        self, x_BTD: Float[Array, "B T D"], gain: nnx.Param | None, shift: nnx.Param | None
-    ) -> Float[Array, "B T D"]:
-        """Input of a branch: the stream, normed with `block_norm`."""
-        return normed(self.config, x_BTD, gain, shift) if self.config.block_norm else x_BTD
+        self,
+        x_BTD: Float[Array, "B T D"],
+        gain: nnx.Param | None,
+        shift: nnx.Param | None,
+        *readers: nnx.Param,
+    ) -> Float[Array, "B T D"] | DeferredNorm:
+        """Input of a branch: the stream, normed with `block_norm`. readers: the matrices that alone
+        read it; their kernel norms a few rows."""
+        c = self.config
+        if not c.block_norm:
+            return x_BTD
+        if c.norm == "rms" and fuses_operations(x_BTD, *readers):
+            return DeferredNorm(x_BTD, InputNorm(c.norm_eps, None if gain is None else gain[...]))
+        return normed(c, x_BTD, gain, shift)
 
     def post_norm(
         self, y_BTD: Float[Array, "B T D"], gain: nnx.Param | None, shift: nnx.Param | None
     ) -> Float[Array, "B T D"]:
         """Output of a branch, normed with `post_norm`."""
         return normed(self.config, y_BTD, gain, shift) if self.config.post_norm else y_BTD
+
+
+def readers_of(
+    module: Attention | LatentAttention | FeedForward | MixtureOfExperts,
+    source: KeyValueProjection | KeysValues | None = None,
+) -> tuple[nnx.Param, ...]:
+    """Matrices that alone read a module's input, if a kernel can norm it for them; else ()."""
+    if isinstance(module, Attention):
+        return module.readers(source)
+    return module.readers() if isinstance(module, FeedForward) else ()
 
 
 def declare_norm(

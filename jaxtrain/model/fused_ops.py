@@ -164,9 +164,12 @@ def check_cast(norm: str | None, amax: Array | None) -> None:
 
 
 def residual_out(
-    x_BTD: Array, y_BTD: Array, x0_BTD: Array | None, balance_B: Array | None = None
+    x_BTD: Array, y_BTD: Array | None, x0_BTD: Array | None, balance_B: Array | None = None
 ) -> Stream:
-    """The stream after a layer's last branch; with x0 the next layer adds the branch."""
+    """The stream after a layer's last branch, None if it is in the stream; with x0 the next layer
+    adds the branch."""
+    if y_BTD is None:
+        return Stream(x_BTD, balance_B=balance_B)
     if x0_BTD is None:
         return Stream(constrain(x_BTD + y_BTD, "batch", "sequence", None), balance_B=balance_B)
     return Stream(x_BTD, constrain(y_BTD, "batch", "sequence", None), x0_BTD, balance_B)

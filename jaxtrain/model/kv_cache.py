@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxtrain import parallel
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.plan import make_plan
+from jaxtrain.parallel.axes import current_mesh
 
 CacheArray = Array | kernels.Quantized
 CACHE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
@@ -74,6 +75,17 @@ class PagesOfLayer(NamedTuple):
         (pages, form), fresh = jax.tree.flatten(self.kv), jax.tree.leaves(stored)
         where = self.table_BW, self.starts_B, self.counts_B
         return form.unflatten(kernels.paged_append(tuple(pages), tuple(fresh), *where))
+
+    def rotates(self, q_BTNH: Float[Array, "B T N H"], new: tuple[Array, ...]) -> bool:
+        """Whether one kernel rotates queries and keys and writes these new keys and values."""
+        return current_mesh() is None and kernels.supports_rope_append(q_BTNH, new, self.kv)
+
+    def rope_append(
+        self, q_BTNH: Float[Array, "B T N H"], new: tuple[Array, Array], rotation: kernels.Rotation
+    ) -> tuple[Float[Array, "B T N H"], KeysValues]:
+        """`append` after RoPE and norm of queries and keys; also returns the queries."""
+        pages, where = jax.tree.leaves(self.kv), (self.table_BW, self.starts_B, self.counts_B)
+        return kernels.rope_append(q_BTNH, new, rotation, tuple(pages), *where)
 
     def attend(
         self,

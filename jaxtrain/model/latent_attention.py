@@ -19,7 +19,7 @@ from jaxtrain.model.attention import AttentionOptions, KeyValueProjection, Layer
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import SCHEMES, constant, fan_in
 from jaxtrain.model.kv_cache import KeysValues, LayerCache
-from jaxtrain.model.layers import rms_norm, rotate
+from jaxtrain.model.layers import branch_output, rms_norm, rotate
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.contract import dense, dequantize
@@ -61,9 +61,10 @@ class LatentAttention(nnx.Module):
         value_BTC: Float[Array, "B T C"] | None,
         cache: LayerCache | None,
         source: KeyValueProjection | KeysValues | None = None,
+        residual_BTD: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KeysValues]:
         """Return the output, and the latents joined with the rotated keys, [B, T, 1, R + r], of
-        these tokens; when decoding, the updated cache instead."""
+        these tokens; when decoding, the updated cache instead. residual: added to the output."""
         c = self.config
         assert value_BTC is None and source is None and c.mla is not None
         B, T, _ = x_BTD.shape
@@ -99,7 +100,7 @@ class LatentAttention(nnx.Module):
             window, both = spec.window or c.context_length - 1, (*kv, *kv)
             y_BTNR = cache.attend(q_BTNC, both, window, c.attention_softcap, options.scale)[..., :R]
             y_BTNH = jnp.einsum("btnr,rnh->btnh", y_BTNR, up(self.v_up))
-        return dense(y_BTNH.reshape(B, T, -1), self.out), kv
+        return branch_output(y_BTNH.reshape(B, T, -1), self.out, None, residual_BTD), kv
 
     def queries(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T C"]:
         """Queries of all heads, projected directly or through their own latent."""

@@ -14,8 +14,11 @@ from jaxtrain.model.init import SCHEMES, constant, normal
 from jaxtrain.model.rope import Divisors, RopeScaling, frequencies
 from jaxtrain.parallel import constrain, embedding_grad, embedding_lookup
 from jaxtrain.weights.contract import (
+    DeferredNorm,
+    add_bias,
     cast_input,
     dense,
+    dense_fused,
     dense_of,
     feed_forward_relu2,
     input_amax,
@@ -49,16 +52,21 @@ def layer_norm(
     return (y if shift is None else y + jnp.expand_dims(shift, range(y.ndim - 1))).astype(x.dtype)
 
 
+def branch_output(
+    x: Float[Array, "*B K"],
+    matrix: nnx.Param,
+    bias: nnx.Param | None,
+    residual: Float[Array, "*B D"] | None = None,
+) -> Float[Array, "*B D"]:
+    """A branch's last matmul; residual: the stream, which its kernel adds."""
+    if residual is None:
+        return add_bias(dense(x, matrix), bias)
+    return dense_fused(x, matrix, biases=(bias,), residual=residual)[0]
+
+
 def declare_bias(layers: int, size: int, axis: str | None) -> nnx.Param:
     """Declare a bias for every layer, [L, size]; it starts at zero."""
     return declare((layers, size), ("layers", axis), constant(0.0), "gain", group="bias")
-
-
-def add_bias(y: Float[Array, "*B D"], bias: nnx.Param | None) -> Float[Array, "*B D"]:
-    """Add the bias, if there is one, in y's dtype."""
-    if bias is None:
-        return y
-    return y + jnp.expand_dims(bias[...].astype(y.dtype), range(y.ndim - 1))
 
 
 @jax.custom_vjp
@@ -166,14 +174,33 @@ class FeedForward(nnx.Module):
         """See `weights.contract.input_amax`."""
         return input_amax(self.up, *([self.gate] if self.kind in GATED else []))
 
+    def readers(self) -> tuple[nnx.Param, ...]:
+        """Matrices of the input, in the order in which a fused kernel takes them."""
+        return (self.gate, self.up) if self.kind in GATED else (self.up,)
+
+    def in_two_kernels(
+        self, x_BTD: Float[Array, "B T D"] | DeferredNorm, residual_BTD: Array | None
+    ) -> Float[Array, "B T D"]:
+        """The network of a few rows: its norm, biases, activation and residual are in the kernels
+        of its matmuls."""
+        gates = (self.gate_bias,) if self.kind in GATED else ()
+        (h_BTF,) = dense_fused(
+            x_BTD, *self.readers(), biases=(*gates, self.up_bias), activation=self.kind
+        )
+        return branch_output(h_BTF, self.down, self.down_bias, residual_BTD)
+
     def __call__(
         self,
-        x_BTD: Float[Array, "B T D"],
+        x_BTD: Float[Array, "B T D"] | DeferredNorm,
         relu2_by: str | None = None,
         by: str | None = None,
         cast: Fp8Input | None = None,
+        residual_BTD: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """cast: of x, for matrices that have an `input_amax`."""
+        """cast: of x, for matrices that have an `input_amax`. residual_BTD: added to the result of
+        a few rows; needs `DeferredNorm`."""
+        if isinstance(x_BTD, DeferredNorm):
+            return self.in_two_kernels(x_BTD, residual_BTD)
         if self.kind == "relu2" and self.up_bias is None and relu2_by is None:
             matrices = reading(self.up, cast), self.down.get_value()
             if (y_BTD := feed_forward_relu2(x_BTD, *matrices, by)) is not None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtrain_kernels.matmul.few_rows import LARGE, streams_rows
 from jaxtyping import Array, ArrayLike
 
 from jaxtrain.model.plan import Plan
@@ -21,6 +22,7 @@ from jaxtrain.weights import WEIGHTS
 from jaxtrain.weights.contract import is_weight
 from jaxtrain.weights.params import Params, Specs, is_block_matrix, path_name
 from jaxtrain.weights.quantized import IntegerWeight
+from jaxtrain.weights.transposed import TransposedWeight
 
 
 class Stack(NamedTuple):
@@ -97,8 +99,8 @@ def is_apart(leaf: object) -> bool:
 
 
 def take_apart(params: Params, specs: Specs) -> None:
-    """Split the stacks of a model's matrices and scalars into layers, in place, so that each
-    stack's memory is freed before the next is split. Only plain arrays are split.
+    """Split the stacks of a model's layers, in place, so that each stack's memory is freed before
+    the next is split. Only plain arrays are split.
     """
     split = jax.jit(lambda leaf: tuple(leaf[i] for i in range(len(leaf))))
 
@@ -109,8 +111,39 @@ def take_apart(params: Params, specs: Specs) -> None:
             elif spec.axes[:1] == ("layers",) and is_stack(params[name]):
                 params[name] = LayersApart(split(params.pop(name)))
 
-    is_stack = lambda leaf: isinstance(leaf, jax.Array) and leaf.ndim != 2 and len(leaf) > 1
+    is_stack = lambda leaf: isinstance(leaf, jax.Array) and len(leaf) > 1
     visit(params, {name: inner for name, inner in specs.items() if name != "prefix"})
+
+
+def transpose_large(params: Params, specs: Specs, rows: int) -> None:
+    """Store a model's matrices as `TransposedWeight`, in place and one by one, if its decode steps
+    have so few rows that kernels stream them, and if the matrices are large: smaller ones have
+    kernels that were measured. Follows `take_apart`; other forms than arrays stay.
+    """
+    found = dict[str, tuple[Params, str]]()
+
+    def visit(params: Params, specs: Specs) -> None:
+        for name, spec in specs.items():
+            if isinstance(spec, dict):
+                visit(params[name], spec)
+            elif is_block_matrix(spec) and is_apart(params[name]) and spec.axes[1] != "experts":
+                found[f"{id(params)} {name}"] = params, name
+
+    visit(params, specs)
+    layers = [w for inner, name in found.values() for w in inner[name].layers]
+    plain = [w for w in layers if isinstance(w, jax.Array) and w.ndim == 2]
+    if not plain or max(w.size for w in plain) < LARGE or not streams_rows(rows, plain[0].dtype):
+        return
+    turn = jax.jit(lambda w: TransposedWeight(w.T))
+    turned = lambda w: turn(w) if isinstance(w, jax.Array) and w.ndim == 2 else w
+    del layers, plain
+    for inner, name in found.values():
+        kept = list(inner.pop(name).layers)
+        for i in range(len(kept)):
+            kept[i] = turned(kept[i])
+        inner[name] = LayersApart(tuple(kept))
+    if isinstance(params.get("head"), jax.Array):
+        params["head"] = turn(params.pop("head"))
 
 
 def take[Tree](stack: Tree, start: int, repeats: int, size: int) -> Tree:
@@ -122,8 +155,8 @@ def take[Tree](stack: Tree, start: int, repeats: int, size: int) -> Tree:
         if isinstance(s, LayersApart):
             if repeats == 1:
                 return s[start:stop]
-            s = jnp.stack(s.layers)
-        return s[start:stop].reshape(repeats, size, *s.shape[1:])
+            s = jax.tree.map(lambda *layers: jnp.stack(layers), *s.layers)
+        return jax.tree.map(lambda x: x[start:stop].reshape(repeats, size, *x.shape[1:]), s)
 
     return jax.tree.map(part, stack, is_leaf=is_apart)
 

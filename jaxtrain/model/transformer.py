@@ -54,8 +54,9 @@ from jaxtrain.model.sharing import SharedByAdjacent, SharedByAll
 from jaxtrain.model.stack import Stack
 from jaxtrain.model.stochastic_depth import keep_probabilities
 from jaxtrain.parallel import constrain
-from jaxtrain.weights.contract import dequantize, is_weight
+from jaxtrain.weights.contract import dequantize, is_weight, matmul
 from jaxtrain.weights.params import declare
+from jaxtrain.weights.transposed import TransposedWeight
 
 SMEAR_CHANNELS = 24
 BEHIND_LAYERS = ("backout_scale", "final_gain", "final_shift", "head")  # params after the layers
@@ -439,6 +440,9 @@ class Transformer(nnx.Module):
 
     def logits(self, x_BD: Float[Array, "*B D"]) -> Float[Array, "*B v"]:
         """Float32 logits of a few states (generation); v is the vocabulary without padding."""
-        logits_BV = (x_BD @ self.head_DV())[..., : self.vocab_size].astype(jnp.float32)
+        stored = TransposedWeight(self.embed[...]) if self.head is None else self.head.get_value()
+        fits = not is_weight(stored) or stored.transposed() is not None
+        logits_BV = matmul(x_BD, stored if fits else self.head_DV())
+        logits_BV = logits_BV[..., : self.vocab_size].astype(jnp.float32)
         cap = self.config.logit_softcap
         return logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)

@@ -6,16 +6,20 @@ of all forms are in the table `jaxtrain.weights.WEIGHTS`.
 """
 
 import abc
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtrain_kernels import Fp8Input
-from jaxtrain_kernels.matmul.few_rows import MANY, few_rows_matmul
+from jaxtrain_kernels.matmul.few_rows import (
+    MANY,
+    InputNorm,
+    few_rows_matmul,
+    takes_operations,
+)
 from jaxtyping import Array, Float
 
 from jaxtrain import parallel
@@ -58,16 +62,83 @@ class Weight(abc.ABC):
         """This matrix for an input that is already cast; forms without such a cast ignore it."""
         return self
 
+    def transposed(self) -> Float[Array, "N K"] | None:
+        """The transposed matrix, if this form stores it as an array; else None."""
+        return None
+
     @abc.abstractmethod
     def dequantize(self) -> Float[Array, "K N"]:
         """The array that the matrix represents, in the compute dtype."""
 
 
-def matmul(x: Float[Array, "*B K"], weight: Array | Weight) -> Float[Array, "*B N"]:
+class DeferredNorm(NamedTuple):
+    """RMS norm of x that the kernel of the matmuls which read it computes: x has few rows."""
+
+    x: Float[Array, "*B K"]
+    norm: InputNorm
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+
+def matmul(x: Float[Array, "*B K"] | DeferredNorm, weight: Array | Weight) -> Float[Array, "*B N"]:
     """x times a matrix in any form."""
+    if isinstance(x, DeferredNorm):
+        if (found := few_rows_arrays(weight)) is not None:
+            (array,), transposed = found
+            return few_rows_matmul(x.x, array, transposed=transposed, norm=x.norm)[0]
+        x = x.norm.of(x.x)
     if isinstance(weight, Weight):
         return weight.matmul(x)
     return few_rows_matmul(x, weight)[0] if has_few_rows(x) else x @ weight
+
+
+def few_rows_arrays(*matrices: Array | Weight) -> tuple[list[Array], bool] | None:
+    """The arrays that `few_rows_matmul` reads, and whether they are transposed; None if a matrix
+    has another form, or not all have the same one."""
+    arrays = [w for w in matrices if not isinstance(w, Weight)]
+    turned = [w.transposed() for w in matrices if isinstance(w, Weight)]
+    turned = [w for w in turned if w is not None]
+    same = next((x for x in (arrays, turned) if len(x) == len(matrices)), None)
+    return None if same is None else (same, same is turned)
+
+
+def fuses_operations(x: Array | DeferredNorm, *params: nnx.Param) -> bool:
+    """Whether one kernel computes the matmuls with these matrices and the operations around them:
+    the input's RMS norm, biases, activation, residual. x: has the rows and the dtype of the input.
+    """
+    rows, found = x.shape[:-1], few_rows_arrays(*(param.get_value() for param in params))
+    if not params or math.prod(rows) >= MANY or found is None:
+        return False
+    arrays, transposed = found
+    x = x.x if isinstance(x, DeferredNorm) else x
+    input = jax.ShapeDtypeStruct((*rows, arrays[0].shape[int(transposed)]), x.dtype)
+    return takes_operations(input, *arrays, transposed=transposed)
+
+
+def dense_fused(
+    x: Float[Array, "*B K"] | DeferredNorm,
+    *params: nnx.Param,
+    biases: Sequence[nnx.Param | None] = (),
+    activation: str | None = None,
+    residual: Float[Array, "*B N"] | None = None,
+) -> tuple[Float[Array, "*B _"], ...]:
+    """`few_rows_matmul` of x and of modules' matrices, which have `few_rows_arrays`."""
+    x, norm = x if isinstance(x, DeferredNorm) else (x, None)
+    found = few_rows_arrays(*(param.get_value() for param in params))
+    assert found is not None
+    matrices, transposed = found
+    vectors = tuple(None if bias is None else bias[...] for bias in biases)
+    return few_rows_matmul(
+        x,
+        *matrices,
+        transposed=transposed,
+        norm=norm,
+        biases=vectors or None,
+        activation=activation,
+        residual=residual,
+    )
 
 
 def has_few_rows(x: Array) -> bool:
@@ -121,7 +192,7 @@ def feed_forward_relu2(
     if isinstance(down, Weight):
         return None
     if has_few_rows(x):
-        (h,) = few_rows_matmul(x, up, relu2=True)
+        (h,) = few_rows_matmul(x, up, activation="relu2")
         return few_rows_matmul(h, down)[0]
     return parallel.feed_forward_relu2(x, up, down, implementation)
 
@@ -151,27 +222,39 @@ def reading(param: nnx.Param, cast: Fp8Input | None) -> Array | Weight:
 
 
 def dense(
-    x: Float[Array, "*B K"], param: nnx.Param, cast: Fp8Input | None = None
+    x: Float[Array, "*B K"] | DeferredNorm, param: nnx.Param, cast: Fp8Input | None = None
 ) -> Float[Array, "*B N"]:
     """x times a module's matrix, in any form that the step or fine-tuning gave it. cast: of x."""
     weight = reading(param, cast)
-    if isinstance(weight, Weight) or has_few_rows(x):
+    if isinstance(weight, Weight) or isinstance(x, DeferredNorm) or has_few_rows(x):
         return matmul(x, weight)
     return parallel.tensor_matmuls(x, (weight,), matrix_axes(param))[0]
 
 
+def add_bias(y: Float[Array, "*B D"], bias: nnx.Param | None) -> Float[Array, "*B D"]:
+    """Add the bias, if there is one, in y's dtype."""
+    if bias is None:
+        return y
+    return y + jnp.expand_dims(bias[...].astype(y.dtype), range(y.ndim - 1))
+
+
 def dense_of(
-    x: Float[Array, "*B K"], *params: nnx.Param, cast: Fp8Input | None = None
+    x: Float[Array, "*B K"] | DeferredNorm,
+    *params: nnx.Param,
+    biases: Sequence[nnx.Param | None] = (),
+    cast: Fp8Input | None = None,
 ) -> Callable[[nnx.Param], Array]:
-    """`dense` of x as a function of any of these matrices, whose dims have the same logical axes.
-    If x has few rows, one kernel call computes all."""
+    """`dense` of x as a function of any of these matrices, plus its bias if there are biases. The
+    matrices' dims have the same logical axes. If x has few rows, one kernel call computes all."""
     matrices = [param.get_value() for param in params]
-    if any(map(is_weight, matrices)):
-        return functools.partial(dense, x, cast=cast)
-    if has_few_rows(x):
-        products = few_rows_matmul(x, *matrices)
+    if isinstance(x, DeferredNorm) or (has_few_rows(x) and few_rows_arrays(*matrices) is not None):
+        products = dense_fused(x, *params, biases=biases)
     else:
-        products = parallel.tensor_matmuls(x, matrices, matrix_axes(params[0]))
+        if any(map(is_weight, matrices)):
+            products = [dense(x, param, cast) for param in params]
+        else:
+            products = parallel.tensor_matmuls(x, matrices, matrix_axes(params[0]))
+        products = [add_bias(y, b) for y, b in zip(products, biases or [None] * len(params))]
     found = dict(zip(map(id, params), products, strict=True))
     return lambda param: found[id(param)]
 

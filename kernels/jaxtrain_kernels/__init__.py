@@ -5,12 +5,15 @@ Imports only jax, numpy and jaxtyping. The contract is in `kernels/README.md`.
 
 from jaxtrain_kernels.attention import (
     Quantized,
+    Rotation,
     attention,
     attention_gradients,
     decode_attention,
     paged_append,
     paged_attention,
     quantize,
+    rope_append,
+    supports_rope_append,
 )
 from jaxtrain_kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_per_token
 from jaxtrain_kernels.feed_forward import feed_forward_relu2
@@ -44,6 +47,7 @@ __all__ = [
     "Fp8",
     "Fp8Input",
     "Quantized",
+    "Rotation",
     "attention",
     "attention_gradients",
     "decode_attention",
@@ -65,7 +69,9 @@ __all__ = [
     "paged_append",
     "paged_attention",
     "quantize",
+    "rope_append",
     "rope_attention",
     "row_id_map",
     "scatter_rows",
+    "supports_rope_append",
 ]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tiny import build
+from tiny import build, random_params
 
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, text_of
 from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
@@ -41,6 +41,16 @@ MODELS = {  # two layers unless depth is named
         "window_pattern": "L", "depth": 1,
     },
 }  # fmt: skip
+LLAMA = MODELS["plain"] | {
+    "ffn": "swiglu", "qk_norm": False, "norm_gain": True, "embed_norm": False, "kv_heads": 2,
+    "init": "gpt2",
+}  # fmt: skip
+WITH_GAINS = ("llama", "llama 2", "qwen2", "qwen3", "gemma")
+MODELS["llama"] = LLAMA
+MODELS["llama 2"] = LLAMA | {"depth": 2}
+MODELS["qwen2"] = LLAMA | {"qkv_bias": True, "tied_head": True}
+MODELS["qwen3"] = LLAMA | {"qk_norm": True, "qk_norm_gain": True}
+MODELS["gemma"] = LLAMA | {"ffn": "geglu", "post_norm": True, "qk_norm": True, "qk_norm_gain": True}
 MODELS["plain prompt"] = MODELS["plain"] | {"prompt": 4}
 OPTIONS = EngineOptions(slots=4, page_size=4, chunk=6, prefill_rows=2, context=48)
 SINGLE = OPTIONS._replace(decode_steps=1)  # half as many programs
@@ -55,7 +65,9 @@ def letters():
 
 @functools.cache
 def model(name):
-    return build(**MODELS[name])
+    """Configuration, graphdef, specs and parameters; gains and biases of WITH_GAINS are random."""
+    c, graphdef, specs, params = build(**MODELS[name])
+    return c, graphdef, specs, random_params(specs) if name in WITH_GAINS else params
 
 
 def make_engine(name="plain", options=OPTIONS, **kwargs):

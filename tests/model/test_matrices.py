@@ -29,6 +29,7 @@ from jaxtrain.model import (
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.settings import UserError
 from jaxtrain.weights import LAYER_FORMS, TRAINING_FORMS, WEIGHTS
+from jaxtrain.weights.contract import dense
 from jaxtrain.weights.float8 import in_fp8
 from jaxtrain.weights.int4 import quantize_int4
 from jaxtrain.weights.quantized import quantize_int8
@@ -53,11 +54,11 @@ def gate(monkeypatch):
         textwrap.indent(lines, " " * by) for lines, by in zip(GATE.split("\n\n"), (4, 8, 8))
     )
     source = inspect.getsource(attention.Attention)
-    places = ("        self.config = c\n", declared), ("        return add_bias(", used)
+    places = ("        self.config = c\n", declared), ("        y_BTC = y_BTNH.reshape(", used)
     for anchor, lines in places:
         assert source.count(anchor) == 1
         source = source.replace(anchor, f"{lines.rstrip()}\n{anchor}")
-    names = dict(vars(attention))
+    names = vars(attention) | {"dense": dense}
     exec(source, names)
     monkeypatch.setattr(block, "Attention", names["Attention"])
     config = "from pydantic import Field\nclass Gated(ResolvedModel):\n"

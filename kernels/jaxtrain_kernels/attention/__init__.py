@@ -13,6 +13,11 @@ from jaxtrain_kernels.attention.decode import decode_attention as decode_attenti
 from jaxtrain_kernels.attention.decode import quantize as quantize
 from jaxtrain_kernels.attention.paged import paged_attention as paged_attention
 from jaxtrain_kernels.attention.paged.append import paged_append as paged_append
+from jaxtrain_kernels.attention.paged.rope_append import Rotation as Rotation
+from jaxtrain_kernels.attention.paged.rope_append import rope_append as rope_append
+from jaxtrain_kernels.attention.paged.rope_append import (
+    supports_rope_append as supports_rope_append,
+)
 from jaxtrain_kernels.dispatch import choose_backend, target
 
 # Order of preference where the table has no measured rows (documents, softcap): first the backends

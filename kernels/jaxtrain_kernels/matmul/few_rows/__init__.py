@@ -1,4 +1,4 @@
-"""Matmuls of a few rows with small matrices, as in a decode step of a few sequences.
+"""Matmuls of a few rows, as in a decode step of a few sequences, and the operations around them.
 
 On a GPU, XLA compiles a matmul of one row and fewer than ten million weights to a multiplication
 and a reduction, which read at 14% of a copy's rate (gpt_d12 on an H200). `padded` gives cuBLAS
@@ -9,13 +9,18 @@ Triton kernels for the operations between the matmuls as well (LOG.md).
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
+import jax
 from jaxtyping import Array, Float
 
 from jaxtrain_kernels.dispatch import choose_backend, target
 from jaxtrain_kernels.matmul.few_rows import padded, reference, triton, xla
+from jaxtrain_kernels.matmul.few_rows.operations import InputNorm, Operations, composed
+from jaxtrain_kernels.matmul.few_rows.triton import LARGE as LARGE
 
 MANY = 8  # from this number of rows on, XLA is the default
 
@@ -47,22 +52,59 @@ def are_fused() -> bool:
 
 def few_rows_matmul(
     x: Float[Array, "*B K"],
-    *matrices: Float[Array, "K _"],
-    relu2: bool = False,
+    *matrices: Float[Array, "_ _"],
+    transposed: bool = False,
+    norm: InputNorm | None = None,
+    biases: tuple[Array | None, ...] | None = None,
+    activation: str | None = None,
+    residual: Float[Array, "*B N"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
-    """x times each matrix, accumulated in float32, in x's dtype. relu2: max(y, 0)^2 of each y.
+    """x times each matrix [K, N], accumulated in float32, in x's dtype.
 
-    Raises ValueError for an unknown implementation, NotImplementedError for one that cannot serve.
+    transposed: the matrices are [N, K]. norm: of x. biases: added to the products. activation:
+    relu2 or gelu of each, or swiglu or geglu of the products of a gate and a matrix up, which
+    become one. residual: added to the result.
+
+    Raises ValueError for an unknown implementation or activation, or matrices that do not fit it,
+    NotImplementedError for an implementation that cannot serve.
     """
     M, K = math.prod(x.shape[:-1]), x.shape[-1]
+    residual_MN = None if residual is None else residual.reshape(M, -1)
+    operations = Operations(norm, biases, activation, residual_MN)
+    operations.check(matrices)
+    x_MK = x.reshape(M, K)
     if implementation is None and M >= MANY:
-        return xla.few_rows_matmul(x, *matrices, relu2=relu2)
-    x_MK, on = x.reshape(M, K), target()
-    first = "triton" if are_fused() else _preferred.get()
-    names = [first, *(name for name in BACKENDS if name != first)]
-    reasons = {name: BACKENDS[name].supports(on, x_MK, *matrices) for name in names}
-    signature = f"{x.dtype}[{M}, {K}] x {', '.join(str(w.shape[1]) for w in matrices)}"
-    backend = BACKENDS[choose_backend("few_rows_matmul", reasons, implementation, signature)]
-    found = backend.few_rows_matmul(x_MK, *matrices, relu2=relu2)
+        name = "xla"
+    else:
+        first = "triton" if are_fused() else _preferred.get()
+        names = [first, *(name for name in BACKENDS if name != first)]
+        why = lambda backend: backend.supports(target(), x_MK, *matrices, transposed=transposed)
+        reasons = {name: why(BACKENDS[name]) for name in names}
+        sizes = ", ".join(str(w.shape[1 - transposed]) for w in matrices)
+        signature = f"{x.dtype}[{M}, {K}] x {sizes}{', transposed' * transposed}"
+        name = choose_backend("few_rows_matmul", reasons, implementation, signature)
+    run = functools.partial(BACKENDS[name].few_rows_matmul, transposed=transposed)
+    if name != "triton":
+        run = functools.partial(composed, run)
+    found = run(x_MK, *matrices, operations=operations)
     return tuple(y_MN.reshape(*x.shape[:-1], -1) for y_MN in found)
+
+
+def streams_rows(most: int, dtype: Any) -> bool:
+    """Whether an engine of `most` rows stores large matrices as [N, K] (`transposed`): its programs
+    of one row stream them, and cuBLAS multiplies more rows by them."""
+    x_MK, w_NK = (jax.ShapeDtypeStruct((n, 64), dtype) for n in (1, 8))
+    return most <= triton.MOST_ROWS and takes_operations(x_MK, w_NK, transposed=True)
+
+
+def takes_operations(
+    x: Array | jax.ShapeDtypeStruct,
+    *matrices: Array | jax.ShapeDtypeStruct,
+    transposed: bool = False,
+) -> bool:
+    """Whether one kernel computes the products and the operations around them. x: [*B, K]."""
+    M, backend = math.prod(x.shape[:-1]), BACKENDS["triton"]
+    x_MK = jax.ShapeDtypeStruct((M, x.shape[-1]), x.dtype)
+    why = lambda: backend.supports(target(), x_MK, *matrices, transposed=transposed)
+    return M < MANY and are_fused() and why() is None
