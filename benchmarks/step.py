@@ -57,11 +57,12 @@ def bench_step(
         begin = time.perf_counter()
         compiled = compiled_step(w)
         metrics: dict[str, Any] = {"compile_s": time.perf_counter() - begin}
-        before = peak_bytes()
+        before, steps = peak_bytes(), 0
         state, frozen = new_state(w), random_base(w)
 
         def step(batch: Any) -> jax.Array:
-            nonlocal state
+            nonlocal state, steps
+            steps += 1
             state, values = compiled(state, batch, hyperparams, frozen)  # noqa: F821 - deleted below
             return values["loss"]
 
@@ -71,7 +72,9 @@ def bench_step(
         after = peak_bytes()
         metrics["peak_bytes"] = after if after > before else memory_needed(compiled)
         metrics |= {"ms": ms, "tokens_per_s": 1e3 * w.tokens / ms, "mfu": mfu(w, ms)}
-        metrics |= memory(compiled) | {"loss": float(step(*batches[0]))} | meter.figures()
+        loss = float(step(*batches[0]))
+        # A loss can be compared with another run's after as many steps; a slow start makes fewer.
+        metrics |= memory(compiled) | {"loss": loss, "steps": steps} | meter.figures()
         if not jnp.isfinite(metrics["loss"]):
             raise UserError(f"{w.name}: the loss became {metrics['loss']} while it was timed")
         record = describe("step", w.name, variant or w.precision, workload=w.facts())

@@ -55,6 +55,8 @@ def test_step_records_a_profiled_step(tmp_path, capsys, monkeypatch):
     assert len(before_parts) == 1  # recorded, however long the parts take to compile
     m = result["metrics"]
     assert m["tokens_per_s"] == pytest.approx(8 * 32 / m["ms"] * 1e3)
+    # Two to measure a step's time, 4 to 16 to warm up, three windows of 2 to 10, one for the loss.
+    assert 2 + 4 + 6 + 1 <= m["steps"] <= 2 + 16 + 30 + 1
     assert m["ms_forward_backward"] > 0 and m["ms_optimizer"] > 0 and m["compile_s"] > 0
     assert m["peak_bytes"] >= m["temp_bytes"] > 0
     assert 0 < m["loss"] < 2 * np.log(300)
