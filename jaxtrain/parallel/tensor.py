@@ -69,7 +69,7 @@ def splits_heads(x: Array | jax.ShapeDtypeStruct, *sizes: int) -> bool:
     return all(exchanges_rows(x, "heads", size) for size in sizes)
 
 
-def whole_rows(x_BTD: Array) -> Array:
+def gather_stream(x_BTD: Array) -> Array:
     """All rows of the batch's share of this device's `tensor` group, on each of its devices."""
     return constrain(x_BTD, "batch", "tokens", None)
 
@@ -95,7 +95,7 @@ def _joined(x_BTD: Array, matrices: tuple[Array, ...]) -> Array:
 
 
 def _joined_forward(x_BTD: Array, matrices: tuple[Array, ...]) -> tuple[Array, Any]:
-    x_BTD = whole_rows(x_BTD)
+    x_BTD = gather_stream(x_BTD)
     batch, tokens, _ = partition_spec(("batch", "tokens", None), x_BTD.shape, _mesh())
     local = lambda x, *matrices: x @ jnp.concatenate(matrices, axis=1)
     given = P(batch, tokens, None), *(P(None, AXIS) for _ in matrices)
@@ -179,7 +179,7 @@ def matmul_inputs_sharded(
 
 def _inputs_backward(saved: tuple[Array, Array], dy_BTD: Array) -> tuple[Array, Array]:
     x_BTF, w_FD = saved
-    dy_BTD = whole_rows(dy_BTD)
+    dy_BTD = gather_stream(dy_BTD)
     return dy_BTD @ w_FD.T, weight_gradient(x_BTF, dy_BTD)
 
 
@@ -198,7 +198,7 @@ def matmuls_outputs_sharded(
 
 
 def _outputs_forward(x_BTD: Array, matrices: tuple[Array, ...]) -> tuple[Any, Any]:
-    x_BTD = whole_rows(x_BTD)
+    x_BTD = gather_stream(x_BTD)
     return tuple(x_BTD @ w for w in matrices), (x_BTD, matrices)
 
 
