@@ -46,9 +46,9 @@ def forward_inputs(saved, tokens_BT, monkeypatch):
             seen.append(x.reshape(-1, x.shape[-1]))
             return matmul(x, param.get_value())
 
+        monkeypatch.setattr(layers, "dense", dense)
+        of = lambda x, *_, biases=(), cast=None: functools.partial(dense, x)
         for module in (attention, layers):
-            monkeypatch.setattr(module, "dense", dense)
-            of = lambda x, *_, cast=None: functools.partial(dense, x)
             monkeypatch.setattr(module, "dense_of", of)
         monkeypatch.setattr(layers, "feed_forward_relu2", lambda *_: None)
         nnx.merge(saved.graphdef, params)(tokens_BT)
