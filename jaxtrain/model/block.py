@@ -90,9 +90,10 @@ class Block(nnx.Module):
             assert isinstance(h_BTD, Array)
             value_BTC = value(h_BTD, tokens_BT)
         ends = self.attention_adapter, self.attention_scale
-        adds = fused.norm == "xla" and self.adds_residual(x_BTD, self.attention.out, *ends)
-        residual = x_BTD if adds else None
-        see = lambda h: self.attention(h, spec, inputs, value_BTC, cache, source, residual)
+        last = getattr(self.attention, "out", None)  # another module has none
+        adds = fused.norm == "xla" and last is not None and self.adds_residual(x_BTD, last, *ends)
+        residual = (x_BTD,) if adds else ()
+        see = lambda h: self.attention(h, spec, inputs, value_BTC, cache, source, *residual)
         y_BTD, kv = remat.checkpoint_sublayer("attention", see, spec.remat)(h_BTD)
         y_BTD = self.attention_adapter(y_BTD) if self.attention_adapter else y_BTD
         y_BTD = self.post_norm(y_BTD, self.attention_post_gain, self.attention_post_shift)

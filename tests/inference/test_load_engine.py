@@ -87,7 +87,7 @@ def test_the_page_about_it_is_true(run):
     page = (Path(__file__).parents[2] / "docs" / "howto" / "engine.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     shown: dict[str, dict[str, str]] = {}
-    exec(code.replace('"runs/quickstart"', repr(str(run))).replace("40", "8"), shown)
+    exec(code.replace("40", "8").replace('"runs/quickstart"', repr(str(run))), shown)
     assert all(shown["texts"].values())
 
 
