@@ -3,9 +3,9 @@
 The residual stream is sharded by batch rows, the matrices by hidden units or heads. A matmul whose
 outputs are sharded gathers all rows first. One whose inputs are sharded gives a partial sum per
 device: each device sends the others their rows of it by an all-to-all, and adds what it receives in
-float32. XLA's partitioner would emit a reduce-scatter. An all-to-all adds nothing on the way, so a
-GPU's copy engines can do it beside other matmuls, where NCCL's reduce-scatter needs
-multiprocessors, which the matmuls hold.
+float32. XLA's partitioner would emit a reduce-scatter, whose additions need multiprocessors. An
+all-to-all only copies: the matmuls beside it keep theirs if the GPU's copy engines do it
+(NCCL_CTA_POLICY=2, not the default).
 """
 
 import functools
