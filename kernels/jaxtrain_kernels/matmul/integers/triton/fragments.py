@@ -9,10 +9,11 @@ no subtraction and no shared memory: 1 operation a code of int4, 1.5 of int8.
 An integer becomes a float by its bits: those of 128 (bfloat16) or 1024 (float16) take `n` as their
 low bits, which gives 128 + n. int4 begins its sums with -(128 + 8) times the sum of the inputs.
 int8 multiplies 128 + (code & 127) by the inputs and 128 + (code & 128) by the negative inputs;
-the difference is the code. Products are exact and sums float32. With sums that are cut off after
-each `mma` instead of rounded, and with bfloat16 inputs of which 1 in 200 is 100 times as large or
-whose mean is their deviation, the largest error of 256 columns is 8e-6 (int8) and 4e-5 (int4) of
-the results' root mean square, for up to 14,336 inputs. Rounding to bfloat16 costs 4e-3 to 8e-3.
+the difference is the code. Products are exact and sums float32. The errors were emulated in NumPy,
+with sums truncated after each `mma`, for up to 14,336 bfloat16 inputs. Inputs had outliers (1 in
+200 is 100 times as large) or a mean as large as their deviation. The largest error of 256 columns
+is 8e-6 (int8) and 4e-5 (int4) of the results' root mean square. Rounding to bfloat16 costs more,
+4e-3 to 8e-3.
 
 Every tensor is [warps, 8, 4, width], so that Triton gives each lane the `width` values of (c, q).
 The right operand's lane (c, q) has the inputs of row c of x, at the rows of codes of q. A result's
