@@ -25,9 +25,9 @@ SETS: dict[str, dict[str, Option]] = {
     # Matmuls of the same input stay apart if a matrix has more MB than this. By default XLA joins
     # them up to 32 MB: a decode step would copy its matrices once per token.
     "apart": {"xla_gpu_dot_merger_threshold_mb": 4},
-    # Buffers of exchanges are in NCCL's symmetric memory, which is outside JAX's pool. With
-    # NCCL_CTA_POLICY=2 in the environment (NCCL 2.28) the copy engines do all-gathers and
-    # all-to-alls. Matmuls then keep all multiprocessors.
+    # Buffers of exchanges are in NCCL's symmetric memory, which is outside JAX's pool. The GPU's
+    # copy engines then do all-gathers and all-to-alls (`runtime.prefer_copy_engines`), and matmuls
+    # beside them keep all multiprocessors.
     "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
 }
 

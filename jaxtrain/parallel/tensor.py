@@ -4,8 +4,7 @@ The residual stream is sharded by batch rows, the matrices by hidden units or he
 outputs are sharded gathers all rows first. One whose inputs are sharded gives a partial sum per
 device: each device sends the others their rows of it by an all-to-all, and adds what it receives in
 float32. XLA's partitioner would emit a reduce-scatter, whose additions need multiprocessors. An
-all-to-all only copies: the matmuls beside it keep theirs if the GPU's copy engines do it
-(NCCL_CTA_POLICY=2, not the default).
+all-to-all only copies, which the GPU's copy engines do: the matmuls beside it keep theirs.
 """
 
 import functools

@@ -33,12 +33,12 @@ from jaxtrain.weights.params import Params
 
 
 def have_symmetric_memory(mesh: Mesh) -> bool:
-    """Whether a step exchanges rows within layers (`tensor`) between GPUs of this process that may
-    have NCCL's symmetric memory: Hopper and newer."""
+    """Whether a step exchanges rows within layers (`tensor`, `expert`) between GPUs of this process
+    that may have NCCL's symmetric memory: Hopper and newer."""
     device = target()
     if device.platform != "cuda" or (device.compute_capability or (0, 0)) < (9, 0):
         return False
-    return jax.process_count() == 1 and mesh.shape.get("tensor", 1) > 1
+    return jax.process_count() == 1 and any(mesh.shape.get(a, 1) > 1 for a in ("tensor", "expert"))
 
 
 def compile_step(

@@ -1,7 +1,7 @@
 """Exchanges between two GPUs: layers of experts and of tensor parallelism equal those of one GPU.
 
-Run it also with NCCL_CTA_POLICY=2 in the environment: copy engines then send what is in symmetric
-memory. NCCL reads that once, so one process cannot try both.
+Run it with NCCL_CTA_POLICY=2 and with 0 in the environment: with 2, as in training, copy engines
+send what is in symmetric memory. NCCL reads that once, so one process cannot try both.
 """
 
 import jax

@@ -56,7 +56,7 @@ def test_a_scan_is_compiled_to_run_its_matmuls_once(monkeypatch):
     ("platform", "capability", "mesh", "expected"),
     [
         ("cuda", (9, 0), {"tensor": 2}, True),
-        ("cuda", (9, 0), {"expert": 2, "data": 2}, False),
+        ("cuda", (9, 0), {"expert": 2, "data": 2}, True),
         ("cuda", (9, 0), {"fsdp": 2, "data": 2}, False),
         ("cuda", (8, 0), {"tensor": 2}, False),
         ("cpu", None, {"tensor": 2}, False),
