@@ -66,7 +66,7 @@ from benchmarks.tasks import bench_tasks
 from benchmarks.tune import tune_attention
 from benchmarks.verdict_page import make_page
 from benchmarks.verdicts import train_verdicts
-from jaxtrain.cluster.runtime import prefer_copy_engines, take_memory
+from jaxtrain.cluster.runtime import take_memory
 from jaxtrain.config.overrides import check_once
 from jaxtrain.estimate.arguments import add_preflight
 from jaxtrain.estimate.dry_run import preflight_of
@@ -445,5 +445,4 @@ if __name__ == "__main__":
     # Compile time is measured, so the compilation cache of earlier runs must not be used.
     jax.config.update("jax_enable_compilation_cache", False)
     take_memory()
-    prefer_copy_engines()
     sys.exit(main())

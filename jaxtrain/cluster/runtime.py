@@ -19,7 +19,6 @@ def start(quiet: bool = False) -> None:
     if only_cpus():
         keep_freed_memory()
     take_memory()
-    prefer_copy_engines()
     if not quiet:
         show_kernel_choices()
     if not jax.config.jax_compilation_cache_dir:
@@ -76,14 +75,6 @@ def keep_freed_memory() -> None:
         (arena_max, 1),
     ):
         mallopt(parameter, value)
-
-
-def prefer_copy_engines() -> None:
-    """Let NCCL exchange symmetric buffers by the copy engines, unless the environment says how.
-
-    2 is NCCL_CTA_POLICY_ZERO of NCCL 2.28. It changes nothing for other buffers.
-    """
-    os.environ.setdefault("NCCL_CTA_POLICY", "2")
 
 
 def take_memory() -> None:

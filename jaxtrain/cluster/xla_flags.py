@@ -26,7 +26,7 @@ SETS: dict[str, dict[str, Option]] = {
     # them up to 32 MB: a decode step would copy its matrices once per token.
     "apart": {"xla_gpu_dot_merger_threshold_mb": 4},
     # Buffers of exchanges are in NCCL's symmetric memory, which is outside JAX's pool. The GPU's
-    # copy engines then do all-gathers and all-to-alls (`runtime.prefer_copy_engines`), and matmuls
+    # copy engines then do all-gathers and all-to-alls (`parallel.mesh`), and matmuls
     # beside them keep all multiprocessors.
     "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
 }

@@ -1,5 +1,6 @@
 """The device mesh. A single device is a mesh of ones, so there is no separate code path."""
 
+import os
 from collections.abc import Sequence
 from math import gcd, prod
 from typing import Annotated, Any, Literal
@@ -77,7 +78,23 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Make a mesh with the axes of AXES over `devices` (default: all)."""
     devices = jax.devices() if devices is None else list(devices)
     sizes = axis_sizes(config, len(devices))
-    return Mesh(device_grid(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    mesh = Mesh(device_grid(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    if exchanges_within_layers(mesh):
+        prefer_copy_engines()
+    return mesh
+
+
+def exchanges_within_layers(mesh: Mesh) -> bool:
+    """Whether devices exchange activations within each layer (`tensor`, `expert`)."""
+    return any(mesh.shape.get(axis, 1) > 1 for axis in ("tensor", "expert"))
+
+
+def prefer_copy_engines() -> None:
+    """Let NCCL exchange symmetric buffers by the copy engines, unless the environment says how.
+
+    2 is NCCL_CTA_POLICY_ZERO of NCCL 2.28, which reads it when a process has its first exchange.
+    """
+    os.environ.setdefault("NCCL_CTA_POLICY", "2")
 
 
 def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:

@@ -23,7 +23,11 @@ from jaxtrain.model.sections import FP8_LOSSES
 from jaxtrain.objectives import StepBatch
 from jaxtrain.optim.types import Hyperparams
 from jaxtrain.parallel import place_batch
-from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
+from jaxtrain.parallel.mesh import (
+    exchanges_within_layers,
+    num_batch_shards,
+    process_batch_shard,
+)
 from jaxtrain.settings import UserError
 from jaxtrain.train.executable_cache import cached_executable
 from jaxtrain.train.memory_advice import memory_advice
@@ -38,7 +42,7 @@ def have_symmetric_memory(mesh: Mesh) -> bool:
     device = target()
     if device.platform != "cuda" or (device.compute_capability or (0, 0)) < (9, 0):
         return False
-    return jax.process_count() == 1 and any(mesh.shape.get(a, 1) > 1 for a in ("tensor", "expert"))
+    return jax.process_count() == 1 and exchanges_within_layers(mesh)
 
 
 def compile_step(

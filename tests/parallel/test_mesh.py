@@ -1,5 +1,6 @@
 """The mesh: its sizes, hosts outside and neighbours inside, and what ZeRO splits."""
 
+import os
 from types import SimpleNamespace
 
 import jax
@@ -210,3 +211,20 @@ def test_a_table_is_looked_up_in_on_a_mesh_of_three_axes(other, capfd):
         ours = np.asarray(jax.jit(split)(*arrays)).reshape(2, 64, 16)
     np.testing.assert_allclose(ours.sum(0), alone, rtol=1e-5, atol=1e-5)
     assert "rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("axes", "before", "after"),
+    [
+        ({"tensor": 2}, None, "2"),
+        ({"expert": 2, "data": 2}, None, "2"),
+        ({"tensor": 2}, "0", "0"),
+        ({"fsdp": 2, "context": 2}, None, None),
+    ],
+)
+def test_exchanges_within_layers_are_left_to_copy_engines(monkeypatch, axes, before, after):
+    monkeypatch.delenv("NCCL_CTA_POLICY", raising=False)
+    if before is not None:
+        monkeypatch.setenv("NCCL_CTA_POLICY", before)
+    mesh_of(**axes)
+    assert os.environ.pop("NCCL_CTA_POLICY", None) == after

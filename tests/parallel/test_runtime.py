@@ -9,7 +9,7 @@ import pytest
 from jaxtrain_kernels.dispatch import on_target
 
 from jaxtrain.cluster import runtime
-from jaxtrain.cluster.runtime import prefer_copy_engines, show_kernel_choices, take_memory
+from jaxtrain.cluster.runtime import show_kernel_choices, take_memory
 
 
 @pytest.fixture
@@ -82,12 +82,3 @@ def test_programs_of_a_tenth_of_a_second_are_kept_or_of_less_where_asked(asked, 
         assert getattr(jax.config, name) == kept
     finally:
         jax.config.update(name, before)
-
-
-def test_copy_engines_are_preferred_unless_the_environment_says_how(monkeypatch):
-    monkeypatch.setenv("NCCL_CTA_POLICY", "0")
-    prefer_copy_engines()
-    assert os.environ["NCCL_CTA_POLICY"] == "0"
-    monkeypatch.delenv("NCCL_CTA_POLICY")
-    prefer_copy_engines()
-    assert os.environ["NCCL_CTA_POLICY"] == "2"
