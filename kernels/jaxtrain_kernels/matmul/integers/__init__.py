@@ -29,7 +29,7 @@ BACKENDS = {"triton": triton, "reduce": reduce, "dot": dot, "reference": referen
 
 def w8a16_matmul(
     x: Float[Array, "*B K"],
-    codes: Int[Array, "*L K N"] | Int[Array, "*L P B 128"],
+    codes: Int[Array, "..."],
     scales_N: Float[Array, "*L N"],
     *,
     layer: int | Int[Array, ""] | None = None,
@@ -37,7 +37,7 @@ def w8a16_matmul(
 ) -> Float[Array, "*B N"]:
     """x @ (codes x scales) in x's dtype, with one scale per column; accumulated in float32.
 
-    codes: int8, or int32 in fragments (`to_fragments`).
+    codes: int8 [*L, K, N], or int32 in fragments (`to_fragments`).
     layer: index in a stack, which `triton` reads in place where a slice would be a copy.
     Each dequantized value is rounded to x's dtype first, as in training with fake quantization;
     `dot` in float32 and `triton` instead multiply by the scales after the sum. Raises ValueError
@@ -48,7 +48,7 @@ def w8a16_matmul(
 
 def w4a16_matmul(
     x: Float[Array, "*B K"],
-    codes: Integer[Array, "*L H N"] | Int[Array, "*L P B 128"],
+    codes: Integer[Array, "..."],
     scales_GN: Float[Array, "*L G N"],
     offsets_GN: Float[Array, "*L G N"] | None = None,
     *,
@@ -57,7 +57,7 @@ def w4a16_matmul(
 ) -> Float[Array, "*B N"]:
     """x @ ((codes - 8) x scales + offsets) in x's dtype; a scale per column and K / G inputs.
 
-    codes: uint8, H = K / 2, the low half of a byte is the even input's code; or these bytes in
+    codes: uint8 [*L, K / 2, N], the low half of a byte is the even input's code; or these bytes in
     fragments, int32.
     offsets_GN: float32, in units of the weights; they multiply the sum of a group's inputs in
     float32 and are not rounded. None: zeros.
