@@ -9,7 +9,7 @@ The kernels are in `kernels.py`, imported by the first call: Pallas takes a whil
 JAX 0.11.2 warns that a later version will have no Triton backend of Pallas.
 
 A copy at 4.2 TB/s moves 32 bytes per nanosecond to each of 132 multiprocessors, with a latency of
-about 1,000 ns. So 32 KiB are in flight: 4 loads of 16 bytes for each of 512 threads.
+about 1,000 ns. So 32 KiB are in flight: 2 loads of 16 bytes for each of 1,024 threads.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,8 @@ MOST_ROWS = 32
 PROCESSORS = 132  # multiprocessors (SMs) of a Hopper GPU
 MOST_SPLITS = 16  # which one thread of XLA's sum reads, one after another
 FRAGMENT_ROWS = 8  # more rows use shared memory
-MOST_WARPS, MOST_LOADS = 16, 4  # of a program of fragments; of a lane in a step
+# Of a program of fragments; of a multiprocessor at 64 registers a lane; blocks of a warp in a step.
+LEAST_WARPS, MOST_WARPS, RESIDENT_WARPS, MOST_LOADS = 4, 32, 32, 2
 FORMULAS = {"int4": dot.w4a16_matmul, "int8": dot.w8a16_matmul}  # XLA's, for gradients
 # Pallas indexes up to 2^32 bytes in int32, in which indices from 2^31 on are negative.
 UNCOUNTED = range(2**31, 2**32 + 1)
@@ -97,15 +98,20 @@ def w4a16_matmul(x_MK, codes, scales_GN, offsets_GN=None, layer=None, tile=None,
 
 
 def fragment_tile(R: int, N: int, group: int | None) -> Tile:
-    """Tile for codes [R, N] in fragments, which it divides: no mask is needed. group: int4's."""
-    blocks = R // ROWS
+    """Tile for codes [R, N] in fragments, which it divides: no mask is needed. group: int4's.
+
+    All programs run at once if they can, so that all bytes are asked for early.
+    """
+    blocks, programs = R // ROWS, N // COLUMNS
     loads = min(MOST_LOADS, _power_of_two(blocks))
     if group is not None:  # a step of a warp lies in one group
         loads = min(loads, _power_of_two(group // 2 // ROWS))
     most = _power_of_two(blocks // loads)
-    warps = min(MOST_WARPS, most)
+    warps = min(LEAST_WARPS, most)
+    while warps < min(MOST_WARPS, most) and 2 * warps * programs <= RESIDENT_WARPS * PROCESSORS:
+        warps *= 2
     splits = 1
-    while N // COLUMNS * splits < PROCESSORS // 2 and splits < min(most // warps, MOST_SPLITS):
+    while 2 * splits * programs <= PROCESSORS and splits < min(most // warps, MOST_SPLITS):
         splits *= 2
     return Tile(warps, loads, splits)
 
