@@ -126,8 +126,9 @@ def weight_bytes(model: ResolvedModel, specs: Specs, params: Params) -> int:
     head."""
     role = {name: spec.role for name, spec in flatten(specs).items()}
     return sum(
-        x.nbytes
+        array.nbytes
         for name, x in flatten(params).items()
+        for array in jax.tree.leaves(x)
         if role[name] != "embedding" or (model.tied_head and name == "embed")
     )
 

@@ -33,9 +33,10 @@ from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingPa
 from jaxtrain.model import Transformer, split
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.kv_cache import CACHE_DTYPES, page_shapes
-from jaxtrain.model.stack import take_apart, transpose_large
+from jaxtrain.model.stack import codes_in_fragments, take_apart, transpose_large
 from jaxtrain.settings import whole
-from jaxtrain.weights.params import Params
+from jaxtrain.weights import WEIGHTS
+from jaxtrain.weights.params import Params, is_block_matrix
 
 BENCH = "engine"
 CONCURRENT = 32  # concurrent requests for the time to first token
@@ -98,6 +99,7 @@ class Asked(NamedTuple):
     drafts: int
     decode_steps: int
     megakernel: bool | None
+    weights: str | None
     peers: Peers
 
 
@@ -114,6 +116,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         help="engine: one request, whose tokens the module of objective.name=mtp guesses",
     )  # fmt: skip
     parser.add_argument("--decode-steps", type=whole(1), help="engine: steps of a call (8)")
+    parser.add_argument(
+        "--weights", choices=("int8", "int4"),
+        help="engine: form of the layers' matrices (the compute dtype)",
+    )  # fmt: skip
     parser.add_argument(
         "--transformers",
         action="store_true",
@@ -132,7 +138,8 @@ def loads_of(a: argparse.Namespace) -> Asked:
     prompt, dtypes = (a.prompts or (512,))[0], a.cache_dtypes or (COMPUTE,)
     return Asked(
         a.batches or (1, 32, 256), prompt, a.new or 256, dtypes, a.drafts or 0, a.decode_steps or 8,
-        {MEGAKERNEL: True, None: None}.get(a.few_rows, False), Peers(a.transformers, a.peer),
+        {MEGAKERNEL: True, None: None}.get(a.few_rows, False), a.weights,
+        Peers(a.transformers, a.peer),
     )  # fmt: skip
 
 
@@ -150,7 +157,7 @@ def bench_engine(
     measured in this call. profile_dir: folder for a trace of each batch. The peers' rows follow
     ours.
     """
-    batches, prompt, new, cache_dtypes, drafts, steps, mega, who = asked
+    batches, prompt, new, cache_dtypes, drafts, steps, mega, form, who = asked
     sizes = {"batches": batches, "prompt": prompt, "new": new, "many": CONCURRENT}
     peers = peer_rows(who, name, overrides, sizes | {"repeats": REPEATS})
     config = load_config(find_config(name), overrides)
@@ -159,12 +166,16 @@ def bench_engine(
     model = model.model_copy(update={"context_length": max(prompt + new, model.context_length)})
     graphdef, specs = split(Transformer(model, vocab_size))
     params = random_weights(specs, dtype)
+    if form is not None:
+        small = lambda w, s: WEIGHTS[form].encode(w) if is_block_matrix(s) else w
+        params = jax.tree.map(small, params, specs)
     read = weight_bytes(model, specs, params)
     take_apart(params, specs)
     transpose_large(params, specs, max(batches))
+    codes_in_fragments(params, specs, max(batches) * (1 + drafts))
     one = Served(model, graphdef, params, read, vocab_size, drafts, steps, mega)
     limits, rows = ceilings(dtype), list[dict[str, Any]]()
-    record = describe(BENCH, name, variant or SHORT[dtype.name], devices=1)
+    record = describe(BENCH, name, variant or form or SHORT[dtype.name], devices=1)
     record |= {"workload": {"prompt": prompt, "new": new, "page_size": PAGE, "drafts": drafts}}
     record["workload"] |= {"decode_steps": steps, "megakernel": mega}
     for cache_dtype in cache_dtypes:

@@ -45,7 +45,7 @@ REPEATS = 5
 TEXTS = 8  # prompts, one after another
 TEMPERATURES = (0.0, 0.8)
 GUESSES = 2  # default of the most draft tokens per step
-OTHERS = ("batches", "cache_dtypes", "few_rows", "profile", "peer", "transformers")
+OTHERS = ("batches", "cache_dtypes", "few_rows", "profile", "peer", "transformers", "weights")
 
 
 class SpeculativeLoad(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks.decode import bandwidth
-from benchmarks.integers import BACKENDS, OPS, Product, product, stack
+from benchmarks.integers import BACKENDS, OPS, Product, ordered, product, stack
 from benchmarks.kernels import Kernel, Row
 from benchmarks.timing import ceilings
 from jaxtrain.estimate.workload import SHORT
@@ -44,7 +44,7 @@ def chain_rows(s: Chain, backends: set[str], dtype: Any) -> Iterator[Row]:
         size = sum(array.nbytes for array in arrays)
         for backend in [b for b in BACKENDS if b in backends and (b == "plain") != (form in OPS)]:
             run = chained(s, product(form, backend), len(arrays) // 4)
-            figures = bandwidth(run, [(x_MD, *arrays)], size, copy_gbps)
+            figures = bandwidth(run, [(x_MD, *ordered(arrays, backend))], size, copy_gbps)
             if figures["ms"] is None and "failed" not in figures:
                 continue  # the backend does not support it
             row = {"name": form, "shape": s.name, "backend": backend}

@@ -2,7 +2,7 @@
 floor."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,8 +35,9 @@ PRODUCTS = tuple(
     for M in (1, 8, 32)
 )  # fmt: skip
 OPS = {"int8": integers.w8a16_matmul, "int4": integers.w4a16_matmul}
-# plain: bf16 matmul. reduce (one row) and dot are XLA's.
-BACKENDS = ("plain", "triton", "reduce", "dot")
+# plain: bf16 matmul. fragments: triton, with codes in the order of its kernels for a few rows.
+# reduce (one row) and dot are XLA's.
+BACKENDS = ("plain", "fragments", "triton", "reduce", "dot")
 
 
 def product_rows(s: Product, backends: set[str], dtype: Any) -> Iterator[Row]:
@@ -50,7 +51,9 @@ def product_rows(s: Product, backends: set[str], dtype: Any) -> Iterator[Row]:
         layers = max(2, min(MOST_LAYERS, math.ceil(COLD_BYTES / size)))
         layers = 2 if jax.default_backend() == "cpu" else layers
         inputs = [stack(s, form, layers, dtype, jax.random.key(0))]
+        _, *arrays = inputs[0]
         for backend in [b for b in BACKENDS if b in backends and (b == "plain") != (form in OPS)]:
+            inputs = [(inputs[0][0], *ordered(arrays, backend))]
             fn = product(form, backend)
             figures = bandwidth(in_turn(fn, layers), inputs, size * layers, copy_gbps)
             if figures["ms"] is None and "failed" not in figures:
@@ -63,7 +66,7 @@ def product_rows(s: Product, backends: set[str], dtype: Any) -> Iterator[Row]:
             reference = product(form, "reference" if form in OPS else "plain")
             error = error_of(of_first, lambda *a, f=reference: f(0, *a), inputs[0])
             yield row | figures | {"error": error}
-        del inputs
+        del inputs, arrays
 
 
 def product(form: str, backend: str) -> Kernel:
@@ -71,8 +74,16 @@ def product(form: str, backend: str) -> Kernel:
     if form not in OPS:
         return lambda layer, x, w: x @ w[layer]
     return lambda layer, x, codes, scales: OPS[form](
-        x, codes, scales, layer=layer, implementation=backend
+        x, codes, scales, layer=layer, implementation={"fragments": "triton"}.get(backend, backend)
     )
+
+
+def ordered(arrays: Sequence[Any], backend: str) -> list[Any]:
+    """The arrays of stacks, with codes in the order that the backend multiplies fastest."""
+    if backend != "fragments":
+        return list(arrays)
+    is_codes = lambda a: a.dtype in (jnp.int8, jnp.uint8)
+    return [integers.to_fragments(a) if is_codes(a) else a for a in arrays]
 
 
 def in_turn(fn: Kernel, layers: int) -> Kernel:

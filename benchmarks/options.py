@@ -16,7 +16,7 @@ ONLY = {
     "finetune": ("only",),
     "engine": (
         "prompts", "batches", "cache_dtypes", "new", "drafts", "decode_steps", "few_rows",
-        "profile", "peer", "transformers", "draft_mtp", "text",
+        "profile", "peer", "transformers", "draft_mtp", "text", "weights",
     ),
     "compress": (
         "also", "shape", "core", "text", "calibration", "sequences", "recipes", "folder", "workers",

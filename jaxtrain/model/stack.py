@@ -146,6 +146,16 @@ def transpose_large(params: Params, specs: Specs, rows: int) -> None:
         params["head"] = turn(params.pop("head"))
 
 
+def codes_in_fragments(params: Params, specs: Specs, rows: int) -> None:
+    """Put the integer codes of a model's matrices in the order of the kernels for so many rows of a
+    decode step, in place and one stack at a time."""
+    for name, spec in specs.items():
+        if isinstance(spec, dict):
+            codes_in_fragments(params[name], spec, rows)
+        elif isinstance(params[name], IntegerWeight) and "experts" not in spec.axes:
+            params[name] = params.pop(name).in_fragments(rows)
+
+
 def take[Tree](stack: Tree, start: int, repeats: int, size: int) -> Tree:
     """Layers start .. start + repeats*size of a stack, as [repeats, size, ...]. With one repeat,
     `LayersApart` stays unstacked."""

@@ -33,6 +33,7 @@ class Int4Weight(IntegerWeight):
     """codes uint8 [.., K / 2, N], scales bfloat16 [.., K / group, N]."""
 
     ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "KN"}
+    FORM: ClassVar[str] = "int4"
     codes: Any
     scales: Any
 
@@ -66,6 +67,7 @@ class ScaledInt4Weight(IntegerWeight):
     """
 
     ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "KN", "input_scales": "K"}
+    FORM: ClassVar[str] = "int4"
     codes: Any
     scales: Any
     input_scales: Any

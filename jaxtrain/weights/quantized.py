@@ -15,7 +15,12 @@ from typing import Any, ClassVar, Literal, override
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtrain_kernels.matmul.integers import w8a16_matmul
+from jaxtrain_kernels.matmul.integers import (
+    from_fragments,
+    serves_fragments,
+    to_fragments,
+    w8a16_matmul,
+)
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jaxtrain.parallel.axes import gather_fsdp
@@ -72,9 +77,11 @@ class QuantizedWeight(Weight):
 class IntegerWeight(QuantizedWeight):
     """Integer codes with scales; their kernels read a layer of a stack in place.
 
-    layer: if set, the arrays are a whole stack, and this is the matrix of that layer.
+    layer: if set, the arrays are a whole stack, and this is the matrix of that layer. codes: int32
+    if they are in the order of kernels for a few rows (`in_fragments`).
     """
 
+    FORM: ClassVar[str]  # int4 or int8
     codes: Any
     scales: Any
     layer: int | None = dataclasses.field(default=None, kw_only=True)
@@ -88,9 +95,22 @@ class IntegerWeight(QuantizedWeight):
 
     def alone(self) -> "IntegerWeight":
         """The same matrix with its own arrays, sliced from the stack."""
-        if self.layer is None:
+        w = self
+        if self.layer is not None:
+            w = dataclasses.replace(jax.tree.map(lambda s: s[self.layer], self), layer=None)
+        if not w.are_fragments():
+            return w
+        return dataclasses.replace(w, codes=from_fragments(w.codes, self.FORM))
+
+    def in_fragments(self, rows: int) -> "IntegerWeight":
+        """The same matrix or stack, not of experts, with its codes in the order of the kernels for
+        so many rows, if these serve it. Other products restore the order first."""
+        if not serves_fragments(self.FORM, rows, jnp.dtype(self.dtype), self.codes, self.scales):
             return self
-        return dataclasses.replace(jax.tree.map(lambda s: s[self.layer], self), layer=None)
+        return dataclasses.replace(self, codes=jax.jit(to_fragments)(self.codes))
+
+    def are_fragments(self) -> bool:
+        return self.codes.dtype == jnp.int32
 
     def layers(self, count: int) -> "list[IntegerWeight]":
         """The `count` matrices of a stack, without slicing it."""
@@ -98,7 +118,7 @@ class IntegerWeight(QuantizedWeight):
 
     def is_experts(self) -> bool:
         """Whether there is one matrix per expert."""
-        return self.codes.ndim > (2 if self.layer is None else 3)
+        return not self.are_fragments() and self.codes.ndim > (2 if self.layer is None else 3)
 
 
 @functools.partial(
@@ -139,6 +159,7 @@ class Int8Weight(IntegerWeight):
     """codes int8 [.., K, N], scales float32 [.., N]: a column's largest code is 127."""
 
     ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "N"}
+    FORM: ClassVar[str] = "int8"
     codes: Any
     scales: Any
 

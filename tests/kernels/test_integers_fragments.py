@@ -51,10 +51,10 @@ OPS = {"mov": lambda a: a, "xor": np.bitwise_xor, "or": np.bitwise_or, "shr": np
        "prmt": lambda a, b, selector: prmt(a, b, int(selector[0])), "lop3": lop3}  # fmt: skip
 
 
-def emulate(text, operands, width, dtype):
-    """Run the text on a warp. operands: [lanes] words each, after `width` results; returns two
-    float32 [lanes, width]."""
-    values = {f"${width + i}": words for i, words in enumerate(operands)}
+def emulate(text, operands, dtype):
+    """Run the text on a warp. operands: [lanes] words each, after 4 results; returns two float32
+    [lanes, 4]."""
+    values = {f"${4 + i}": words for i, words in enumerate(operands)}
     values["%ctaid.z"] = np.zeros(32, WORD)
 
     def read(name):
@@ -63,7 +63,7 @@ def emulate(text, operands, width, dtype):
         number = int(name[2:], 16) if name.startswith("0f") else int(name, 0)
         return np.full(32, number, WORD)
 
-    results = np.zeros((2, 32, width), np.float32)
+    results = np.zeros((2, 32, 4), np.float32)
     for line in text.strip("{}\n").split("\n"):
         name, _, rest = line.partition(" ")
         names = [part.strip("{}").split(",") for part in re.findall(r"\{[^}]*\}|[^,{}; ]+", rest)]
@@ -82,46 +82,49 @@ def emulate(text, operands, width, dtype):
 
 
 def words_of(tensor):
-    """[1, 8, 4, values] -> 32-bit words of each lane, [values / per word, lanes]."""
-    lanes = np.ascontiguousarray(tensor).reshape(32, -1)
-    return list(lanes.view(WORD).T)
+    """[1, 8, 4, 4] -> 32-bit words of each lane, [4, lanes]."""
+    return list(np.ascontiguousarray(tensor).reshape(32, 4).view(WORD).T)
+
+
+def draw(rng, count):
+    """`count` tensors of words."""
+    shape = count, 1, *fragments.LANES, 4
+    return list(rng.integers(0, 2**32, shape).astype(WORD).view(np.int32))
+
+
+def inputs(rng, count, dtype):
+    """`count` tensors of words of two inputs."""
+    x = rng.standard_normal((count, 1, *fragments.LANES, 8)).astype(jnp.dtype(dtype))
+    return list(x.view(np.int32))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("each", "width"), [(4, 4), (8, 4), (16, 8)])
-@pytest.mark.parametrize("form", ["uint8", "int8"])
-def test_the_lanes_of_a_warp_compute_the_formula(monkeypatch, form, each, width, dtype):
+@pytest.mark.parametrize("loads", [1, 2, 4])
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_the_lanes_of_a_warp_compute_the_formula(monkeypatch, form, loads, dtype):
     rng = np.random.default_rng(0)
-    shape = (1, *fragments.LANES, width)
-    count = fragments.words(form, each)
-    codes = [rng.integers(0, 256, shape).astype(np.uint8).view(form) for _ in range(each)]
-    x = rng.standard_normal((*shape[:3], 2 * max(count, width))).astype(jnp.dtype(dtype))
-    x_words = np.split(x.view(np.int32), max(1, count // width), -1)
+    codes = draw(rng, loads)
+    x_words = inputs(rng, loads if form == "int4" else max(1, loads // 2), dtype)
     operands = [word for tensor in (*codes, *x_words) for word in words_of(tensor)]
-    sums = [rng.standard_normal(shape).astype(np.float32) for _ in range(2)]
+    sums = list(rng.standard_normal((2, 1, *fragments.LANES, 4)).astype(np.float32))
     arrays = [jnp.asarray(c) for c in codes], [jnp.asarray(w) for w in x_words]
-    if form == "uint8":
+    if form == "int4":
         product = lambda interpret: fragments.int4_sums(*arrays, dtype, interpret)
     else:
         operands += [word for tensor in sums for word in words_of(tensor)]
         product = lambda interpret: fragments.int8_sums(*arrays, sums, dtype, interpret)
     expected = product(True)
-    run = lambda text, args: emulate(text, operands, width, dtype)
-    monkeypatch.setattr(fragments, "_run", run)
+    monkeypatch.setattr(fragments, "_run", lambda text, args: emulate(text, operands, dtype))
     assert_equal(product(False), expected)
 
 
-@pytest.mark.parametrize(("each", "width"), [(4, 8), (16, 8)])
-def test_the_lanes_of_a_warp_add_the_inputs(monkeypatch, each, width):
-    rng = np.random.default_rng(0)
-    shape = (1, *fragments.LANES, 2 * max(each, width))
-    x = rng.standard_normal(shape).astype(jnp.bfloat16)
-    x_words = np.split(x.view(np.int32), max(1, each // width), -1)
+@pytest.mark.parametrize("loads", [1, 4])
+def test_the_lanes_of_a_warp_add_the_inputs(monkeypatch, loads):
+    x_words = inputs(np.random.default_rng(0), loads, "bfloat16")
     operands = [word for tensor in x_words for word in words_of(tensor)]
-    expected = fragments.input_sums([jnp.asarray(w) for w in x_words], each, "bfloat16", True)
-    run = lambda text, args: emulate(text, operands, width, "bfloat16")
-    monkeypatch.setattr(fragments, "_run", run)
-    assert_equal(fragments.input_sums(x_words, each, "bfloat16", False), expected)
+    expected = fragments.input_sums([jnp.asarray(w) for w in x_words], "bfloat16", True)
+    monkeypatch.setattr(fragments, "_run", lambda text, args: emulate(text, operands, "bfloat16"))
+    assert_equal(fragments.input_sums(x_words, "bfloat16", False), expected)
 
 
 def assert_equal(ours, expected):

@@ -12,7 +12,7 @@ from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.engine.programs import EngineModel
 from jaxtrain.inference.engine.requests import DEFAULT, EngineOptions
 from jaxtrain.model import Params, cast
-from jaxtrain.model.stack import take_apart, transpose_large
+from jaxtrain.model.stack import codes_in_fragments, take_apart, transpose_large
 from jaxtrain.parallel import MeshConfig, make_mesh
 from jaxtrain.parallel.mesh import check_divides
 from jaxtrain.runs.saved import Saved, load_saved, place_params
@@ -39,6 +39,7 @@ def engine_of(saved: Saved, options: EngineOptions = DEFAULT) -> Engine:
     if mesh is None:
         take_apart(params, saved.specs)
         transpose_large(params, saved.specs, options.slots)
+        codes_in_fragments(params, saved.specs, options.slots * (1 + options.drafts))
     model = c, saved.graphdef, params, saved.tokenizer, saved.prompting.stops
     return Engine(*model, options, mesh, drafter, [name for name, _ in options.adapters])
 

@@ -6,7 +6,7 @@ from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.matmul.integers.halves import group_sums, scaled_halves
 
 
-def supports(target: Target, x_MK, codes, scales) -> None:
+def supports(target: Target, form: str, x_MK, codes, scales) -> None:
     return None
 
 

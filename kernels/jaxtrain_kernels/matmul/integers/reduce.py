@@ -9,7 +9,7 @@ from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.matmul.integers.halves import group_sums, scaled_halves
 
 
-def supports(target: Target, x_MK, codes, scales) -> str | None:
+def supports(target: Target, form: str, x_MK, codes, scales) -> str | None:
     """Return why this backend cannot serve the call; None = it can."""
     if target.platform not in ("cuda", "rocm"):
         return f"needs a GPU, found {target.platform}"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtrain_kernels.dispatch import Target
 
 
-def supports(target: Target, x_MK, codes, scales) -> None:
+def supports(target: Target, form: str, x_MK, codes, scales) -> None:
     return None
 
 

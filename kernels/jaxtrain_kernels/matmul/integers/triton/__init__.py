@@ -1,15 +1,15 @@
 """Matmuls of 1 to 32 rows with integer codes in Pallas Triton: Ampere and newer.
 
-XLA compiles these kernels itself, and CUDA graphs can contain them. A program has a tile of columns
-and reads all inputs. Where the columns give too few programs, it reads only a split of the inputs
-(split-K), and XLA adds the splits in float32, always in the same order. For up to `FRAGMENT_ROWS`
-rows, codes become operands of tensor cores in registers (`fragments.py`).
+XLA compiles these kernels itself, and CUDA graphs can contain them. For up to `FRAGMENT_ROWS` rows
+of inputs, codes in the order of `fragment_order.py` become operands of tensor cores in registers
+(`fragments.py`); a program has 32 columns. Codes in rows are multiplied by tiles in shared memory.
+Where the columns give too few programs, one reads only a split of the inputs (split-K), and XLA
+adds the splits in float32, always in the same order.
 The kernels are in `kernels.py`, imported by the first call: Pallas takes a while to import.
 JAX 0.11.2 warns that a later version will have no Triton backend of Pallas.
 
 A copy at 4.2 TB/s moves 32 bytes per nanosecond to each of 132 multiprocessors, with a latency of
-about 1,000 ns. So 32 KiB are in flight: 16 loads of 8 bytes for each of 256 threads. Pieces of rows
-of 32, 64 and 128 bytes are read at 1.2, 1.6 and 2.1 TB/s, however many are in flight (an H200).
+about 1,000 ns. So 32 KiB are in flight: 2 loads of 16 bytes for each of 1,024 threads.
 """
 
 from typing import NamedTuple
@@ -19,40 +19,35 @@ import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import Target, triton_unsupported
 from jaxtrain_kernels.matmul.integers import dot
+from jaxtrain_kernels.matmul.integers.fragment_order import COLUMNS, ROWS, from_fragments
 
 MOST_ROWS = 32
 PROCESSORS = 132  # multiprocessors (SMs) of a Hopper GPU
 MOST_SPLITS = 16  # which one thread of XLA's sum reads, one after another
-ENOUGH = 0.8  # of the multiprocessors have a program, if the sizes allow
 FRAGMENT_ROWS = 8  # more rows use shared memory
-WIDE_ROWS = 2  # up to these, all lanes of a warp are side by side
+# Of a program of fragments; of a multiprocessor at 64 registers a lane; blocks of a warp in a step.
+LEAST_WARPS, MOST_WARPS, RESIDENT_WARPS, MOST_LOADS = 4, 32, 32, 2
+FORMULAS = {"int4": dot.w4a16_matmul, "int8": dot.w8a16_matmul}  # XLA's, for gradients
 # Pallas indexes up to 2^32 bytes in int32, in which indices from 2^31 on are negative.
 UNCOUNTED = range(2**31, 2**32 + 1)
 
 
 class Tile(NamedTuple):
-    """A program's warps, which read different rows of codes in the same columns.
+    """A program's warps, which read different blocks of codes of the same columns.
 
-    width: adjacent columns of a lane. each: rows of codes of a lane per step. wide: all 32 lanes
-    of a warp are side by side, for 2 rows of x at a time; else 8 are, and 4 behind one another, for
-    8 rows of x. A program reads one of `splits` splits of the inputs.
+    loads: blocks of a warp per step. A program reads one of `splits` splits of the inputs.
     """
 
-    width: int
     warps: int
-    each: int
+    loads: int
     splits: int
-    wide: bool
 
-    @property
-    def columns(self) -> int:
-        """Columns of a program."""
-        return (32 if self.wide else 8) * self.width
+    columns = COLUMNS
 
     @property
     def rows(self) -> int:
         """Rows of codes of a program's step."""
-        return (1 if self.wide else 4) * self.each * self.warps
+        return ROWS * self.loads * self.warps
 
 
 class DotTile(NamedTuple):
@@ -65,22 +60,24 @@ class DotTile(NamedTuple):
     stages: int
 
 
-def supports(target: Target, x_MK, codes, scales) -> str | None:
-    """Return why this backend cannot serve the call; None = it can."""
+def supports(target: Target, form: str, x_MK, codes, scales) -> str | None:
+    """Return why this backend cannot serve the call; None = it can. form: int4 or int8."""
     if reason := triton_unsupported(target):
         return reason
     M, K = x_MK.shape
-    if M > MOST_ROWS:
-        return f"needs at most {MOST_ROWS} rows, got {M}"
+    most = FRAGMENT_ROWS if codes.dtype == jnp.int32 else MOST_ROWS
+    if M > most:
+        return f"needs at most {most} rows, got {M}"
     if x_MK.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, got {x_MK.dtype}"
-    if codes.shape[-1] % 32:
-        return f"needs a multiple of 32 columns, got {codes.shape[-1]}"
-    if codes.ndim > 2 and codes.size in UNCOUNTED:
-        return f"needs a stack below 2^31 bytes of codes or above 2^32, got {codes.size}"
-    if codes.shape[-2] % 16:
-        return f"needs a multiple of 16 rows of codes, got {codes.shape[-2]}"
-    if codes.dtype == jnp.uint8:
+    if codes.dtype != jnp.int32:
+        if codes.ndim > 2 and codes.size in UNCOUNTED:
+            return f"needs a stack below 2^31 bytes of codes or above 2^32, got {codes.size}"
+        if codes.shape[-1] % 32:
+            return f"needs a multiple of 32 columns, got {codes.shape[-1]}"
+        if codes.shape[-2] % 16:
+            return f"needs a multiple of 16 rows of codes, got {codes.shape[-2]}"
+    if form == "int4":
         group = K // scales.shape[-2]
         if scales.dtype != jnp.bfloat16:
             return f"needs scales in bfloat16, got {scales.dtype}"
@@ -89,48 +86,38 @@ def supports(target: Target, x_MK, codes, scales) -> str | None:
     return None
 
 
-def w8a16_matmul(x_MK, codes_KN, scales_N, layer=None, tile=None, interpret=False):
-    """Backend of the public function. tile: a `Tile` that replaces `tile_of`'s, to measure it."""
-    R, N = codes_KN.shape[-2:]
-    tile = tile or tile_of(len(x_MK), R, N, None)
-    return _product(dot.w8a16_matmul, tile, interpret, x_MK, (codes_KN, scales_N), layer)
+def w8a16_matmul(x_MK, codes, scales_N, layer=None, tile=None, interpret=False):
+    """Backend of the public function. tile: one that replaces `tile_of`'s, to measure it."""
+    return _product("int8", tile, interpret, x_MK, (codes, scales_N), layer)
 
 
-def w4a16_matmul(
-    x_MK, codes_HN, scales_GN, offsets_GN=None, layer=None, tile=None, interpret=False
-):
-    """Backend of the public function. tile: a `Tile` that replaces `tile_of`'s, to measure it."""
-    group = x_MK.shape[1] // scales_GN.shape[-2]
-    R, N = codes_HN.shape[-2:]
-    tile = tile or tile_of(len(x_MK), R, N, group)
-    arrays = (codes_HN, scales_GN) if offsets_GN is None else (codes_HN, scales_GN, offsets_GN)
-    return _product(dot.w4a16_matmul, tile, interpret, x_MK, arrays, layer)
+def w4a16_matmul(x_MK, codes, scales_GN, offsets_GN=None, layer=None, tile=None, interpret=False):
+    """Backend of the public function. tile: one that replaces `tile_of`'s, to measure it."""
+    arrays = (codes, scales_GN) if offsets_GN is None else (codes, scales_GN, offsets_GN)
+    return _product("int4", tile, interpret, x_MK, arrays, layer)
 
 
-def tile_of(M: int, R: int, N: int, group: int | None) -> Tile | DotTile:
-    """Tile for M rows and codes [R, N], which it divides: no mask is needed. group: int4's size.
+def fragment_tile(R: int, N: int, group: int | None) -> Tile:
+    """Tile for codes [R, N] in fragments, which it divides: no mask is needed. group: int4's.
 
-    Of pieces of rows of 128 to 1,024 bytes, 256 (wide) and 128 gave the fastest chains (an H200).
+    All programs run at once if they can, so that all bytes are asked for early.
     """
-    if M > FRAGMENT_ROWS:
-        return _dot_tile(R, N, group)
-    wide = M <= WIDE_ROWS and N % 128 == 0
-    lanes, behind = (32, 1) if wide else (8, 4)
-    lane = R if group is None else group // 2  # a step of a warp lies in one group
-    each = min(16, _power_of_two(R) // behind, _power_of_two(lane) // behind)
-    most = _power_of_two(R // (behind * each))
-    width = min(8 if wide else 16, _power_of_two(N) // lanes)
-    programs = lambda: N // (lanes * width)
-    while programs() * min(most, MOST_SPLITS) < ENOUGH * PROCESSORS and width > 4:
-        width //= 2
+    blocks, programs = R // ROWS, N // COLUMNS
+    loads = min(MOST_LOADS, _power_of_two(blocks))
+    if group is not None:  # a step of a warp lies in one group
+        loads = min(loads, _power_of_two(group // 2 // ROWS))
+    most = _power_of_two(blocks // loads)
+    warps = min(LEAST_WARPS, most)
+    while warps < min(MOST_WARPS, most) and 2 * warps * programs <= RESIDENT_WARPS * PROCESSORS:
+        warps *= 2
     splits = 1
-    while programs() * splits < 2 * ENOUGH * PROCESSORS and splits < min(most, MOST_SPLITS):
+    while 2 * splits * programs <= PROCESSORS and splits < min(most // warps, MOST_SPLITS):
         splits *= 2
-    return Tile(width, min(8, most // splits), each, splits, wide)
+    return Tile(warps, loads, splits)
 
 
-def _dot_tile(R: int, N: int, group: int | None) -> DotTile:
-    """Tile for shared memory: of 9 to 24 per shape within 4% of the fastest (8 rows, H200)."""
+def dot_tile(R: int, N: int, group: int | None) -> DotTile:
+    """Tile for codes [R, N] in rows: of 9 to 24 a shape within 4% of the fastest (8 rows, H200)."""
     columns = min(128, _power_of_two(N))
     rows = min(64, _power_of_two(R), R if group is None else _power_of_two(group // 2))
     steps, programs = R // rows, N // columns
@@ -145,24 +132,35 @@ def _power_of_two(n: int) -> int:
     return n & -n
 
 
-def _product(formula, tile: Tile | DotTile, interpret: bool, x_MK, arrays, layer):
-    """Call the kernel. formula: the same function in XLA, for the gradient.
+def _product(form: str, tile: Tile | DotTile | None, interpret: bool, x_MK, arrays, layer):
+    """Call the kernel of int4 or int8.
 
     The kernel reads the layer index from memory, so that all layers share one compiled kernel.
     """
 
+    codes, scales = arrays[:2]
+    in_fragments, N = codes.dtype == jnp.int32, scales.shape[-1]
+    shape = codes.shape[-3 if in_fragments else -2 :]
+    if tile is None:
+        R, group = x_MK.shape[1], None
+        if form == "int4":
+            R, group = R // 2, R // scales.shape[-2]
+        tile = (fragment_tile if in_fragments else dot_tile)(R, N, group)
+
     def formula_of_layer(x_MK, arrays, *layer_1):
-        matrix = [array[layer_1[0][0]] for array in arrays] if layer_1 else arrays
-        return formula(x_MK, *matrix)
+        codes, *others = [array[layer_1[0][0]] for array in arrays] if layer_1 else arrays
+        if in_fragments:
+            codes = from_fragments(codes, form)
+        return FORMULAS[form](x_MK, codes, *others)
 
     @jax.custom_vjp
     def product(x_MK, arrays, *layer_1):
         def call(x_MK, arrays, *layer_1):
             from jaxtrain_kernels.matmul.integers.triton import kernels
 
-            codes = arrays[0].reshape(-1, *arrays[0].shape[-2:])
-            others = [array.reshape(len(codes), -1, codes.shape[-1]) for array in arrays[1:]]
-            return kernels.call(tile, interpret, x_MK, codes, *others, layer_1=layer_1)
+            codes = arrays[0].reshape(-1, *shape)
+            others = [array.reshape(len(codes), -1, N) for array in arrays[1:]]
+            return kernels.call(form, tile, interpret, x_MK, codes, *others, layer_1=layer_1)
 
         return jax.custom_batching.sequential_vmap(call)(x_MK, arrays, *layer_1)
 

@@ -1,10 +1,10 @@
 """Products of up to 8 rows with integer codes on tensor cores, from registers (`mma.m16n8k16`).
 
-A warp's lane (c, q), c < 8 and q < 4, holds the codes of `width` adjacent columns in `each` rows:
-columns c * width + j, rows q * each + i. That is how `mma` wants its left operand where two rows
-of it are two of these columns, and the pairs of inputs along it two rows of codes: `prmt` puts the
-two rows' bytes side by side, and a bit operation makes two 16-bit floats of them. No conversion,
-no subtraction and no shared memory: 1 operation a code of int4, 1.5 of int8.
+A warp's lane (c, q), c < 8 and q < 4, holds words of 4 codes: columns 4 c .. 4 c + 3 of some rows
+(`fragment_order`). That is how `mma` wants its left operand where two rows of it are two of these
+columns, and the pairs of inputs along it two rows of codes: `prmt` puts the two rows' bytes side by
+side, and a bit operation makes two 16-bit floats of them. No conversion, no subtraction and no
+shared memory: 1 operation a code of int4, 1.5 of int8.
 
 An integer becomes a float by its bits: those of 128 (bfloat16) or 1024 (float16) take `n` as their
 low bits, which gives 128 + n. int4 begins its sums with -(128 + 8) times the sum of the inputs.
@@ -15,11 +15,9 @@ with sums truncated after each `mma`, for up to 14,336 bfloat16 inputs. Inputs h
 is 8e-6 (int8) and 4e-5 (int4) of the results' root mean square. Rounding to bfloat16 costs more,
 4e-3 to 8e-3.
 
-Every tensor is [warps, 8, 4, width], so that Triton gives each lane the `width` values of (c, q).
-The right operand's lane (c, q) has the inputs of row c of x, at the rows of codes of q. A result's
-lane has rows 2q and 2q + 1 of x at its own columns. For two rows of x, all 32 lanes may hold
-other columns of the same rows of codes instead, so that a warp reads longer pieces of them: then
-row c of the right operand is row c % 2 of x for lanes q = c // 2 and zero for the other lanes.
+Every tensor is [warps, 8, 4, 4], so that Triton gives each lane the last 4 values of (c, q). Of
+codes they are 4 rows, of sums 4 columns. The right operand's lane (c, q) has the inputs of row c of
+x, at the rows of codes of q. A result's lane has rows 2q and 2q + 1 of x at its own columns.
 """
 
 import jax
@@ -32,50 +30,49 @@ BASE = {"bfloat16": 0x4300, "float16": 0x6400}  # bits of 128 and 1024
 ONES = {"bfloat16": 0x3F803F80, "float16": 0x3C003C00}  # two ones
 
 
-def words(codes: str, each: int) -> int:
-    """32-bit words of x (two inputs) that `each` rows of codes need."""
-    return each if codes == "uint8" else each // 2
-
-
 def int4_sums(loaded, x_words, dtype: str, interpret: bool):
     """Sums of x (codes - 8) over a step's rows of codes, for rows 2q and 2q + 1 of x.
 
-    loaded: uint8 tensors, one a row of codes; x_words: int32 tensors whose last axis is the row of
-    codes. Returns two float32 tensors.
+    loaded: int32 tensors, each with 4 rows of codes; x_words: int32 tensors, each with words of 4
+    rows of codes. Returns two float32 tensors.
     """
     if interpret:
-        halves = [(rows & 15, rows >> 4) for rows in loaded]
-        values = jnp.stack([half for pair in halves for half in pair], 3).astype(jnp.float32) - 8
+        codes = _unpacked(loaded, jnp.uint8)
+        halves = jnp.stack([codes & 15, codes >> 4], 4)
+        values = halves.reshape(*codes.shape[:3], -1, 4).astype(jnp.float32) - 8
         return _interpreted(values, x_words, dtype)
-    return _run(_int4_text(len(loaded), loaded[0].shape[-1], dtype), (*loaded, *x_words))
+    return _run(_int4_text(4 * len(loaded), dtype), (*loaded, *x_words))
 
 
 def int8_sums(loaded, x_words, sums, dtype: str, interpret: bool):
     """`sums` (two float32 tensors, as `int4_sums` returns) plus x codes of a step's rows."""
     if interpret:
-        values = jnp.stack(loaded, 3).astype(jnp.float32)
-        more = _interpreted(values, x_words, dtype)
+        more = _interpreted(_unpacked(loaded, jnp.int8).astype(jnp.float32), x_words, dtype)
     else:
-        text = _int8_text(len(loaded), loaded[0].shape[-1], dtype)
+        text = _int8_text(4 * len(loaded), dtype)
         both = sums if len(sums) == 2 else (*sums, jnp.zeros_like(sums[0]))
         return _run(text, (*loaded, *x_words, *both))[: len(sums)]
     return tuple(a + b for a, b in zip(sums, more, strict=False))
 
 
-def input_sums(x_words, each: int, dtype: str, interpret: bool):
-    """Sums of the inputs of `each` rows of int4 codes, as `int4_sums` returns them."""
-    width = x_words[0].shape[-1]
+def input_sums(x_words, dtype: str, interpret: bool):
+    """Sums of the inputs of a step's rows of int4 codes, as `int4_sums` returns them."""
     if interpret:
-        ones = jnp.ones((*x_words[0].shape[:3], 2 * each, width))
+        ones = jnp.ones((*x_words[0].shape[:3], 8 * len(x_words), 4))
         return _interpreted(ones, x_words, dtype)
-    x = [f"${width + i}" for i in range(each)]
+    x = [f"${4 + i}" for i in range(4 * len(x_words))]
     lines = _inputs_text(x[::2], x[1::2], ONES[dtype], dtype)
-    lines += [f"mov.f32 d{p * width + j}, n{p};" for p in range(2) for j in range(width)]
-    return _run(_wrapped(width, 0, lines), x_words)
+    lines += [f"mov.f32 d{4 * p + j}, n{p};" for p in range(2) for j in range(4)]
+    return _run(_wrapped(0, lines), x_words)
+
+
+def _unpacked(loaded, dtype):
+    """Codes [warps, 8, 4, rows, 4 columns] of words."""
+    return jnp.concatenate([jax.lax.bitcast_convert_type(w, dtype) for w in loaded], 3)
 
 
 def _interpreted(values, x_words, dtype: str):
-    """The same sums without `mma`. values [warps, 8, 4, inputs, width]."""
+    """The same sums without `mma`. values [warps, 8, 4, inputs, 4 columns]."""
     pairs = jax.lax.bitcast_convert_type(jnp.concatenate(x_words, -1), jnp.dtype(dtype))
     x = pairs.reshape(*pairs.shape[:3], -1).astype(jnp.float32)  # axis 1: row of x
     x = x[..., : values.shape[3]]  # few rows of codes: their words are there more than once
@@ -88,14 +85,12 @@ def _run(text: str, args):
     """Run the text on each lane's values. It returns two sums in a 64-bit word: JAX 0.11.2 cannot
     lower two results."""
     shape = args[0].shape
-    width = shape[-1]
-    registers = {"float32": "f" * width, "int32": "r" * width}
-    inputs = "".join(registers.get(arg.dtype.name, "r" * (width // 4)) for arg in args)
+    inputs = "".join(4 * {"float32": "f", "int32": "r"}[arg.dtype.name] for arg in args)
     [both] = plgpu.elementwise_inline_asm(
         text,
         args=args,
-        constraints=",".join(["=&l"] * width + list(inputs)),
-        pack=width,
+        constraints=",".join(["=&l"] * 4 + list(inputs)),
+        pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct(shape, np.dtype("int64"))],
     )
     with jax.enable_x64(True):
@@ -104,24 +99,25 @@ def _run(text: str, args):
     return tuple(jax.lax.bitcast_convert_type(word, jnp.float32) for word in words)
 
 
-def _int4_text(each: int, width: int, dtype: str) -> str:
+def _int4_text(each: int, dtype: str) -> str:
+    """Text for `each` rows of codes."""
     base = BASE[dtype] * 0x10001
-    code, x = _operands(each, width)
+    code, x = _operands(each)
     b = [f"b{i}" for i in range(each)]
-    lines = _after(width, each, width, base)
+    lines = _after(each, base)
     for i in range(0, each, 2):  # even inputs of two rows of codes, then odd ones
         lines += [f"prmt.b32 b{i}, {x(i)}, {x(i + 1)}, 0x5410;",
                   f"prmt.b32 b{i + 1}, {x(i)}, {x(i + 1)}, 0x7632;"]  # fmt: skip
     lines += _inputs_text(b[::2], b[1::2], (base | 0x80008) ^ 0x80008000, dtype)
-    for j in range(0, width, 2):
+    for j in (0, 2):
         for i in range(0, each, 2):
-            lines.append(f"prmt.b32 p, {code(i, j)}, {code(i + 1, j)}, {_adjacent(j)};")
+            lines.append(f"prmt.b32 p, {code(i)}, {code(i + 1)}, {_adjacent(j)};")
             for a, shift in enumerate((0, 8, 4, 12)):
                 lines += [*_shifted(shift), _placed(f"a{a}", shift, 0x000F000F)]
-            out = _quad(j, width)
+            out = _quad(j)
             before = out if i else "{n0,n1,n2,n3}"
             lines.append(_mma(dtype, out, "{a0,a1,a2,a3}", b[i], b[i + 1], before))
-    return _wrapped(width, each, lines)
+    return _wrapped(each, lines)
 
 
 def _inputs_text(low, high, ones: int, dtype: str) -> list[str]:
@@ -131,45 +127,44 @@ def _inputs_text(low, high, ones: int, dtype: str) -> list[str]:
     return lines + [_mma(dtype, n, "{o,o,o,o}", *b, n) for b in zip(low, high, strict=True)]
 
 
-def _int8_text(each: int, width: int, dtype: str) -> str:
+def _int8_text(each: int, dtype: str) -> str:
+    """Text for `each` rows of codes."""
     base = BASE[dtype] * 0x10001
-    code, x = _operands(each, width)
-    first = width + each * width // 4 + max(width, each // 2)
-    lines = _after(width, each, width, base)
+    code, x = _operands(each)
+    first = 4 + each + max(4, each // 2)
+    lines = _after(each, base)
     lines += [f"xor.b32 b{i}, {x(i)}, 0x80008000;" for i in range(each // 2)]
-    for j in range(0, width, 2):
+    for j in (0, 2):
         for i in range(0, each, 4):
             w = i // 2
             for a, row in ((0, i), (2, i + 2)):
-                lines.append(f"prmt.b32 p, {code(row, j)}, {code(row + 1, j)}, {_adjacent(j)};")
+                lines.append(f"prmt.b32 p, {code(row)}, {code(row + 1)}, {_adjacent(j)};")
                 for column, shift in ((0, 0), (1, 8)):
                     lines += [*_shifted(shift),
                               _placed(f"a{a + column}", shift, 0x007F007F),
                               _placed(f"s{a + column}", shift, 0x00800080)]  # fmt: skip
-            out = _quad(j, width)
-            before = out if i else _quad(j, width, "$", first)
+            out = _quad(j)
+            before = out if i else _quad(j, "$", first)
             lines += [_mma(dtype, out, "{a0,a1,a2,a3}", x(w), x(w + 1), before),
                       _mma(dtype, out, "{s0,s1,s2,s3}", f"b{w}", f"b{w + 1}", out)]  # fmt: skip
-    return _wrapped(width, each, lines)
+    return _wrapped(each, lines)
 
 
-def _after(first: int, each: int, width: int, base: int) -> list[str]:
+def _after(each: int, base: int) -> list[str]:
     """Register f = base, which the compiler takes to depend on every row of codes.
 
     Without this, ptxas delays loads to save registers, and few bytes are in flight. The third grid
     index is 0, which ptxas does not know.
     """
-    per_row = width // 4
-    lines = [f"or.b32 t, ${first}, ${first + per_row};"]
-    lines += [f"or.b32 t, t, ${first + i * per_row};" for i in range(2, each)]
+    lines = ["or.b32 t, $4, $5;", *(f"or.b32 t, t, ${4 + i};" for i in range(2, each))]
     return [*lines, "mov.u32 f, %ctaid.z;", f"lop3.b32 f, t, f, {base}, 0xEA;"]
 
 
-def _wrapped(width: int, words_of_x: int, lines: list[str]) -> str:
+def _wrapped(words_of_x: int, lines: list[str]) -> str:
     """Declare the registers, and pack the sums d of each column into a 64-bit result."""
     registers = [f".reg .b32 f, o, p, t, a<4>, s<4>, b<{words_of_x + 1}>;",
-                 f".reg .f32 n<4>, d<{2 * width}>;"]  # fmt: skip
-    results = [f"mov.b64 ${j}, {{d{j},d{width + j}}};" for j in range(width)]
+                 ".reg .f32 n<4>, d<8>;"]  # fmt: skip
+    results = [f"mov.b64 ${j}, {{d{j},d{4 + j}}};" for j in range(4)]
     return "\n".join(["{", *registers, *lines, *results, "}"])
 
 
@@ -179,21 +174,20 @@ def _mma(dtype: str, out: str, left: str, low: str, high: str, before: str) -> s
     return f"{op} {out}, {left}, {{{low},{high}}}, {before};"
 
 
-def _operands(each: int, width: int):
-    """Names of the operand with the code of (row, column) and of the i-th word of x."""
-    code = lambda i, j: f"${width + i * (width // 4) + j // 4}"
-    return code, lambda i: f"${width + each * (width // 4) + i}"
+def _operands(each: int):
+    """Names of the operands with the codes of row i and with the i-th word of x."""
+    return lambda i: f"${4 + i}", lambda i: f"${4 + each + i}"
 
 
-def _quad(j: int, width: int, name: str = "d", first: int = 0) -> str:
+def _quad(j: int, name: str = "d", first: int = 0) -> str:
     """Sums of columns j and j + 1 for rows 2q and 2q + 1 of x."""
-    numbers = (j, width + j, j + 1, width + j + 1)
+    numbers = (j, 4 + j, j + 1, 4 + j + 1)
     return "{" + ",".join(f"{name}{first + n}" for n in numbers) + "}"
 
 
 def _adjacent(j: int) -> str:
     """Selector of `prmt`: columns j and j + 1 of one row, then of another."""
-    return "0x5410" if j % 4 == 0 else "0x7632"
+    return "0x7632" if j else "0x5410"
 
 
 def _shifted(shift: int) -> list[str]:
