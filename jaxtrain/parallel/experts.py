@@ -1,4 +1,6 @@
-"""Expert parallelism: dropless dispatch and combine, by all-to-all over the mesh axis `expert`.
+"""Expert parallelism: dropless dispatch and combine over the mesh axis `expert`.
+
+Up to top_k devices gather all tokens instead (`gathered_experts.py`). This page is about more.
 
 Each device of that axis holds E / size experts and its own batch rows (or, along `context`, a shard
 of every row's tokens). A token's copies are sent to the devices of its experts. These sort them,
@@ -25,6 +27,7 @@ from jaxtrain.parallel.axes import (
     psum_replicated_grad,
     shard_map,
 )
+from jaxtrain.parallel.gathered_experts import gathered_experts
 
 # (rows [M, D], their weights [M, 1], ups, down, sizes_E) -> rows [M, D]: runs each group of rows
 # through its expert, times the rows' weights
@@ -113,6 +116,9 @@ def moe_tile(
 ) -> tuple[Array, Array]:
     """`moe_on_device` for one tile of tokens: x_ND, chosen_Nk and weights_Nk."""
     x_ND, chosen_Nk, weights_Nk = tokens
+    if 1 < num_shards <= chosen_Nk.shape[1]:
+        y_ND = gathered_experts(network, *tokens, ups, down_EFD)
+        return y_ND, count_copies(chosen_Nk, num_shards * down_EFD.shape[0])
     if num_shards > 1:
         order_M, sizes_E = sort_by_expert(chosen_Nk, num_shards * down_EFD.shape[0])
         sizes_VWe = jax.lax.all_gather(sizes_E.reshape(num_shards, -1), "expert")
@@ -129,9 +135,14 @@ def moe_tile(
 
 def sort_by_expert(chosen_Nk: Array, experts: int) -> tuple[Array, Array]:
     """Return the copies in the order of their experts, and each expert's number of copies."""
-    expert_M = chosen_Nk.reshape(-1)
-    sizes_E = jnp.sum(expert_M[:, None] == jnp.arange(experts)[None], axis=0, dtype=jnp.int32)
-    return jnp.argsort(expert_M, stable=True), sizes_E
+    order_M = jnp.argsort(chosen_Nk.reshape(-1), stable=True)
+    return order_M, count_copies(chosen_Nk, experts)
+
+
+def count_copies(chosen_Nk: Array, experts: int) -> Array:
+    """Each expert's number of copies."""
+    each_E = jnp.arange(experts)
+    return jnp.sum(chosen_Nk.reshape(-1)[:, None] == each_E[None], axis=0, dtype=jnp.int32)
 
 
 class DispatchPlan(NamedTuple):

@@ -37,6 +37,7 @@ from jaxtrain_kernels.moe_permute import (
     moe_unpermute,
     row_id_map,
     scatter_rows,
+    sum_rows,
 )
 from jaxtrain_kernels.moe_router import moe_router
 from jaxtrain_kernels.rope_attention import rope_attention
@@ -73,5 +74,6 @@ __all__ = [
     "rope_attention",
     "row_id_map",
     "scatter_rows",
+    "sum_rows",
     "supports_rope_append",
 ]

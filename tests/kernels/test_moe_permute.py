@@ -71,6 +71,19 @@ def test_the_reference_is_a_stable_sort():
     assert sums[:, 0].tolist() == [6, 3, 6]
 
 
+@pytest.mark.parametrize("by", [reference, functools.partial(triton.sum_rows, interpret=True)])
+def test_sums_of_rows_of_which_some_are_missing(by):
+    """Rows of -1 and from M on count as zeros."""
+    run = by.sum_rows if by is reference else by
+    y = jnp.asarray(np.random.default_rng(0).normal(size=(20, 128)), BF16)
+    rows = jnp.array(
+        [[0, 19], [-1, 3], [20, 5], [-1, 20], [1000, -7], [7, 7], [2, -1], [4, 6], [9, 8]]
+    )
+    wide = np.concatenate([np.asarray(y, np.float32), np.zeros((1, 128))])
+    expected = wide[np.where((rows >= 0) & (rows < 20), rows, 20)].sum(1)
+    np.testing.assert_allclose(run(y, rows).astype(jnp.float32), expected, atol=0.02)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.quick("(700, 2, 8, 384)")
 def test_the_kernels_equal_the_reference(shape):

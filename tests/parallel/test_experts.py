@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import close, mesh_of
 
-from jaxtrain.parallel import experts, moe_dispatch_combine
+from jaxtrain.parallel import experts, gathered_experts, moe_dispatch_combine
 
 B, T, D, F, E, K = 8, 4, 6, 10, 8, 3
 
@@ -158,6 +158,25 @@ def test_there_are_as_many_rounds_as_the_longest_list_takes():
 
 
 @pytest.mark.slow
+def test_there_are_as_many_passes_as_the_rows_of_a_device_take():
+    """Two devices gather 64 copies. The second has 48 of them, three quarters of both experts of
+    each token: a pass of 34 rows, which would take an even load and a sixteenth more, and four of
+    4. The first has 16. The backward pass computes them again."""
+    picks = np.where(np.arange(B * T)[:, None] % 4 == 0, [0, 1], [5, 6])
+    args = arguments(picks.reshape(B, T, 2))
+    args = *args[:2], args[2][..., :2], *args[3:]
+    seen = []
+
+    def watched(x_MD, *others):
+        jax.debug.callback(lambda rows: seen.append((len(x_MD), int(rows))), others[-1].sum())
+        return network(x_MD, *others)
+
+    close(ours(args, mesh_of(expert=2), network=watched), by_loop(*args), rtol=1e-5, atol=1e-5)
+    jax.effects_barrier()
+    assert sorted(seen) == sorted(2 * [(34, 16), (34, 34), *3 * [(4, 4)], (4, 2)])
+
+
+@pytest.mark.slow
 def test_what_no_row_was_put_into_is_not_read(monkeypatch):
     """It may be anything: here not a number, on a GPU what was there before."""
     nothing = lambda shape, dtype: jnp.full(shape, jnp.nan, dtype)
@@ -166,11 +185,13 @@ def test_what_no_row_was_put_into_is_not_read(monkeypatch):
     close(ours(args, mesh_of(expert=4, fsdp=2)), by_loop(*args), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("sizes", "loops", "products"), [({}, 0, 11), ({"expert": 2}, 2, 36)])
+@pytest.mark.parametrize(
+    ("sizes", "loops", "products"), [({}, 0, 11), ({"expert": 2}, 2, 24), ({"expert": 4}, 2, 36)]
+)
 def test_what_an_expert_made_is_not_made_again_for_the_backward_pass(sizes, loops, products):
     """Three grouped matmuls forward, six for the gradients; recomputed, the two that read the token
-    (between devices all three, in two rounds and a loop: the backward pass computes each round by
-    itself, and nothing else is recomputed)."""
+    (between devices all three, in a pass or two rounds, and in a loop: the backward pass computes
+    each by itself, and nothing else is recomputed)."""
     x, chosen, *weights = jax.tree.map(jnp.asarray, arguments())[:-1]
     x, *weights = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *weights))
     run = jax.checkpoint(lambda x, *weights: moe_dispatch_combine(network, x, chosen, *weights)[0])
@@ -181,14 +202,17 @@ def test_what_an_expert_made_is_not_made_again_for_the_backward_pass(sizes, loop
 
 
 @pytest.mark.slow
-def test_gradients_in_bfloat16_are_summed_over_rounds_in_float32(monkeypatch):
-    """512 tokens, all alike, for one of two devices: one large round, then two rows at a time. In
-    bfloat16 a sum of hundreds would not notice two more."""
+@pytest.mark.parametrize("copies", [1, 2])
+def test_gradients_in_bfloat16_are_summed_over_rounds_in_float32(monkeypatch, copies):
+    """512 tokens, all alike, for one of two devices: one large round or pass, then two rows or a
+    few at a time. In bfloat16 a sum of hundreds would not notice two more."""
     monkeypatch.setattr(experts, "ROUNDS", 1)
     monkeypatch.setattr(experts, "PARTS", 256)
+    monkeypatch.setattr(gathered_experts, "PARTS", 256)
     alike = lambda *shape: np.random.default_rng(0).uniform(0.9, 1.1, shape)
     ups = alike(E, D, F) / D, alike(E, D, F) / D
-    given = alike(B, 64, D), np.zeros((B, 64, 1), int), alike(B, 64, 1), ups, alike(E, F, D) / F
+    chosen = np.broadcast_to(np.arange(copies), (B, 64, copies))
+    given = alike(B, 64, D), chosen, alike(B, 64, copies), ups, alike(E, F, D) / F
     args = *given, alike(B, 64, D)
     x, chosen, weights, ups, down, g = jax.tree.map(jnp.asarray, args)
     narrow = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)

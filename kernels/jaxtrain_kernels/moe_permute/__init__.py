@@ -59,6 +59,15 @@ def gather_rows(
     return _backend("gather_rows", implementation, signature, x_ND, row_S).gather_rows(x_ND, row_S)
 
 
+def sum_rows(
+    y_MD: Float[Array, "M D"], row_Nk: Int[Array, "N k"], *, implementation: str | None = None
+) -> Float[Array, "N D"]:
+    """Sum each token's rows, in float32, in y's dtype; rows that y lacks are zeros. It defines no
+    gradient."""
+    backend = _backend("sum_rows", implementation, _signature(y_MD, row_Nk), y_MD, row_Nk)
+    return backend.sum_rows(y_MD, row_Nk)
+
+
 def scatter_rows(
     into_ND: Float[Array, "N D"],
     rows_SD: Float[Array, "S D"],

@@ -68,17 +68,19 @@ def copy_rows(interpret: bool, x_ND, row_Nk, weights_Nk=None):
 
 @functools.partial(jax.jit, static_argnums=0)
 def sum_rows(interpret: bool, y_MD, row_Nk, weights_M1=None):
-    """Return the sum of each token's rows, and the weights there [N, k] if they are given."""
-    (N, k), D = row_Nk.shape, y_MD.shape[1]
+    """Return the sum of each token's rows, and the weights there [N, k] if they are given. Rows
+    that y lacks are zeros."""
+    (N, k), (M, D) = row_Nk.shape, y_MD.shape
 
     def kernel(y_ref, row_ref, *refs):
         sums_ref, *weights = refs if weights_M1 is None else refs[1:]
         token_R, inside_R = _tokens(N)
-        rows_of = [plgpu.load(row_ref.at[token_R, j], mask=inside_R, other=0) for j in range(k)]
+        rows_of = [plgpu.load(row_ref.at[token_R, j], mask=inside_R, other=-1) for j in range(k)]
+        exists = lambda row_R: (row_R >= 0) & (row_R < M)
         for part in parts_of_row(D):
             at_W = _part(part)[None]
             read = lambda row_R, at_W=at_W: plgpu.load(
-                y_ref.at[row_R[:, None], at_W], mask=inside_R[:, None], other=0
+                y_ref.at[row_R[:, None], at_W], mask=exists(row_R)[:, None], other=0
             )
             first_RW, *others = (read(row_R).astype(jnp.float32) for row_R in rows_of)
             sum_RW = functools.reduce(jnp.add, others, first_RW)
@@ -88,7 +90,7 @@ def sum_rows(interpret: bool, y_MD, row_Nk, weights_M1=None):
                 mask=inside_R[:, None],
             )
         for j, row_R in enumerate(rows_of if weights else ()):
-            weight_R = plgpu.load(refs[0].at[row_R, 0], mask=inside_R, other=0)
+            weight_R = plgpu.load(refs[0].at[row_R, 0], mask=exists(row_R), other=0)
             plgpu.store(weights[0].at[token_R, j], weight_R, mask=inside_R)
 
     given = (y_MD, row_Nk) if weights_M1 is None else (y_MD, row_Nk, weights_M1)

@@ -44,6 +44,12 @@ def gather_rows(x_ND, row_S):
     return x_ND.at[row_S].get(mode="fill", fill_value=0)
 
 
+def sum_rows(y_MD, row_Nk):
+    """Backend of the public function."""
+    copies_NkD = gather_rows(y_MD, row_Nk.reshape(-1)).reshape(*row_Nk.shape, -1)
+    return jnp.sum(copies_NkD, axis=1).astype(y_MD.dtype)
+
+
 def scatter_rows(into_ND, rows_SD, row_S):
     """Backend of the public function."""
     row_S = jnp.where(row_S < 0, len(into_ND), row_S)

@@ -33,7 +33,7 @@ def supports(target: Target, op: str, x, other) -> str | None:
         return f"needs bfloat16 or float16, got {x.dtype}"
     if x.shape[1] % 128:
         return f"needs a width in multiples of 128, got {x.shape[1]}"
-    if op in ("moe_permute", "moe_unpermute") and (k := other.shape[1]) > MOST_COPIES:
+    if op in ("moe_permute", "moe_unpermute", "sum_rows") and (k := other.shape[1]) > MOST_COPIES:
         return f"needs at most {MOST_COPIES} experts a token, got {k}"
     if (values := max(other.size, len(x)) * x.shape[1]) > MOST_VALUES:
         return f"needs at most {MOST_VALUES} values, got {values}"
@@ -77,6 +77,13 @@ def gather_rows(x_ND, row_S, *, interpret=False):
     from jaxtrain_kernels.moe_permute import kernels
 
     return kernels.gather_rows(interpret, x_ND, row_S)
+
+
+def sum_rows(y_MD, row_Nk, *, interpret=False):
+    """Backend of the public function."""
+    from jaxtrain_kernels.moe_permute import kernels
+
+    return kernels.sum_rows(interpret, y_MD, row_Nk)[0]
 
 
 def scatter_rows(into_ND, rows_SD, row_S, *, interpret=False):
