@@ -87,13 +87,13 @@ def local_experts(
     """
 
     def one(part: LocalPass, sums: Array | None) -> Array:
-        y_SD = network(*rows_of(tokens, part), ups, down_eFD, part.sizes_e)
-        return added(sums, kernels.sum_rows(y_SD, part.row_Gk))
+        y_SD = network(*permuted_tokens(tokens, part), ups, down_eFD, part.sizes_e)
+        return summed(sums, kernels.sum_rows(y_SD, part.row_Gk))
 
     return for_each_pass(one, row_Gk, sizes_e)
 
 
-def rows_of(tokens: tuple[Array, Array], part: LocalPass) -> tuple[Array, Array]:
+def permuted_tokens(tokens: tuple[Array, Array], part: LocalPass) -> tuple[Array, Array]:
     """Tokens and weights of a pass's rows; zeros in empty ones."""
     x_GD, weights_Gk = tokens
     k = weights_Gk.shape[1]
@@ -101,14 +101,14 @@ def rows_of(tokens: tuple[Array, Array], part: LocalPass) -> tuple[Array, Array]
     return rows_SD, kernels.gather_rows(weights_Gk.reshape(-1, 1), part.copy_S)
 
 
-def added[Sums](sums: Sums | None, more: Sums) -> Sums:
+def summed[Sums](sums: Sums | None, more: Sums) -> Sums:
     """The sum of two trees of arrays, each in float32 and in its dtype."""
     if sums is None:
         return more
-    return jax.tree.map(lambda a, b: (wide(a) + wide(b)).astype(a.dtype), sums, more)
+    return jax.tree.map(lambda a, b: (widened(a) + widened(b)).astype(a.dtype), sums, more)
 
 
-def wide(x: Array) -> Array:
+def widened(x: Array) -> Array:
     """16-bit arrays in float32."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
@@ -147,11 +147,11 @@ def _backward(network: Callable[..., Array], given: Any, g_GD: Array) -> Any:
 
     def one(part: LocalPass, sums: Any) -> Any:
         run = lambda rows, ups, down: network(*rows, ups, down, part.sizes_e)
-        pull = jax.vjp(run, rows_of(tokens, part), *matrices)[1]
+        pull = jax.vjp(run, permuted_tokens(tokens, part), *matrices)[1]
         (drows_SD, dweights_S1), *dw = pull(kernels.gather_rows(g_GD, part.copy_S // k))
         dx_GD = kernels.sum_rows(drows_SD, part.row_Gk)
         dweights_M1 = kernels.gather_rows(dweights_S1, part.row_Gk.reshape(-1))
-        return added(sums, (dx_GD, dweights_M1.reshape(-1, k), jax.tree.map(wide, dw)))
+        return summed(sums, (dx_GD, dweights_M1.reshape(-1, k), jax.tree.map(widened, dw)))
 
     dx_GD, dweights_Gk, dw = for_each_pass(one, row_Gk, sizes_e)
     dw = jax.tree.map(lambda total, w: total.astype(w.dtype), dw, matrices)

@@ -44,9 +44,9 @@ class _Lanes:
     def load(self, step, per_block: int):
         """Words of a step's codes; and for each 8 rows of x, the words that they need, of which a
         lane has `per_block` for a block: 4 (int4) or 2 (int8)."""
-        first, place = self.first(step), (self.c * 4 + self.q) * 4 + self.j
+        first, lane_word = self.first(step), (self.c * 4 + self.q) * 4 + self.j
         loads = range(self.tile.loads)
-        codes = [self.codes_ref[self.layer, self.panel, first + i, place] for i in loads]
+        codes = [self.codes_ref[self.layer, self.panel, first + i, lane_word] for i in loads]
         M, count = self.x_ref.shape[0], self.tile.loads * per_block
 
         def words(m, i):
