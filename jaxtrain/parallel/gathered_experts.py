@@ -88,7 +88,7 @@ def local_experts(
 
     def one(part: LocalPass, sums: Array | None) -> Array:
         y_SD = network(*permuted_tokens(tokens, part), ups, down_eFD, part.sizes_e)
-        return summed(sums, kernels.sum_rows(y_SD, part.row_Gk))
+        return sum_of_passes(sums, kernels.sum_rows(y_SD, part.row_Gk))
 
     return for_each_pass(one, row_Gk, sizes_e)
 
@@ -101,14 +101,14 @@ def permuted_tokens(tokens: tuple[Array, Array], part: LocalPass) -> tuple[Array
     return rows_SD, kernels.gather_rows(weights_Gk.reshape(-1, 1), part.copy_S)
 
 
-def summed[Sums](sums: Sums | None, more: Sums) -> Sums:
+def sum_of_passes[Sums](sums: Sums | None, more: Sums) -> Sums:
     """The sum of two trees of arrays, each in float32 and in its dtype."""
     if sums is None:
         return more
-    return jax.tree.map(lambda a, b: (widened(a) + widened(b)).astype(a.dtype), sums, more)
+    return jax.tree.map(lambda a, b: (in_float32(a) + in_float32(b)).astype(a.dtype), sums, more)
 
 
-def widened(x: Array) -> Array:
+def in_float32(x: Array) -> Array:
     """16-bit arrays in float32."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
@@ -151,7 +151,9 @@ def _backward(network: Callable[..., Array], given: Any, g_GD: Array) -> Any:
         (drows_SD, dweights_S1), *dw = pull(kernels.gather_rows(g_GD, part.copy_S // k))
         dx_GD = kernels.sum_rows(drows_SD, part.row_Gk)
         dweights_M1 = kernels.gather_rows(dweights_S1, part.row_Gk.reshape(-1))
-        return summed(sums, (dx_GD, dweights_M1.reshape(-1, k), jax.tree.map(widened, dw)))
+        return sum_of_passes(
+            sums, (dx_GD, dweights_M1.reshape(-1, k), jax.tree.map(in_float32, dw))
+        )
 
     dx_GD, dweights_Gk, dw = for_each_pass(one, row_Gk, sizes_e)
     dw = jax.tree.map(lambda total, w: total.astype(w.dtype), dw, matrices)
