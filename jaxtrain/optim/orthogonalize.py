@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtrain_kernels import matmul
 from jaxtrain_kernels.dispatch import target
 from jaxtyping import Array, DTypeLike, Float
@@ -85,8 +86,9 @@ def orthogonalize(
     x = x_in_out.astype(matmul_dtype(jnp.float16 if by_gram else jnp.bfloat16))
     x = x.reshape(-1, *x.shape[-2:])
     if x.shape[-2] > x.shape[-1]:
-        # XLA's fusion of both layouts runs at a third of a copy's rate.
-        x = jax.lax.optimization_barrier(x).mT
+        # XLA's fusion of both layouts runs at a third of a copy's rate. Without the constraint it
+        # transposes the momentum in float32, twice.
+        x = jax.lax.optimization_barrier(with_layout_constraint(x, Layout((0, 1, 2)))).mT
     through = gram_newton_schulz if by_gram else newton_schulz
     x = through(x, coefficients, None if symmetric else "xla", largest)
     x = x.mT if x_in_out.shape[-2] > x_in_out.shape[-1] else x

@@ -254,14 +254,15 @@ def embedding_lookup(
 def embedding_grad(
     rows_BTD: Float[Array, "*M B T D"], places_BT: Int[Array, "*M B T"], size: int, dtype: DTypeLike
 ) -> Float[Array, "V D"]:
-    """Gradient of an embedding with V = size rows: scatter-add in float32, then cast to `dtype`.
+    """Gradient of an embedding with V = size rows: sums in float32, then cast to `dtype`.
 
-    Devices all-reduce the scatter's result next, so without the cast XLA would send float32.
+    Devices all-reduce the result next, so without the cast XLA would send float32.
     """
 
     def sums(rows, places):
-        zeros_VD = jnp.zeros((size, rows.shape[-1]), jnp.float32)
-        return zeros_VD.at[places].add(rows.astype(jnp.float32)).astype(dtype)
+        return kernels.embedding_grad(
+            rows.reshape(-1, rows.shape[-1]), places.reshape(-1), size, dtype
+        )
 
     mesh, split = current_mesh(), embedding_spec((size, rows_BTD.shape[-1]))
     if mesh is not None and split is not None and places_BT.ndim == 2:

@@ -34,6 +34,8 @@ def nonfinite_values(params: Params) -> Array:
     """Count the non-finite values of each parameter, in one pass that XLA fuses with the update if
     it can."""
     leaves = jax.tree.leaves(params)
+    # XLA would count a 16-bit parameter before its rounding, and write it in float32 for that.
+    leaves = [p if p.dtype == jnp.float32 else jax.lax.optimization_barrier(p) for p in leaves]
     return jnp.stack([jnp.sum(~jnp.isfinite(p), dtype=jnp.float32) for p in leaves])
 
 

@@ -16,6 +16,7 @@ from jaxtrain_kernels.attention import (
     supports_rope_append,
 )
 from jaxtrain_kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_per_token
+from jaxtrain_kernels.embedding_grad import embedding_grad
 from jaxtrain_kernels.feed_forward import feed_forward_relu2
 from jaxtrain_kernels.feed_forward.fp8 import fp8_feed_forward_relu2
 from jaxtrain_kernels.grouped_feed_forward import grouped_feed_forward_relu2
@@ -52,6 +53,7 @@ __all__ = [
     "attention",
     "attention_gradients",
     "decode_attention",
+    "embedding_grad",
     "feed_forward_relu2",
     "fp8_feed_forward_relu2",
     "fp8_input",
