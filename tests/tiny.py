@@ -116,8 +116,8 @@ def make_spec(c=None, optim=None, steps=100, dtype=jnp.float32, **changes):
     optim = optim or AdamWConfig.model_validate({"schedule": {"name": "constant"}})
     optimizer = make_optimizer(optim, specs, steps)
     bytes_V = jnp.full(VOCAB, 2.0)
-    of_fp8 = c.fp8_history, not c.fp8_hidden, c.fp8_epilogue, c.fp8_norms
-    transforms = [Float8(*of_fp8)] if c.fp8 else []
+    casts = c.fp8_epilogue, c.fp8_norms, c.fp8_gradients
+    transforms = [Float8(c.fp8_history, not c.fp8_hidden, *casts)] if c.fp8 else []
     transforms += [DynamicLossScale()] if dtype == jnp.float16 else []
     objective = make_next_token(options=LossOptions(head="fp8" if c.fp8 == "all" else None))
     spec = StepSpec(

@@ -99,6 +99,9 @@ FEATURES = {
     "fp8_norms": Feature("float8 casts in norms", "model.fp8_norms", given,
                          "model.fp8_norms=true model.fp8=blocks model.fp8_history=2",
                          "GPU (Hopper)"),
+    "fp8_gradients": Feature("float8 casts in backward passes", "model.fp8_gradients", given,
+                             "model.fp8_gradients=true model.fp8=blocks model.fp8_history=2",
+                             "GPU (Hopper)"),
     "no fp8_history": Feature("", "model.fp8_history", absent, "model.fp8_history=null"),
     "fp8_loss": Feature("float8 head", "model.kernels.loss", lambda name: name in FP8_LOSSES,
                         "model.kernels.loss=fp8_head", "GPU (Hopper or later)"),
@@ -281,6 +284,10 @@ REFUSALS = (
     Refusal("fp8_norms", "no fp8_history", "a norm casts by scales known before it",
             "model.fp8_history=16"),
     *(Refusal("fp8_norms", axis, "its kernel runs on one device", f"mesh.{axis}=1")
+      for axis in AXES if axis != "pipeline"),
+    Refusal("fp8_gradients", "no fp8_history", "a pass casts by scales known before it",
+            "model.fp8_history=16"),
+    *(Refusal("fp8_gradients", axis, "its kernels run on one device", f"mesh.{axis}=1")
       for axis in AXES if axis != "pipeline"),
     Refusal("fp8_history", "ffn_tiles", ONE_CALL, "model.ffn_tiles=1"),
     Refusal("fp8_history", "prompt", ONE_CALL, "model.fp8_history=null"),

@@ -1,5 +1,6 @@
 """Attention: project, rotate, normalise, attend, project back; with a KV cache when decoding."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -102,6 +103,27 @@ class LayerInputs(NamedTuple):
     cast: Fp8Input | None = None
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def first_channels(x_BTD: Array, count: int) -> tuple[Array, Array]:
+    """x itself and its first channels, whose gradient is added to x's in place.
+
+    As a slice's gradient, XLA would add zeros to all other channels, a pass over the whole array.
+    """
+    # Whole on each device: XLA would divide the channels, and exchange them by a
+    # collective-permute, which a stage of a pipeline must not have.
+    return x_BTD, constrain(x_BTD, "batch", "tokens", None)[..., :count]
+
+
+def _first_channels_backward(count: int, _: None, grads: tuple[Array, Array]) -> tuple[Array]:
+    dx_BTD, first_BTc = grads
+    return (dx_BTD.at[..., :count].set(dx_BTD[..., :count] + first_BTc),)
+
+
+first_channels.defvjp(
+    lambda x_BTD, count: (first_channels(x_BTD, count), None), _first_channels_backward
+)
+
+
 class ValueEmbedding(nnx.Module):
     """Token embeddings added to the values of some layers through a gate (nanochat).
 
@@ -122,15 +144,15 @@ class ValueEmbedding(nnx.Module):
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], tokens_BT: Int[Array, "B T"]
-    ) -> Float[Array, "B T KH"]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T KH"]]:
+        """Return x itself, which other readers take (see `first_channels`), and what is added to
+        the values."""
         gate_cK = dequantize(self.gate.get_value())
-        # Whole on each device: XLA would divide the channels, and exchange them by a
-        # collective-permute, which a stage of a pipeline must not have.
-        x_BTc = constrain(x_BTD, "batch", "tokens", None)[..., : gate_cK.shape[0]]
+        x_BTD, x_BTc = first_channels(x_BTD, gate_cK.shape[0])
         gate_BTK = 3 * jax.nn.sigmoid(x_BTc @ gate_cK)
         rows = lookup(self.table[...], tokens_BT)
         split = rows.reshape(*rows.shape[:2], gate_cK.shape[1], -1)
-        return (gate_BTK[..., None] * split).reshape(rows.shape)
+        return x_BTD, (gate_BTK[..., None] * split).reshape(rows.shape)
 
 
 class KeyValueProjection(nnx.Module):
@@ -294,17 +316,18 @@ class Attention(KeyValueProjection):
         c, (B, T, _) = self.config, x_BTD.shape
         rope = inputs.short_rope if spec.short_rope else inputs.rope
         matrices = (reading(matrix, inputs.cast) for matrix in (self.q, self.k, self.v))
-        y_BTC = matmul_joined(x_BTD, *matrices)
-        if y_BTC is None or rope is None:
+        product = matmul_joined(x_BTD, *matrices)
+        if product is None or rope is None:
             return None
-        qkv_BTCH = y_BTC.reshape(B, T, -1, c.head_dim)
+        qkv_BTCH = product.y.reshape(B, T, -1, c.head_dim)
         value_BTKH = None if value_BTC is None else value_BTC.reshape(B, T, c.kv_heads, -1)
         scale = c.attention_scale or c.qk_scale**2 / math.sqrt(c.qk_dim)
         cos_BTH, sin_BTH = (jax.lax.squeeze(x, [2]) for x in rope)
         return parallel.rope_attention(
             qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, inputs.segments_BT, heads=c.heads,
             eps=c.norm_eps, scale=scale, causal=c.causal, window=spec.window,
-            softcap=c.attention_softcap, implementation=inputs.fused.qkv,
+            softcap=c.attention_softcap, gradient=product.gradient,
+            implementation=inputs.fused.qkv,
         )  # fmt: skip
 
     def rotation(self, rope: Rotary, project: KeyValueProjection) -> Rotation:

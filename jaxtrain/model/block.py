@@ -88,7 +88,7 @@ class Block(nnx.Module):
         tokens_BT, value_BTC = inputs.tokens_BT, None
         if value is not None and tokens_BT is not None:
             assert isinstance(h_BTD, Array)
-            value_BTC = value(h_BTD, tokens_BT)
+            h_BTD, value_BTC = value(h_BTD, tokens_BT)
         ends = self.attention_adapter, self.attention_scale
         last = getattr(self.attention, "out", None)  # another module has none
         adds = fused.norm == "xla" and last is not None and self.adds_residual(x_BTD, last, *ends)

@@ -226,6 +226,11 @@ class ModelFields[Size: int | None](Settings):
         "epilogue of the matmul that computes them (own Hopper kernel)",
     )
     fp8_norms: bool = Field(False, description="norms cast the input of float8 matmuls themselves")
+    fp8_gradients: bool = Field(
+        False,
+        description="the backward passes of RoPE (with kernels.qkv) and of norms cast the output "
+        "gradients of float8 matmuls themselves",
+    )
     fp8_history: int | None = Field(
         None,
         ge=1,

@@ -26,7 +26,8 @@ from jaxtrain.weights.params import Params, Specs
 class Float8(StepTransform):
     """history: length of the amax history in steps (delayed scaling); None: current scaling.
     keep_hidden: the backward pass reads hidden activations in 16 bits. epilogue: the GEMM that
-    computes a hidden activation casts it in its epilogue. norms: norms cast what they compute."""
+    computes a hidden activation casts it in its epilogue. norms: norms cast what they compute.
+    gradients: backward passes cast the gradients of matmuls' outputs that they compute."""
 
     name = "amax_history"
     rewinds = True
@@ -37,8 +38,9 @@ class Float8(StepTransform):
         keep_hidden: bool = True,
         epilogue: bool = False,
         norms: bool = False,
+        gradients: bool = False,
     ):
-        self.history, self.options = history, (keep_hidden, epilogue, norms)
+        self.history, self.options = history, (keep_hidden, epilogue, norms, gradients)
         self.has_state = history is not None
 
     def init(self, params: Params, specs: Specs) -> AmaxHistory | None:
@@ -66,5 +68,5 @@ class Float8(StepTransform):
 
 def float8(c: Resolved, dtype: jnp.dtype) -> Float8 | None:
     m = c.model
-    options = not m.fp8_hidden, m.fp8_epilogue, m.fp8_norms
+    options = not m.fp8_hidden, m.fp8_epilogue, m.fp8_norms, m.fp8_gradients
     return Float8(m.fp8_history, *options) if m.fp8 else None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtrain_kernels import Fp8Input
+from jaxtrain_kernels import Fp8Input, GradientCast
 from jaxtrain_kernels.matmul.few_rows import (
     MANY,
     InputNorm,
@@ -24,6 +24,14 @@ from jaxtyping import Array, Float
 
 from jaxtrain import parallel
 from jaxtrain.weights.params import Params, ParamSpec, Specs, path_name
+
+
+class Product(NamedTuple):
+    """A matmul's output y [*B, N]. gradient: the op that reads y takes it and casts y's gradient to
+    float8; None: the matmul casts it, if it needs to."""
+
+    y: Array
+    gradient: GradientCast | None = None
 
 
 class Weight(abc.ABC):
@@ -45,7 +53,7 @@ class Weight(abc.ABC):
 
     def matmul_joined(
         self, x: Float[Array, "*B K"], others: "Sequence[Array | Weight]"
-    ) -> Float[Array, "*B N"] | None:
+    ) -> Product | None:
         """x times this and other matrices, concatenated by columns; None if the form cannot."""
         return None
 
@@ -147,9 +155,7 @@ def has_few_rows(x: Array) -> bool:
     return math.prod(x.shape[:-1]) < MANY
 
 
-def matmul_joined(
-    x: Float[Array, "*B K"], *matrices: Array | Weight
-) -> Float[Array, "*B N"] | None:
+def matmul_joined(x: Float[Array, "*B K"], *matrices: Array | Weight) -> Product | None:
     """x times the matrices of heads, concatenated by columns, in one matmul; None if their forms
     have none. With `mesh.tensor` each device's columns are together."""
     first, *others = matrices
@@ -159,9 +165,9 @@ def matmul_joined(
     if len(arrays) <= len(others):
         return None
     if parallel.tensor_size() > 1:
-        return parallel.joined_matmul(x, tuple(arrays))
+        return Product(parallel.joined_matmul(x, tuple(arrays)))
     x, w_KN = gradients_together(x, jnp.concatenate(arrays, axis=1))
-    return x @ w_KN
+    return Product(x @ w_KN)
 
 
 @jax.custom_vjp

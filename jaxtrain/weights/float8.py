@@ -21,7 +21,7 @@ from jaxtyping import Array, DTypeLike, Float
 from jaxtrain.parallel.axes import constrain, current_mesh
 from jaxtrain.parallel.fp8_cast import cast_backend
 from jaxtrain.settings import UserError
-from jaxtrain.weights.contract import Weight, gradients_together
+from jaxtrain.weights.contract import Product, Weight, gradients_together
 from jaxtrain.weights.params import Params, ParamSpec, Specs, path_name
 
 # Quantizing smaller matrices takes longer than float8 saves (nanochat's bound), and cuBLASLt's
@@ -44,7 +44,7 @@ class AmaxHistory(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["w_KN", "fp8", "amax", "cast"],
-    meta_fields=["keep_hidden", "epilogue", "norms"],
+    meta_fields=["keep_hidden", "epilogue", "norms", "gradients"],
 )
 @dataclasses.dataclass(frozen=True)
 class Fp8Weight(Weight):
@@ -53,7 +53,8 @@ class Fp8Weight(Weight):
     amax: with delayed scaling, of the input and of the output's gradient. keep_hidden: hidden
     layers are saved for the backward pass in 16 bits, not in float8 alone. epilogue: hidden layers
     are cast in the epilogue of the matmuls that produce them. norms: the norm that produces the
-    input casts it. cast: of the input, if it has been cast.
+    input casts it. gradients: the op that computes the output's gradient casts it, if it has a
+    kernel for that. cast: of the input, if it has been cast.
     """
 
     w_KN: Any
@@ -62,6 +63,7 @@ class Fp8Weight(Weight):
     keep_hidden: bool = True
     epilogue: bool = False
     norms: bool = False
+    gradients: bool = False
     cast: kernels.Fp8Input | None = None
 
     def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
@@ -72,9 +74,24 @@ class Fp8Weight(Weight):
         )  # fmt: skip
         return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
 
+    def matmul_for_cast(self, x: Float[Array, "*B K"]) -> Product:
+        """`matmul` for an op that takes `Product.gradient`, which is not None with `gradients`.
+
+        Raises UserError on a mesh.
+        """
+        if not self.gradients or self.amax is None:
+            return Product(self.matmul(x))
+        if current_mesh() is not None:
+            raise UserError("model.fp8_gradients runs on one device: set it to false on a mesh")
+        y_MN, gradient = kernels.fp8_matmul_for_cast(
+            x.reshape(-1, x.shape[-1]), self.w_KN, w_fp8=self.fp8, amax_2=jnp.stack(self.amax),
+            x_cast=self.cast,
+        )  # fmt: skip
+        return Product(y_MN.reshape(*x.shape[:-1], y_MN.shape[-1]), gradient)
+
     def matmul_joined(
         self, x: Float[Array, "*B K"], others: Sequence[Array | Weight]
-    ) -> Float[Array, "*B N"] | None:
+    ) -> Product | None:
         """Concatenate the matrices and cast them again with one scale, since copies have one each.
 
         Every matrix's history then holds the amax of the joint output gradient.
@@ -86,7 +103,8 @@ class Fp8Weight(Weight):
         x, w_KN = gradients_together(x, w_KN)
         seen = [matrix.amax for matrix in matrices if matrix.amax is not None]
         amax = tuple(map(shared_maximum, zip(*seen))) if len(seen) == len(matrices) else None
-        return Fp8Weight(w_KN, None, amax, cast=self.cast).matmul(x)
+        joined = Fp8Weight(w_KN, None, amax, gradients=self.gradients, cast=self.cast)
+        return joined.matmul_for_cast(x)
 
     def input_amax(self) -> Array | None:
         """With `norms`, that of earlier steps. Raises UserError on a mesh."""
@@ -182,12 +200,13 @@ def with_fp8(
     keep_hidden: bool = True,
     epilogue: bool = False,
     norms: bool = False,
+    gradients: bool = False,
 ) -> Params:
     """The parameters, with an Fp8Weight, with the given options, for each that has a copy.
 
     Among matrices with the same input, one reports its amax: the gradients of several would add up.
     """
-    reported, options = set(), (keep_hidden, epilogue, norms)
+    reported, options = set(), (keep_hidden, epilogue, norms, gradients)
 
     def put(path: tuple[Any, ...], param: Array, spec: ParamSpec, copy: Any) -> Any:
         if copy is None or amax is None:

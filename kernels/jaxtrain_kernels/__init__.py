@@ -32,6 +32,11 @@ from jaxtrain_kernels.matmul.fp8 import (
     fp8_quantize_delayed,
     fp8_unsupported,
 )
+from jaxtrain_kernels.matmul.fp8.gradients import (
+    GradientCast,
+    cast_gradient,
+    fp8_matmul_for_cast,
+)
 from jaxtrain_kernels.moe_permute import (
     gather_rows,
     moe_permute,
@@ -48,16 +53,19 @@ __all__ = [
     "E5M2",
     "Fp8",
     "Fp8Input",
+    "GradientCast",
     "Quantized",
     "Rotation",
     "attention",
     "attention_gradients",
+    "cast_gradient",
     "decode_attention",
     "embedding_grad",
     "feed_forward_relu2",
     "fp8_feed_forward_relu2",
     "fp8_input",
     "fp8_matmul",
+    "fp8_matmul_for_cast",
     "fp8_quantize",
     "fp8_quantize_delayed",
     "fp8_unsupported",

@@ -53,7 +53,7 @@ CHANGED = dict.fromkeys(FLIPPED, "flipped") | {
     "attention_softcap": 7.0, "init": "orthogonal", "base_width": 64, "adapter": 4, "prompt": 3,
     "prefix": 3, "embedding_dtype": "bfloat16", "attention": "xla", "kernels": {"loss": "xla"},
     "fp8": "blocks", "fp8_history": 2, "fp8_hidden": True, "fp8_epilogue": True,
-    "fp8_norms": True, "weight_form": "fake_int8", "remat": "block",
+    "fp8_norms": True, "fp8_gradients": True, "weight_form": "fake_int8", "remat": "block",
     "remat_short": "block", "stochastic_depth": 0.5, "frozen_layers": 1, "ffn_tiles": 2,
     "token_dropping": 0.5, "share_layers": "all", "share_kv": "global",
     "mla": {"kv_rank": 8, "rope_dim": 2}, "mtp": 1,

@@ -89,7 +89,7 @@ def test_a_feed_forward_network_exchanges_rows(implementation, monkeypatch):
 
 def attention(x, q, k, v, out, *, heads=8):
     """Attention of joined heads, 8 of queries and 4 of keys, then the output projection's loss."""
-    joined = contract.matmul_joined(x, q, k, v)
+    joined = contract.matmul_joined(x, q, k, v).y
     assert joined is not None
     qkv = joined.reshape(*x.shape[:2], -1, 8)
     angles = jnp.arange(x.shape[1])[None, :, None] / jnp.arange(1, 5).repeat(2)[None, None]

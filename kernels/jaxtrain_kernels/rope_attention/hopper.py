@@ -13,6 +13,7 @@ from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.call import Call, kept
 from jaxtrain_kernels.attention.hopper.common import Heads
 from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.matmul.fp8.gradients import GradientCast, cotangent
 from jaxtrain_kernels.rows.hopper.rope import tokens_of_block
 
 HEAD_DIMS = (64, 128)  # only for these attention's backward has one kernel for dq, dk and dv
@@ -55,29 +56,39 @@ def supports(target: Target, qkv_BTCH, call: Call) -> str | None:
     return None if call.scale > 0 else f"needs a scale above 0, got {call.scale}"
 
 
+def casts_unsupported(qkv_BTCH) -> str | None:
+    """Return why the pass that turns gradients back cannot cast them; None = it can."""
+    from jaxtrain_kernels.rows.hopper import rope_cast
+
+    B, T, _, H = qkv_BTCH.shape
+    return rope_cast.unsupported_reason(B, T, H)
+
+
 def rope_attention(
     qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, heads, eps, call: Call,
-    *, tilings: tuple[Any, Any] = (None, None), interpret: hopper.Interpret = False,
+    *, gradient: GradientCast | None = None, tilings: tuple[Any, Any] = (None, None),
+    interpret: hopper.Interpret = False,
 ):  # fmt: skip
     """Backend of the public function. interpret: plgpu.InterpretGPUParams, to run on a CPU."""
     K = (qkv_BTCH.shape[2] - heads) // 2
     same = call.scale, call.causal, call.window, call.softcap
     options = RopeAttentionOptions(heads, K, eps, *same, tilings, interpret)
-    return _attend(options, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, call.segment_ids_BT)
+    return _attend(options, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, call.segment_ids_BT, gradient)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT):
-    return _forward(o, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT)[0]
+def _attend(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT, gradient):
+    return _forward(o, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT, gradient)[0]
 
 
-def _forward(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT):
+def _forward(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT, gradient):
     from jaxtrain_kernels.attention.hopper.flash import folding  # takes a second to import
 
     run = folding(functools.partial(_forward_rows, o), last_out=3)
     *out, qkv_BTCH, r_NR, v_BTKH = run(qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT)
     out_BTNH, lse_BNT = kept(*out)
-    return out_BTNH, (qkv_BTCH, r_NR, v_BTKH, cos_BTH, sin_BTH, ids_BT, out_BTNH, lse_BNT)
+    saved = qkv_BTCH, r_NR, v_BTKH, cos_BTH, sin_BTH, ids_BT, out_BTNH, lse_BNT
+    return out_BTNH, (saved, None if gradient is None else gradient.scale)
 
 
 def _forward_rows(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT):
@@ -104,33 +115,64 @@ def of_rows(x_bTH: jax.Array, rows: int) -> jax.Array:
     return x_bTH if parts in (1, rows) else jax.numpy.repeat(x_bTH, rows // parts, axis=0)
 
 
-def _backward(o: RopeAttentionOptions, saved, dout_BTNH):
+def _backward(o: RopeAttentionOptions, residuals, dout_BTNH):
     from jaxtrain_kernels.attention.hopper.flash import folding
 
+    saved, scale = residuals
+    # The angles are functions of the positions, so they need no gradient.
+    of_angles = map(jax.numpy.zeros_like, saved[3:5])
+    if scale is not None:
+        d_BTCH, dvalue, cast = _backward_cast(o, *saved, dout_BTNH, 1 / scale)
+        return d_BTCH, *of_angles, dvalue, None, cast
     run = folding(functools.partial(_backward_rows, o), last_in=1)
     d_BTCH, dvalue = run(*saved, dout_BTNH)
-    # The angles are functions of the positions, so they need no gradient.
-    return d_BTCH, *map(jax.numpy.zeros_like, saved[3:5]), dvalue, None
+    return d_BTCH, *of_angles, dvalue, None, None
 
 
 def _backward_rows(
     o: RopeAttentionOptions, qkv_BTCH, r_NR, v_BTKH, cos_BTH, sin_BTH, ids_BT, out_BTNH, lse_BNT,
     dout_BTNH,
 ):  # fmt: skip
-    from jaxtrain_kernels.attention.hopper.backward import backward_sums
     from jaxtrain_kernels.rows.hopper import rope_in_place
 
-    arrays = qkv_BTCH, qkv_BTCH, qkv_BTCH if v_BTKH is None else v_BTKH
-    heads, results = o.heads(v_BTKH is not None), (out_BTNH, lse_BNT, dout_BTNH, None)
-    dq_BTNH, d_BTCH = backward_sums(
-        *arrays, ids_BT, *results, heads=heads, tiling=o.tilings[1], **o.attention
-    )
+    results = out_BTNH, lse_BNT, dout_BTNH
+    dq_BTNH, d_BTCH = _of_attention(o, qkv_BTCH, v_BTKH, ids_BT, results)
     options = rope_in_place.TurnOptions((o.N, o.K), o.eps, o.interpret)
     cos_BTH, sin_BTH = (of_rows(x, len(qkv_BTCH)) for x in (cos_BTH, sin_BTH))
     (d_BTCH,) = rope_in_place.turn_back(
         options, o.scale, (qkv_BTCH,), r_NR, dq_BTNH, (d_BTCH,), cos_BTH, sin_BTH
     )
     return d_BTCH, None if v_BTKH is None else d_BTCH[:, :, o.N + o.K :]
+
+
+def _backward_cast(
+    o: RopeAttentionOptions, qkv_BTCH, r_NR, v_BTKH, cos_BTH, sin_BTH, ids_BT, out_BTNH, lse_BNT,
+    dout_BTNH, multiplier,
+):  # fmt: skip
+    """(an unread gradient of qkv, gradient of value, the gradient of qkv in float8)."""
+    from jaxtrain_kernels.rows.hopper import rope_cast, rope_in_place
+
+    results = out_BTNH, lse_BNT, dout_BTNH
+    dq_BTNH, d_BTCH = _of_attention(o, qkv_BTCH, v_BTKH, ids_BT, results)
+    options = rope_in_place.TurnOptions((o.N, o.K), o.eps, o.interpret)
+    cos_BTH, sin_BTH = (of_rows(x, len(qkv_BTCH)) for x in (cos_BTH, sin_BTH))
+    q_MN, q_NM, most = rope_cast.turn_back_cast(
+        options, o.scale, qkv_BTCH, r_NR, dq_BTNH, d_BTCH, cos_BTH, sin_BTH, multiplier
+    )
+    dvalue = None if v_BTKH is None else d_BTCH[:, :, o.N + o.K :]
+    return d_BTCH, dvalue, cotangent(q_MN, q_NM, jax.numpy.max(most))
+
+
+def _of_attention(o: RopeAttentionOptions, qkv_BTCH, v_BTKH, ids_BT, results):
+    """Attention's backward: dq in float32, and dk and dv in an array like qkv. results: the output,
+    the LSE and the output's gradient."""
+    from jaxtrain_kernels.attention.hopper.backward import backward_sums
+
+    arrays = qkv_BTCH, qkv_BTCH, qkv_BTCH if v_BTKH is None else v_BTKH
+    heads = o.heads(v_BTKH is not None)
+    return backward_sums(
+        *arrays, ids_BT, *results, None, heads=heads, tiling=o.tilings[1], **o.attention
+    )
 
 
 _attend.defvjp(_forward, _backward)

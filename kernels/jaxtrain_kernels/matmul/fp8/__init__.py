@@ -211,30 +211,48 @@ def fp8_matmul(
     return _matmul(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast)
 
 
+class SavedMatmul(NamedTuple):
+    """What the backward pass needs: of x only the transpose; like_w, an empty array, has w's dtype."""
+
+    x_KM: Array
+    x_scale: Array
+    like_w: Array
+    w_KN: Array
+    w_scale: Array
+    amax_2: Array | None
+    seen: Array | None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast):
-    return _forward(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast)[0]
+    return matmul_forward(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast)[0]
 
 
-def _forward(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast):
+def matmul_forward(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast):
+    """Return (x w, a `SavedMatmul`)."""
     amax = None if amax_2 is None else amax_2[0]
     x_fp8, seen = x_cast or fp8_input(x_MK, amax, implementation=implementation)
     y_MN = fp8_product(x_fp8.q_MK, w_fp8.q_KM, x_fp8.scale * w_fp8.scale, x_MK.dtype)
-    # The backward needs only the transpose of x. An empty array carries w's dtype.
-    return y_MN, (x_fp8.q_KM, x_fp8.scale, w_KN[:0], w_fp8.q_MK, w_fp8.scale, amax_2, seen)
+    saved = x_fp8.q_KM, x_fp8.scale, w_KN[:0], w_fp8.q_MK, w_fp8.scale, amax_2, seen
+    return y_MN, SavedMatmul(*saved)
 
 
 def _backward(implementation, saved, dy_MN):
-    x_KM, x_scale, like_w, w_KN, w_scale, amax_2, seen = saved
-    amax = None if amax_2 is None else amax_2[1]
+    amax = None if saved.amax_2 is None else saved.amax_2[1]
     dy, seen_dy = fp8_quantize_function(itself, (dy_MN,), E5M2, amax, implementation)
-    dx_MK = fp8_product(dy.q_MK, w_KN, dy.scale * w_scale, dy_MN.dtype, exact=True)
+    return matmul_backward(saved, dy, seen_dy, dy_MN.dtype)
+
+
+def matmul_backward(saved: SavedMatmul, dy: Fp8, seen_dy: Array | None, dtype: DTypeLike):
+    """Gradients of x (in this dtype), w, w_fp8, amax_2 and x_cast."""
+    x_KM, x_scale, like_w, w_KN, w_scale, amax_2, seen = saved
+    dx_MK = fp8_product(dy.q_MK, w_KN, dy.scale * w_scale, dtype, exact=True)
     dw_KN = fp8_product(x_KM, dy.q_KM, x_scale * dy.scale, like_w.dtype, exact=True)
     maxima = None if amax_2 is None else jnp.stack([seen, seen_dy])
     return dx_MK, dw_KN, None, maxima, None
 
 
-_matmul.defvjp(_forward, _backward)
+_matmul.defvjp(matmul_forward, _backward)
 
 
 def fp8_product(
