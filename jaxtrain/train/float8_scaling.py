@@ -27,7 +27,8 @@ class Float8(StepTransform):
     """history: length of the amax history in steps (delayed scaling); None: current scaling.
     keep_hidden: the backward pass reads hidden activations in 16 bits. epilogue: the GEMM that
     computes a hidden activation casts it in its epilogue. norms: norms cast what they compute.
-    gradients: backward passes cast the gradients of matmuls' outputs that they compute."""
+    gradients: backward passes cast the gradients of matmuls' outputs that they compute. unrolled:
+    the model does not scan its layers."""
 
     name = "amax_history"
     rewinds = True
@@ -39,15 +40,16 @@ class Float8(StepTransform):
         epilogue: bool = False,
         norms: bool = False,
         gradients: bool = False,
+        unrolled: bool = False,
     ):
         self.history, self.options = history, (keep_hidden, epilogue, norms, gradients)
-        self.has_state = history is not None
+        self.has_state, self.unrolled = history is not None, unrolled
 
     def init(self, params: Params, specs: Specs) -> AmaxHistory | None:
         return init_amax_history(specs, self.history) if self.history else None
 
     def prepare(self, params: Params, specs: Specs) -> Fp8Copies:
-        return fp8_weights(params, specs)
+        return fp8_weights(params, specs, self.unrolled)
 
     def statistics(self, state: AmaxHistory | None, grad_scale: jax.Array) -> AmaxHistory | None:
         return None if state is None else amax_from_history(state, grad_scale)
@@ -69,4 +71,4 @@ class Float8(StepTransform):
 def float8(c: Resolved, dtype: jnp.dtype) -> Float8 | None:
     m = c.model
     options = not m.fp8_hidden, m.fp8_epilogue, m.fp8_norms, m.fp8_gradients
-    return Float8(m.fp8_history, *options) if m.fp8 else None
+    return Float8(m.fp8_history, *options, unrolled=not m.scan_layers) if m.fp8 else None

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jaxtrain_kernels as kernels
+from jaxtrain_kernels.dispatch import target
+from jaxtrain_kernels.matmul.fp8 import layers
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxtrain.parallel.axes import constrain, current_mesh
@@ -178,17 +180,21 @@ def in_fp8(spec: ParamSpec) -> bool:
     return spec.role == spec.group == "matrix" and large  # not routers, not experts
 
 
-def fp8_weights(params: Params, specs: Specs) -> Fp8Copies:
+def fp8_weights(params: Params, specs: Specs, unrolled: bool = False) -> Fp8Copies:
     """Float8 copies of the matrices, each layer with its own scale; None for other parameters.
 
+    unrolled: the model does not scan its layers, so that they need not be together in memory.
     Raises UserError on a device without float8, as `check_fp8` does.
     """
     check_fp8()
-    return jax.tree.map(lambda p, s: float8_copies(p) if in_fp8(s) else None, params, specs)
+    copies = functools.partial(float8_copies, unrolled=unrolled)
+    return jax.tree.map(lambda p, s: copies(p) if in_fp8(s) else None, params, specs)
 
 
-def float8_copies(w_LKN: Float[Array, "L K N"]) -> kernels.Fp8:
-    """Float8 copies of a stack, each layer with its own scale."""
+def float8_copies(w_LKN: Float[Array, "L K N"], unrolled: bool = False) -> kernels.Fp8:
+    """Float8 copies of a stack, each layer with its own scale; unrolled: as of `fp8_weights`."""
+    if unrolled and layers.supports(target(), w_LKN) is None:
+        return jax.tree.map(lambda *x: jnp.stack(x), *layers.quantize_layers(w_LKN))
     return jax.vmap(functools.partial(kernels.fp8_quantize, implementation="xla"))(w_LKN)
 
 

@@ -1,0 +1,72 @@
+"""Float8 copies of stacked weights, layer by layer: one read and two writes of each.
+
+A layer's kernel reads it out of the stack, so XLA copies neither the layer nor its float8 matrices.
+XLA's own fusions of a cast and a transpose run at half of this rate, and it transposes some stacks
+twice. In Triton, whose conversions of layouts transpose bytes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from jaxtrain_kernels import hopper
+from jaxtrain_kernels.dispatch import Target, triton_unsupported
+from jaxtrain_kernels.matmul.fp8 import E4M3, Fp8, fp8_scale
+from jaxtrain_kernels.matmul.fp8.xla import fp8_amax
+
+BLOCK = 64  # rows and columns of a program's tile
+WARPS = 4
+
+
+def supports(target: Target, w_LKN) -> str | None:
+    """Return why the kernel cannot cast this stack; None = it can."""
+    if reason := triton_unsupported(target) or hopper.unsupported_reason(target):
+        return reason
+    K, N = w_LKN.shape[1:]
+    if K % BLOCK or N % BLOCK:
+        return f"needs rows and columns in multiples of {BLOCK}, got {(K, N)}"
+    return None
+
+
+def quantize_layers(w_LKN: Float[Array, "L K N"], *, interpret: bool = False) -> list[Fp8]:
+    """`fp8_quantize` of each layer, with a scale of its own.
+
+    A weight in 16 bits is read as float32. If it is a step's copy of a float32 weight, XLA drops
+    the rounding, as it does in its own casts, and the kernel reads the weight itself.
+    """
+    w_LKN = w_LKN.astype(jnp.float32)
+    scale_L = fp8_scale(jax.vmap(fp8_amax)(w_LKN), E4M3)
+    index = functools.partial(jnp.full, (1,), dtype=jnp.int32)
+    return [
+        Fp8(*cast_layer(interpret, w_LKN, 1 / scale_L, index(layer)), scale_L[layer])
+        for layer in range(len(w_LKN))
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def cast_layer(interpret: bool, w_LKN, multiplier_L, layer_1):
+    """Return the layer times its multiplier in e4m3, and its transpose."""
+    K, N = w_LKN.shape[1:]
+
+    def kernel(w_ref, multiplier_ref, layer_ref, q_ref, qt_ref):
+        layer = layer_ref[0]
+        row = pl.program_id(0) * BLOCK + jnp.arange(BLOCK)
+        column = pl.program_id(1) * BLOCK + jnp.arange(BLOCK)
+        w = plgpu.load(w_ref.at[layer, row[:, None], column[None]]).astype(jnp.float32)
+        q = (w * multiplier_ref[layer]).astype(E4M3)
+        plgpu.store(q_ref.at[row[:, None], column[None]], q)
+        plgpu.store(qt_ref.at[column[:, None], row[None]], q.T)
+
+    struct = jax.ShapeDtypeStruct
+    return pl.pallas_call(
+        kernel,
+        grid=(K // BLOCK, N // BLOCK),
+        out_shape=[struct((K, N), E4M3), struct((N, K), E4M3)],
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=interpret,
+        name="fp8_cast_layer",
+    )(w_LKN, multiplier_L, layer_1)
