@@ -99,9 +99,11 @@ FEATURES = {
     "fp8_norms": Feature("float8 casts in norms", "model.fp8_norms", given,
                          "model.fp8_norms=true model.fp8=blocks model.fp8_history=2",
                          "GPU (Hopper)"),
-    "fp8_gradients": Feature("float8 casts in backward passes", "model.fp8_gradients", given,
-                             "model.fp8_gradients=true model.fp8=blocks model.fp8_history=2",
-                             "GPU (Hopper)"),
+    "fp8_gradients": Feature("float8 casts in the backward pass of RoPE", "model.fp8_gradients",
+                             given, "model.fp8_gradients=true model.fp8=blocks model.fp8_history=2 "
+                             "model.kernels.qkv=mosaic", "GPU (Hopper)"),
+    "qkv apart": Feature("", "model.kernels.qkv", lambda name: name in (None, "xla"),
+                         "model.kernels.qkv=xla"),
     "no fp8_history": Feature("", "model.fp8_history", absent, "model.fp8_history=null"),
     "fp8_loss": Feature("float8 head", "model.kernels.loss", lambda name: name in FP8_LOSSES,
                         "model.kernels.loss=fp8_head", "GPU (Hopper or later)"),
@@ -285,6 +287,8 @@ REFUSALS = (
             "model.fp8_history=16"),
     *(Refusal("fp8_norms", axis, "its kernel runs on one device", f"mesh.{axis}=1")
       for axis in AXES if axis != "pipeline"),
+    Refusal("fp8_gradients", "qkv apart", "its pass turns back queries and keys of one array",
+            "model.kernels.qkv=mosaic"),
     Refusal("fp8_gradients", "no fp8_history", "a pass casts by scales known before it",
             "model.fp8_history=16"),
     *(Refusal("fp8_gradients", axis, "its kernels run on one device", f"mesh.{axis}=1")
@@ -488,7 +492,7 @@ EVERYWHERE = {
     "model.weight_form": "stochastic_rounding hadamard group_size",
     "model.rope_scaling": "name factor low_freq_factor high_freq_factor original_context beta_fast "
     "beta_slow attention_factor truncate short_factor long_factor",
-    "model.kernels": "norm rope qkv relu2 ffn",
+    "model.kernels": "norm rope relu2 ffn",
     "train": "sequence_length batch_size device_batch_size fit steps tokens_per_parameter "
     "scaling_fit init_from on_nonfinite max_consecutive_skips compiler_options",
     "train.local_sgd": "every outer_lr outer_momentum compress fragments",

@@ -104,7 +104,7 @@ class LayerInputs(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def first_channels(x_BTD: Array, count: int) -> tuple[Array, Array]:
+def leading_channels(x_BTD: Array, count: int) -> tuple[Array, Array]:
     """x itself and its first channels, whose gradient is added to x's in place.
 
     As a slice's gradient, XLA would add zeros to all other channels, a pass over the whole array.
@@ -114,13 +114,13 @@ def first_channels(x_BTD: Array, count: int) -> tuple[Array, Array]:
     return x_BTD, constrain(x_BTD, "batch", "tokens", None)[..., :count]
 
 
-def _first_channels_backward(count: int, _: None, grads: tuple[Array, Array]) -> tuple[Array]:
+def _leading_channels_backward(count: int, _: None, grads: tuple[Array, Array]) -> tuple[Array]:
     dx_BTD, first_BTc = grads
     return (dx_BTD.at[..., :count].set(dx_BTD[..., :count] + first_BTc),)
 
 
-first_channels.defvjp(
-    lambda x_BTD, count: (first_channels(x_BTD, count), None), _first_channels_backward
+leading_channels.defvjp(
+    lambda x_BTD, count: (leading_channels(x_BTD, count), None), _leading_channels_backward
 )
 
 
@@ -145,10 +145,10 @@ class ValueEmbedding(nnx.Module):
     def __call__(
         self, x_BTD: Float[Array, "B T D"], tokens_BT: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T KH"]]:
-        """Return x itself, which other readers take (see `first_channels`), and what is added to
+        """Return x itself, which other readers take (see `leading_channels`), and what is added to
         the values."""
         gate_cK = dequantize(self.gate.get_value())
-        x_BTD, x_BTc = first_channels(x_BTD, gate_cK.shape[0])
+        x_BTD, x_BTc = leading_channels(x_BTD, gate_cK.shape[0])
         gate_BTK = 3 * jax.nn.sigmoid(x_BTc @ gate_cK)
         rows = lookup(self.table[...], tokens_BT)
         split = rows.reshape(*rows.shape[:2], gate_cK.shape[1], -1)

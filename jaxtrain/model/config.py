@@ -228,8 +228,8 @@ class ModelFields[Size: int | None](Settings):
     fp8_norms: bool = Field(False, description="norms cast the input of float8 matmuls themselves")
     fp8_gradients: bool = Field(
         False,
-        description="the backward passes of RoPE (with kernels.qkv) and of norms cast the output "
-        "gradients of float8 matmuls themselves",
+        description="the backward pass of RoPE casts the gradients of queries, keys and values to "
+        "float8 itself (needs fp8_history and kernels.qkv)",
     )
     fp8_history: int | None = Field(
         None,

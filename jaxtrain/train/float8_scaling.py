@@ -27,7 +27,7 @@ class Float8(StepTransform):
     """history: length of the amax history in steps (delayed scaling); None: current scaling.
     keep_hidden: the backward pass reads hidden activations in 16 bits. epilogue: the GEMM that
     computes a hidden activation casts it in its epilogue. norms: norms cast what they compute.
-    gradients: backward passes cast the gradients of matmuls' outputs that they compute. unrolled:
+    gradients: RoPE's backward pass casts the gradients of queries, keys and values. unrolled:
     the model does not scan its layers."""
 
     name = "amax_history"

@@ -26,7 +26,7 @@ from jaxtrain import parallel
 from jaxtrain.weights.params import Params, ParamSpec, Specs, path_name
 
 
-class Product(NamedTuple):
+class MatmulOutput(NamedTuple):
     """A matmul's output y [*B, N]. gradient: the op that reads y takes it and casts y's gradient to
     float8; None: the matmul casts it, if it needs to."""
 
@@ -53,7 +53,7 @@ class Weight(abc.ABC):
 
     def matmul_joined(
         self, x: Float[Array, "*B K"], others: "Sequence[Array | Weight]"
-    ) -> Product | None:
+    ) -> MatmulOutput | None:
         """x times this and other matrices, concatenated by columns; None if the form cannot."""
         return None
 
@@ -155,7 +155,7 @@ def has_few_rows(x: Array) -> bool:
     return math.prod(x.shape[:-1]) < MANY
 
 
-def matmul_joined(x: Float[Array, "*B K"], *matrices: Array | Weight) -> Product | None:
+def matmul_joined(x: Float[Array, "*B K"], *matrices: Array | Weight) -> MatmulOutput | None:
     """x times the matrices of heads, concatenated by columns, in one matmul; None if their forms
     have none. With `mesh.tensor` each device's columns are together."""
     first, *others = matrices
@@ -165,9 +165,9 @@ def matmul_joined(x: Float[Array, "*B K"], *matrices: Array | Weight) -> Product
     if len(arrays) <= len(others):
         return None
     if parallel.tensor_size() > 1:
-        return Product(parallel.joined_matmul(x, tuple(arrays)))
+        return MatmulOutput(parallel.joined_matmul(x, tuple(arrays)))
     x, w_KN = gradients_together(x, jnp.concatenate(arrays, axis=1))
-    return Product(x @ w_KN)
+    return MatmulOutput(x @ w_KN)
 
 
 @jax.custom_vjp

@@ -23,7 +23,7 @@ from jaxtyping import Array, DTypeLike, Float
 from jaxtrain.parallel.axes import constrain, current_mesh
 from jaxtrain.parallel.fp8_cast import cast_backend
 from jaxtrain.settings import UserError
-from jaxtrain.weights.contract import Product, Weight, gradients_together
+from jaxtrain.weights.contract import MatmulOutput, Weight, gradients_together
 from jaxtrain.weights.params import Params, ParamSpec, Specs, path_name
 
 # Quantizing smaller matrices takes longer than float8 saves (nanochat's bound), and cuBLASLt's
@@ -76,24 +76,24 @@ class Fp8Weight(Weight):
         )  # fmt: skip
         return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
 
-    def matmul_for_cast(self, x: Float[Array, "*B K"]) -> Product:
-        """`matmul` for an op that takes `Product.gradient`, which is not None with `gradients`.
+    def matmul_for_cast(self, x: Float[Array, "*B K"]) -> MatmulOutput:
+        """`matmul` for an op that takes `MatmulOutput.gradient`, which is not None with `gradients`.
 
         Raises UserError on a mesh.
         """
         if not self.gradients or self.amax is None:
-            return Product(self.matmul(x))
+            return MatmulOutput(self.matmul(x))
         if current_mesh() is not None:
             raise UserError("model.fp8_gradients runs on one device: set it to false on a mesh")
         y_MN, gradient = kernels.fp8_matmul_for_cast(
             x.reshape(-1, x.shape[-1]), self.w_KN, w_fp8=self.fp8, amax_2=jnp.stack(self.amax),
             x_cast=self.cast,
         )  # fmt: skip
-        return Product(y_MN.reshape(*x.shape[:-1], y_MN.shape[-1]), gradient)
+        return MatmulOutput(y_MN.reshape(*x.shape[:-1], y_MN.shape[-1]), gradient)
 
     def matmul_joined(
         self, x: Float[Array, "*B K"], others: Sequence[Array | Weight]
-    ) -> Product | None:
+    ) -> MatmulOutput | None:
         """Concatenate the matrices and cast them again with one scale, since copies have one each.
 
         Every matrix's history then holds the amax of the joint output gradient.

@@ -115,14 +115,14 @@ def gradients(cast: bool, module: Any, given: tuple, **options: Any) -> Any:
     qkv, value, dy, amax = given
     B, T, C, H = qkv.shape
     cos, sin = angles(1, T, H)
-    place = placeholders(B * T, C * H, amax)
+    slots = placeholders(B * T, C * H, amax)
 
-    def run(qkv, value, place):
-        more: Any = {"gradient": place} if cast else {}
+    def run(qkv, value, slots):
+        more: Any = {"gradient": slots} if cast else {}
         call = Call(scale=0.1, window=100)
         return module.rope_attention(qkv, cos, sin, value, 1, EPS, call, **more, **options)
 
-    d_qkv, d_value, d_place = jax.vjp(run, qkv, value, place)[1](dy)
+    d_qkv, d_value, d_place = jax.vjp(run, qkv, value, slots)[1](dy)
     if cast:
         return d_value, tuple(d_place[:3])
     flat = d_qkv.reshape(B * T, -1)
@@ -146,13 +146,13 @@ def test_lowers_for_hopper_with_one_pass_back(H):
     spec = lambda *shape, dtype=BF16: jax.ShapeDtypeStruct(shape, dtype)
     given = [spec(2, 2048, 18, H), *[spec(1, 2048, H, dtype=jnp.float32)] * 2]
 
-    def run(x, cos, sin, place):
+    def run(x, cos, sin, slots):
         f = functools.partial(rope_attention, heads=6, eps=EPS, scale=0.1, implementation="mosaic")
-        return f(x, cos, sin, gradient=place).astype(jnp.float32).sum()
+        return f(x, cos, sin, gradient=slots).astype(jnp.float32).sum()
 
     def both(x, cos, sin):
-        place = placeholders(4096, 18 * H, jnp.float32(1))
-        return jax.grad(run, 3, allow_int=True)(x, cos, sin, place)[:3]
+        slots = placeholders(4096, 18 * H, jnp.float32(1))
+        return jax.grad(run, 3, allow_int=True)(x, cos, sin, slots)[:3]
 
     with on_target("cuda", (9, 0)):
         text = jax.jit(both).trace(*given).lower(lowering_platforms=("cuda",)).as_text()

@@ -168,6 +168,7 @@ ROWS = {
     "fp8_hidden": Row(True, STEP),
     "fp8_epilogue": Row(True, STEP),
     "fp8_norms": Row(True, STEP),
+    "fp8_gradients": Row(True, STEP),
     "qk_head_dim": Row(6, parameters),
     "weight_form": Row("fake_int4", outputs),
     "weight_form.name": Row("nvfp4", training, {"weight_form": {"name": "mxfp4"}}),

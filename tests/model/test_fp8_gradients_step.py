@@ -11,7 +11,7 @@ from jaxtrain_kernels.dispatch import on_target
 from test_fp8_norms_step import FP8, SHAPE, assert_same, params_of
 from tiny import batch, make_spec, mesh_of, random_params, resolved
 
-from jaxtrain.model.attention import first_channels
+from jaxtrain.model.attention import leading_channels
 from jaxtrain.settings import UserError
 from jaxtrain.train.step import gradients
 from jaxtrain.weights import float8 as model_fp8
@@ -87,10 +87,10 @@ def test_a_mesh_is_refused():
         jax.eval_shape(run, random_params(task.specs), batch(4, micro=4))
 
 
-def test_first_channels_have_the_gradient_of_a_slice():
+def test_leading_channels_have_the_gradient_of_a_slice():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 8)), jnp.float32)
     ours = lambda x: (lambda y, first: jnp.sum(jnp.sin(y)) + jnp.sum(first**2))(
-        *first_channels(x, 3)
+        *leading_channels(x, 3)
     )
     plain = lambda x: jnp.sum(jnp.sin(x)) + jnp.sum(x[..., :3] ** 2)
     np.testing.assert_array_equal(jax.grad(ours)(x), jax.grad(plain)(x))

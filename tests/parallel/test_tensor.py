@@ -89,9 +89,9 @@ def test_a_feed_forward_network_exchanges_rows(implementation, monkeypatch):
 
 def attention(x, q, k, v, out, *, heads=8):
     """Attention of joined heads, 8 of queries and 4 of keys, then the output projection's loss."""
-    joined = contract.matmul_joined(x, q, k, v).y
+    joined = contract.matmul_joined(x, q, k, v)
     assert joined is not None
-    qkv = joined.reshape(*x.shape[:2], -1, 8)
+    qkv = joined.y.reshape(*x.shape[:2], -1, 8)
     angles = jnp.arange(x.shape[1])[None, :, None] / jnp.arange(1, 5).repeat(2)[None, None]
     value = jnp.sin(jnp.arange(4 * 8.0)).reshape(1, 1, 4, 8) * x[..., :1, None]
     y = parallel.rope_attention(

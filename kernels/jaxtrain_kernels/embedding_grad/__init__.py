@@ -11,7 +11,7 @@ BACKENDS = {"triton": triton, "reference": reference}
 
 def embedding_grad(
     g_MD: Float[Array, "M D"],
-    token_M: Int[Array, "M"],
+    token_M: Int[Array, " M"],
     size: int,
     dtype: DTypeLike,
     *,

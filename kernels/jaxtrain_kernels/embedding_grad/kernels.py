@@ -1,4 +1,4 @@
-"""Kernels of `embedding_grad.triton`: a program has a row of the table, or a piece of its tokens."""
+"""Kernels of `embedding_grad.triton`: a program has a table's row, or a piece of its tokens."""
 
 import functools
 from collections.abc import Callable

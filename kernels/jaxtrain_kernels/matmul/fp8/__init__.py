@@ -212,7 +212,7 @@ def fp8_matmul(
 
 
 class SavedMatmul(NamedTuple):
-    """What the backward pass needs: of x only the transpose; like_w, an empty array, has w's dtype."""
+    """What the backward pass needs: of x the transpose. like_w: empty, of w's dtype."""
 
     x_KM: Array
     x_scale: Array

@@ -1,8 +1,8 @@
 """Float8 copies of stacked weights, layer by layer: one read and two writes of each.
 
 A layer's kernel reads it out of the stack, so XLA copies neither the layer nor its float8 matrices.
-XLA's own fusions of a cast and a transpose run at half of this rate, and it transposes some stacks
-twice. In Triton, whose conversions of layouts transpose bytes.
+XLA's own fusion of a cast and a transpose runs at 1.8 TB/s on an H200, and XLA transposes some
+stacks twice. In Triton, whose conversions of layouts transpose bytes.
 """
 
 import functools
