@@ -35,7 +35,7 @@ from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.runs.config import CheckpointConfig, MetricsConfig
 from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.settings import UserError
-from jaxtrain.train.checks import Checks, SkipNonfinite
+from jaxtrain.train.checks import Checks, SkipNonfinite, nonfinite_values
 from jaxtrain.train.config import DiLoCo, LossSpike, ResolvedTrain
 from jaxtrain.train.guard import Guard, Taken, culprit
 from jaxtrain.train.local_sgd import replicate_step
@@ -361,3 +361,11 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path):
         guard.pending.append(taken(loss=np.nan))
         with pytest.raises(UserError, match="no checkpoint was saved yet"):
             guard.look(writer, wait=True)
+
+
+def test_values_that_rounding_makes_infinite_are_counted():
+    """A 16-bit parameter is counted as it is stored, so that no float32 copy is written for it."""
+    params = {"a": jnp.asarray([1.0, jnp.inf], jnp.bfloat16), "b": jnp.asarray([jnp.nan, jnp.inf])}
+    assert nonfinite_values(params).tolist() == [1, 2]
+    barriers = jax.jit(nonfinite_values).lower(params).as_text().count("optimization_barrier")
+    assert barriers == 1

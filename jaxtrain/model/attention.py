@@ -103,12 +103,19 @@ class LayerInputs(NamedTuple):
     cast: Fp8Input | None = None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def leading_channels(x_BTD: Array, count: int) -> tuple[Array, Array]:
+def leading_channels(
+    x_BTD: Float[Array, "B T D"], count: int
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T c"]]:
     """x itself and its first channels, whose gradient is added to x's in place.
 
     As a slice's gradient, XLA would add zeros to all other channels, a pass over the whole array.
     """
+    both: Any = _leading_channels(x_BTD, count)
+    return both
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _leading_channels(x_BTD: Array, count: int) -> tuple[Array, Array]:
     # Whole on each device: XLA would divide the channels, and exchange them by a
     # collective-permute, which a stage of a pipeline must not have.
     return x_BTD, constrain(x_BTD, "batch", "tokens", None)[..., :count]
@@ -119,8 +126,8 @@ def _leading_channels_backward(count: int, _: None, grads: tuple[Array, Array]) 
     return (dx_BTD.at[..., :count].set(dx_BTD[..., :count] + first_BTc),)
 
 
-leading_channels.defvjp(
-    lambda x_BTD, count: (leading_channels(x_BTD, count), None), _leading_channels_backward
+_leading_channels.defvjp(
+    lambda x_BTD, count: (_leading_channels(x_BTD, count), None), _leading_channels_backward
 )
 
 

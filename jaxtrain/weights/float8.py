@@ -77,7 +77,7 @@ class Fp8Weight(Weight):
         return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
 
     def matmul_for_cast(self, x: Float[Array, "*B K"]) -> MatmulOutput:
-        """`matmul` for an op that takes `MatmulOutput.gradient`, which is not None with `gradients`.
+        """`matmul` for an op that takes `MatmulOutput.gradient`; with `gradients` there is one.
 
         Raises UserError on a mesh.
         """

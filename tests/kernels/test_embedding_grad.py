@@ -49,7 +49,7 @@ def test_one_sort_serves_all_tables():
         triton.embedding_grad(g, tokens, 50, BF16, interpret=True) for g in (a, b)
     ]
     g, tokens = batch(64, 50, 128, 0.2)
-    text = jax.jit(run).lower(g, 2 * g, tokens).compile().as_text()
+    text = jax.jit(run).lower(g, 2 * g, tokens).compile().as_text() or ""
     assert text.count(" sort(") == 1
 
 

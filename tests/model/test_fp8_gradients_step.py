@@ -89,8 +89,12 @@ def test_a_mesh_is_refused():
 
 def test_leading_channels_have_the_gradient_of_a_slice():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 8)), jnp.float32)
-    ours = lambda x: (lambda y, first: jnp.sum(jnp.sin(y)) + jnp.sum(first**2))(
-        *leading_channels(x, 3)
-    )
+
+    def ours(x):
+        y, first = leading_channels(x, 3)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(first**2)
+
     plain = lambda x: jnp.sum(jnp.sin(x)) + jnp.sum(x[..., :3] ** 2)
     np.testing.assert_array_equal(jax.grad(ours)(x), jax.grad(plain)(x))
+    text = jax.jit(jax.grad(ours)).lower(x).as_text()
+    assert "stablehlo.pad" not in text

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtrain_kernels.dispatch import on_target
 
 from jaxtrain.model.init import constant
 from jaxtrain.optim.muon import MuonConfig, make_muon, muon, num_blocks
@@ -290,3 +291,14 @@ def test_blocks_of_heads_are_orthogonalised_by_themselves(heads):
     with pytest.raises(UserError, match=r"qk_heads 3 does not divide 4 heads"):
         num_blocks(spec(4), 3)
     assert num_blocks(spec(16), 2) == 1  # one head of keys
+
+
+def test_a_tall_update_is_transposed_in_16_bits():
+    """As lowered for a GPU: its rows stay together until it is rounded to float16."""
+    run = lambda x: orthogonalize(x, COEFFICIENTS["polar_express"], symmetric=False)
+    tall, wide = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2, 512, 192), (2, 192, 512)))
+    with on_target("cuda", (9, 0)):
+        texts = [jax.jit(run).trace(x).lower(lowering_platforms=("cuda",)) for x in (tall, wide)]
+    lines = [text.as_text().splitlines() for text in texts]
+    kept = [[line for line in each if "@LayoutConstraint" in line] for each in lines]
+    assert [len(each) for each in kept] == [1, 0] and "512x192xf16" in kept[0][0]

@@ -122,7 +122,7 @@ def _backward(o: RopeAttentionOptions, residuals, dout_BTNH):
     # The angles are functions of the positions, so they need no gradient.
     of_angles = map(jax.numpy.zeros_like, saved[3:5])
     if scale is not None:
-        d_BTCH, dvalue, cast = _backward_cast(o, *saved, dout_BTNH, 1 / scale)
+        d_BTCH, dvalue, cast = _backward_cast(o, saved, dout_BTNH, 1 / scale)
         return d_BTCH, *of_angles, dvalue, None, cast
     run = folding(functools.partial(_backward_rows, o), last_in=1)
     d_BTCH, dvalue = run(*saved, dout_BTNH)
@@ -145,13 +145,11 @@ def _backward_rows(
     return d_BTCH, None if v_BTKH is None else d_BTCH[:, :, o.N + o.K :]
 
 
-def _backward_cast(
-    o: RopeAttentionOptions, qkv_BTCH, r_NR, v_BTKH, cos_BTH, sin_BTH, ids_BT, out_BTNH, lse_BNT,
-    dout_BTNH, multiplier,
-):  # fmt: skip
+def _backward_cast(o: RopeAttentionOptions, saved, dout_BTNH, multiplier):
     """(an unread gradient of qkv, gradient of value, the gradient of qkv in float8)."""
     from jaxtrain_kernels.rows.hopper import rope_cast, rope_in_place
 
+    qkv_BTCH, r_NR, v_BTKH, cos_BTH, sin_BTH, ids_BT, out_BTNH, lse_BNT = saved
     results = out_BTNH, lse_BNT, dout_BTNH
     dq_BTNH, d_BTCH = _of_attention(o, qkv_BTCH, v_BTKH, ids_BT, results)
     options = rope_in_place.TurnOptions((o.N, o.K), o.eps, o.interpret)

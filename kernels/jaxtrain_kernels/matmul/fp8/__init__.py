@@ -248,7 +248,9 @@ def matmul_backward(saved: SavedMatmul, dy: Fp8, seen_dy: Array | None, dtype: D
     x_KM, x_scale, like_w, w_KN, w_scale, amax_2, seen = saved
     dx_MK = fp8_product(dy.q_MK, w_KN, dy.scale * w_scale, dtype, exact=True)
     dw_KN = fp8_product(x_KM, dy.q_KM, x_scale * dy.scale, like_w.dtype, exact=True)
-    maxima = None if amax_2 is None else jnp.stack([seen, seen_dy])
+    maxima = None
+    if amax_2 is not None and seen is not None and seen_dy is not None:
+        maxima = jnp.stack([seen, seen_dy])
     return dx_MK, dw_KN, None, maxima, None
 
 

@@ -94,7 +94,8 @@ def _matmul(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast):
 
 def _forward(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast):
     y_MN, saved = fp8.matmul_forward(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast)
-    return (y_MN, placeholders(*y_MN.shape, amax_2[1])), saved
+    M, N = y_MN.shape
+    return (y_MN, placeholders(M, N, amax_2[1])), saved
 
 
 def _backward(implementation, saved, cotangents):

@@ -41,10 +41,11 @@ def quantize_layers(w_LKN: Float[Array, "L K N"], *, interpret: bool = False) ->
     w_LKN = w_LKN.astype(jnp.float32)
     scale_L = fp8_scale(jax.vmap(fp8_amax)(w_LKN), E4M3)
     index = functools.partial(jnp.full, (1,), dtype=jnp.int32)
-    return [
-        Fp8(*cast_layer(interpret, w_LKN, 1 / scale_L, index(layer)), scale_L[layer])
-        for layer in range(len(w_LKN))
-    ]
+    copies = []
+    for layer in range(len(w_LKN)):
+        q_KN, q_NK = cast_layer(interpret, w_LKN, 1 / scale_L, index(layer))
+        copies.append(Fp8(q_KN, q_NK, scale_L[layer]))
+    return copies
 
 
 @functools.partial(jax.jit, static_argnums=0)
