@@ -229,7 +229,8 @@ def test_a_state_comes_back_from_a_checkpoint_bit_for_bit(half, tmp_path):
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpoints:
         checkpoints.save(1, state.params, non_param_state(state), {"at": 7})
         checkpoints.wait()
-        restored, position = init_or_restore(task, where, checkpoints, seed=0)
+        first, position = init_or_restore(task, where, checkpoints, seed=0)
+    restored = first.result()
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     same(restored, state)
     assert restored.extras["loss_scale"] == (2.0**9, 8) and position == {"at": 7}

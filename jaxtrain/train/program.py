@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.hopper.compile_beside import compiling_kernels
-from jaxtrain_kernels.hopper.lower_beside import lowering_in_workers
+from jaxtrain_kernels.hopper.lower_beside import lowering_in_workers, stop_workers
 from jaxtyping import PyTree
 
 from jaxtrain import data
@@ -79,6 +79,8 @@ def compile_step(
             f"kernels.loss={c.model.kernels.loss}" if of_loss else f"attention={c.model.attention}"
         )
         raise UserError(f"model.{asked}: {error}") from error
+    finally:
+        stop_workers()  # the step was read from disk
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit and memory_needed(compiled) > limit:
         raise UserError(memory_advice(c, memory_needed(compiled), limit))

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -21,7 +22,7 @@ from jaxtrain.train.preference import (
     reference_logprobs,
 )
 from jaxtrain.train.reference_model import make_reference, make_teacher
-from jaxtrain.train.step import StepSpec
+from jaxtrain.train.step import State, StepSpec
 from jaxtrain.train.teacher_cache import open_teacher_cache, with_cached_teacher
 from jaxtrain.weights.params import Params
 
@@ -54,9 +55,9 @@ class Recipe(Protocol):
         ...
 
     def start(
-        self, spec: StepSpec, params: Params | None, frozen: Params | None, run_dir: Path
+        self, spec: StepSpec, first: Future[State] | None, frozen: Params | None, run_dir: Path
     ) -> None:
-        """Run before the first step. params: the initial parameters; None in a resumed run."""
+        """Run before the first step. first: the initial state; None in a resumed run."""
         ...
 
     def prepare(self, batch: StepBatch) -> StepBatch:
@@ -91,7 +92,7 @@ class CausalLM:
         self.change = make_row_change(c.objective, training_data.tokenizer, c.data.seed)
 
     def start(
-        self, spec: StepSpec, params: Params | None, frozen: Params | None, run_dir: Path
+        self, spec: StepSpec, first: Future[State] | None, frozen: Params | None, run_dir: Path
     ) -> None:
         self.scorer = make_validation_step(
             spec.graphdef, spec.specs, spec.dtype, spec.bytes_V, spec.join
@@ -145,9 +146,10 @@ class Preference:
         self.stores = preference_stores(training_data.prepared, self.plan.config)
 
     def start(
-        self, spec: StepSpec, params: Params | None, frozen: Params | None, run_dir: Path
+        self, spec: StepSpec, first: Future[State] | None, frozen: Params | None, run_dir: Path
     ) -> None:
         plan, file = self.plan, run_dir / "reference.npz"
+        params = first.result().params if first else None
         self.references = reference_logprobs(
             spec, params, frozen, self.stores, plan.config, plan.mesh, file, plan.log
         )
