@@ -133,10 +133,9 @@ def train_phase(
             write_json(run_dir / "data.json", data.corpus)
 
         # ---- compile -----------------------------------------------------------------------------
-        everywhere = jax.sharding.NamedSharding(plan.mesh, jax.P())
-        hyperparams = jax.device_put(spec.optimizer.hyperparams, everywhere)
+        rates = spec.optimizer.hyperparams
         make_program = functools.partial(
-            Program, spec, plan, hyperparams=hyperparams, frozen=frozen, prepare=recipe.prepare
+            Program, spec, plan, hyperparams=rates, frozen=frozen, prepare=recipe.prepare
         )
         evaluator = Evaluator(plan, data, recipe, spec, frozen, run_dir)
         begun, shapes = time.perf_counter(), shapes_of(spec, places)

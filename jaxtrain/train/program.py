@@ -23,13 +23,15 @@ from jaxtrain.model.sections import FP8_LOSSES
 from jaxtrain.objectives import StepBatch
 from jaxtrain.optim.types import Hyperparams
 from jaxtrain.parallel import place_batch
-from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
+from jaxtrain.parallel.mesh import batch_types, num_batch_shards, process_batch_shard
 from jaxtrain.settings import UserError
 from jaxtrain.train.executable_cache import cached_executable
 from jaxtrain.train.memory_advice import memory_advice
 from jaxtrain.train.plan import Plan
 from jaxtrain.train.step import State, StepSpec, make_step
 from jaxtrain.weights.params import Params
+
+MakeArrays = Callable[..., StepBatch]  # (batch, mesh, batch_dim) -> arrays or their types
 
 
 def have_symmetric_memory(mesh: Mesh) -> bool:
@@ -122,10 +124,12 @@ def out_of_memory_explained(c: Resolved, compiled: jax.stages.Compiled) -> Itera
         raise OutOfMemoryError(memory_advice(c, memory_needed(compiled), None)) from error
 
 
-def microbatches(batch: PyTree, rows: int, mesh: Mesh) -> StepBatch:
+def microbatches(
+    batch: PyTree, rows: int, mesh: Mesh, make_arrays: MakeArrays = place_batch
+) -> StepBatch:
     """Place this process's rows [B, T] as global microbatches [A, rows, T] over the mesh."""
     local = rows // process_batch_shard(mesh)[1]
-    return place_batch(
+    return make_arrays(
         jax.tree.map(lambda x: x.reshape(-1, local, *x.shape[1:]), batch), mesh, batch_dim=1
     )
 
@@ -190,22 +194,26 @@ class Program:
         batch: data.Batch | data.PairBatch,
         hyperparams: Hyperparams,
         frozen: Params | None,
-        prepare: Callable[[StepBatch], StepBatch] = lambda batch: batch,
+        prepare: Callable[[StepBatch], StepBatch] | None = None,
         while_compiling: Callable[[], None] = lambda: None,
     ):
-        self.prepare = prepare  # `Recipe.prepare`, of a batch on the device
-        self.plan, self.hyperparams, self.frozen = plan, hyperparams, frozen
+        self.prepare = prepare  # `Recipe.prepare`
+        self.plan, self.frozen = plan, frozen
         self.shape, self.update_loop = batch.tokens_BT.shape, spec.update_loop
+        everywhere = jax.sharding.NamedSharding(plan.mesh, jax.P())
         self.compiled = compile_step(
             self.make_step(spec),
             state,
-            self.shard_batch(batch),
-            hyperparams,
+            self.types(batch),
+            jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), hyperparams
+            ),
             plan.config,
             frozen,
             while_compiling,
             spec.origin,
         )
+        self.hyperparams = jax.device_put(hyperparams, everywhere)
 
     def make_step(self, spec: StepSpec) -> jax.stages.Wrapped:
         """Make the function that is compiled."""
@@ -220,14 +228,21 @@ class Program:
         """Whether the program is compiled for this batch's shape."""
         return batch.tokens_BT.shape == self.shape
 
-    def shard_batch(self, batch: data.Batch | data.PairBatch) -> StepBatch:
+    def types(self, batch: data.Batch | data.PairBatch) -> StepBatch:
+        """Return the types of `shard_batch`'s result. They need no device without `prepare`."""
+        return self.shard_batch(batch, place_batch if self.prepare else batch_types)
+
+    def shard_batch(
+        self, batch: data.Batch | data.PairBatch, make_arrays: MakeArrays = place_batch
+    ) -> StepBatch:
         """Place this process's rows [B, T] as microbatches [A, rows, T] on the mesh."""
         t, mesh = self.plan.config.train, self.plan.mesh
         rows, length = batch.tokens_BT.shape  # of this process
         units = rows * length // t.sequence_length * process_batch_shard(mesh)[1]
         shards, cut = num_batch_shards(mesh), t.sequence_length // length
         most = largest_divisor(units // shards, t.device_batch_size)
-        return self.prepare(microbatches(batch, most * shards * cut, mesh))
+        placed = microbatches(batch, most * shards * cut, mesh, make_arrays)
+        return self.prepare(placed) if self.prepare else placed
 
     def __call__(
         self, state: State, batch: data.Batch | data.PairBatch

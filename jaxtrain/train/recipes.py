@@ -60,8 +60,9 @@ class Recipe(Protocol):
         """Run before the first step. first: the initial state; None in a resumed run."""
         ...
 
-    def prepare(self, batch: StepBatch) -> StepBatch:
-        """Convert a batch on the device to the step's input."""
+    @property
+    def prepare(self) -> Callable[[StepBatch], StepBatch] | None:
+        """Function that converts a batch on the device to the step's input, if that differs."""
         ...
 
     def validation(self, spec: StepSpec) -> Validator | None:
@@ -81,6 +82,7 @@ class CausalLM:
 
     references = None
     complete: data.Complete | None = None
+    prepare: Callable[[StepBatch], StepBatch] | None = None
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -98,17 +100,14 @@ class CausalLM:
             spec.graphdef, spec.specs, spec.dtype, spec.bytes_V, spec.join
         )
         objective = self.plan.config.objective
-        self.refer = None
+        self.prepare = None
         where = self.tokenizer, self.plan.mesh, spec.dtype
         if objective.name == "selective" and objective.reference:
-            self.refer = make_reference(objective.reference, *where)
+            self.prepare = make_reference(objective.reference, *where)
         if objective.name == "distill":
-            self.refer = with_cached_teacher
+            self.prepare = with_cached_teacher
             if self.complete is None:
-                self.refer = make_teacher(objective.teacher, *where)
-
-    def prepare(self, batch: StepBatch) -> StepBatch:
-        return batch if self.refer is None else self.refer(batch)
+                self.prepare = make_teacher(objective.teacher, *where)
 
     def validation(self, spec: StepSpec) -> Validator | None:
         store, config, mesh = self.store, self.plan.config, self.plan.mesh
@@ -138,6 +137,7 @@ class Preference:
 
     references: data.References | None = None
     complete = None
+    prepare = None
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -153,9 +153,6 @@ class Preference:
         self.references = reference_logprobs(
             spec, params, frozen, self.stores, plan.config, plan.mesh, file, plan.log
         )
-
-    def prepare(self, batch: StepBatch) -> StepBatch:
-        return batch
 
     def validation(self, spec: StepSpec) -> Validator | None:
         if HELD_OUT not in self.stores:
