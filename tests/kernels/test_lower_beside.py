@@ -101,7 +101,7 @@ def test_a_gpu_that_is_not_there_has_no_workers():
 
 
 @pytest.mark.parametrize("gpu, processes, cores, count", [
-    (True, 1, 16, 8), (True, 1, 64, 8), (True, 1, 6, 3), (True, 1, 1, 0), (False, 1, 16, 0),
+    (True, 1, 16, 8), (True, 1, 64, 16), (True, 1, 6, 3), (True, 1, 1, 0), (False, 1, 16, 0),
     (True, 8, 64, 0),
 ])  # fmt: skip
 def test_workers_are_as_many_as_the_cores_bear(monkeypatch, gpu, processes, cores, count):

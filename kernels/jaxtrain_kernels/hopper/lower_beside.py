@@ -22,10 +22,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import PyTree
 
+from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.hopper.compile_beside import has_gpu
 
 START = "from jaxtrain_kernels.hopper.lower_beside import run_worker; run_worker()"
-MOST = 8
+MOST = 16
 # Threads and their worker processes; None outside of `lowering_in_workers`.
 WORKERS: contextvars.ContextVar[tuple[ThreadPoolExecutor, threading.local] | None]
 WORKERS = contextvars.ContextVar("workers", default=None)
@@ -42,9 +43,10 @@ def default_count() -> int:
 
 
 def start_workers(count: int | None = None) -> None:
-    """Start `count` workers (default_count) for the next `lowering_in_workers`: they import JAX
-    and the kernels, which takes 2 s."""
-    count = default_count() if count is None else count
+    """Start `count` workers for the next `lowering_in_workers`: they import JAX and the kernels,
+    which takes 2 s. Default: default_count on Hopper, whose kernels they are, else none."""
+    if count is None:
+        count = default_count() if target().compute_capability == (9, 0) else 0
     STARTED.extend(_start() for _ in range(count if count > 1 else 0))
 
 
@@ -69,7 +71,7 @@ def lowering_in_workers(count: int | None = None) -> Iterator[None]:
 
     def start() -> None:
         try:
-            mine.process = STARTED.pop()
+            mine.process = STARTED.pop(0)
         except IndexError:
             mine.process = _start()
         processes.append(mine.process)
