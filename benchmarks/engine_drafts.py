@@ -27,7 +27,7 @@ from jaxtrain.compress.quantize import text_config
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.resolve import resolve, vocab_size_of
 from jaxtrain.data import Tokenizer, validation_batches
-from jaxtrain.estimate.dry_run import option_given
+from jaxtrain.estimate.arguments import option_given
 from jaxtrain.estimate.workload import SHORT
 from jaxtrain.evaluation.evaluate import prepare_validation
 from jaxtrain.inference.arguments import DraftOptions

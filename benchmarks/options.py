@@ -3,7 +3,7 @@
 import argparse
 import itertools
 
-from jaxtrain.estimate.dry_run import option_given
+from jaxtrain.estimate.arguments import option_given
 from jaxtrain.settings import UserError
 
 # Benchmark -> its own options; --record, --out, --variant and --config are for several.

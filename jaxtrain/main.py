@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.cluster.arguments import add_place
-from jaxtrain.estimate.arguments import add_json, add_preflight
+from jaxtrain.estimate.arguments import add_json, add_preflight, check_dry, dry_overrides
 from jaxtrain.settings import Parser, command
 from jaxtrain.train.arguments import add_overrides
 from jaxtrain.train.field_help import read_schema, section_help, sections_line
@@ -114,9 +114,6 @@ def run(a: argparse.Namespace) -> int:
     """Train, print the configuration, or do a dry run. JAX is imported here."""
     from jaxtrain.config import find_config, load_config
     from jaxtrain.config.overrides import check_once
-    from jaxtrain.estimate.dry_run import check_dry, dry_overrides, preflight_of
-    from jaxtrain.estimate.dry_run_report import report
-    from jaxtrain.estimate.fit import choose
 
     check_dry(a)
     check_once(a.overrides)
@@ -129,6 +126,10 @@ def run(a: argparse.Namespace) -> int:
         print(resolved_text(config), flush=True)
         return 0
     if a.dry_run or a.fit is not None:
+        from jaxtrain.estimate.dry_run import preflight_of
+        from jaxtrain.estimate.dry_run_report import report
+        from jaxtrain.estimate.fit import choose
+
         one = (lambda *asked: choose(*asked)[1]) if config.train.fit else None
         record = preflight_of(a, a.config, overrides, one)
         print(json.dumps(record) if a.json else report(record))
@@ -140,16 +141,19 @@ def run(a: argparse.Namespace) -> int:
 def train_as_job(a: argparse.Namespace, config: "Config", overrides: list[str]) -> None:
     """Train in a single process, or as one process of the job that options or a launcher define."""
     from jaxtrain.cluster.processes import find_rank, joined
-    from jaxtrain.cluster.runtime import start
-    from jaxtrain.estimate.fit import fitted
+    from jaxtrain.cluster.runtime import start, start_devices
     from jaxtrain.runs.job import facts
-    from jaxtrain.train.loop import train
 
     rank = find_rank(a.coordinator, a.processes, a.process)
     start(quiet=rank is not None and rank.index > 0)
     same, folder = facts(config) if rank else {}, config.run.folder
     with joined(rank, config.processes, same, folder) as coordinator:
+        start_devices()
+        from jaxtrain.train.loop import train
+
         if config.train.fit:
+            from jaxtrain.estimate.fit import fitted
+
             config = fitted(a.config, overrides, config, coordinator)
         train(config, coordinator)
 

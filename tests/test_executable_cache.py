@@ -200,9 +200,10 @@ def test_the_processes_that_run_our_functions_alone(monkeypatch, main, ours):
 
 def test_a_second_run_neither_traces_nor_lowers_its_step(folder, tmp_path, monkeypatch):
     """Its name is another; what it logs and its weights are the same."""
-    lowered = []
+    lowered, ended = [], []
     real = program.compiling_kernels
     monkeypatch.setattr(program, "compiling_kernels", lambda one: lowered.append(one) or real(one))
+    monkeypatch.setattr(program, "stop_workers", lambda: ended.append("workers"))
     fields = QUICK | SAMPLES
 
     def run(name, **more):
@@ -210,8 +211,18 @@ def test_a_second_run_neither_traces_nor_lowers_its_step(folder, tmp_path, monke
         return tmp_path / name
 
     first, second = run("first"), run("second")
-    assert len(lowered) == 1
+    assert len(lowered) == 1 and len(ended) == 2
     assert_same_run(first, second)
     forget_programs()
     run("third", train__steps=5)
     assert len(lowered) == 2
+
+
+def test_a_step_compiles_before_anything_is_on_the_device(tmp_path, monkeypatch):
+    """While its memory is reserved, and the state is initialized."""
+    real, given = program.compile_step, []
+    note = lambda step, *arguments: given.extend(arguments[:3]) or real(step, *arguments)
+    monkeypatch.setattr(program, "compile_step", note)
+    assert main(run_overrides(tmp_path, **QUICK)) == 0
+    assert len(given) == 3
+    assert {type(x) for x in jax.tree.leaves(given)} == {jax.ShapeDtypeStruct}

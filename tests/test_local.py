@@ -319,7 +319,8 @@ def resume(task, config, mesh, folder, saved, said=None):
         checkpoints.save(int(saved.step), saved.params, non_param_state(saved), {})
         checkpoints.wait()
         where = state_shardings(spread, mesh)
-        state, _ = init_or_restore(spread, where, checkpoints, seed=0, log=say)
+        first, _ = init_or_restore(spread, where, checkpoints, seed=0, log=say)
+        state = first.result()
     return spread, state
 
 

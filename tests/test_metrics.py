@@ -1,8 +1,10 @@
 import io
 import json
 import math
+import os
 import re
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -407,3 +409,17 @@ def test_a_history_that_was_cut_is_said(tmp_path, capsys, keep, said):
     found = [row["missing"] for row in stored(tmp_path, "event") if "missing" in row]
     assert found == ([said] if said else [])
     assert (said or "step") in capsys.readouterr().out
+
+
+def test_torch_is_not_imported_for_event_files(tmp_path):
+    (tmp_path / "torch.py").write_text("Tensor = int\n")
+    code = (
+        "import sys; from pathlib import Path; from jaxtrain.runs.tensorboard import open_events\n"
+        "open_events(Path(sys.argv[1])).add_scalar('loss', 1.0, 1)\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torch; assert torch.Tensor is int"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    folder = tmp_path / "events"
+    subprocess.run([sys.executable, "-c", code, folder], env=environment, check=True)
+    assert list(folder.glob("events.*"))

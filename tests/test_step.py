@@ -1,10 +1,13 @@
 """The step's invariants: accumulation, sharding, float16's loss scale, clipping."""
 
+from threading import Event
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from machine import LONG
 from pydantic import TypeAdapter
 from tiny import (
     LLAMA,
@@ -229,10 +232,34 @@ def test_a_state_comes_back_from_a_checkpoint_bit_for_bit(half, tmp_path):
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpoints:
         checkpoints.save(1, state.params, non_param_state(state), {"at": 7})
         checkpoints.wait()
-        restored, position = init_or_restore(task, where, checkpoints, seed=0)
+        first, position = init_or_restore(task, where, checkpoints, seed=0)
+    restored = first.result()
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     same(restored, state)
     assert restored.extras["loss_scale"] == (2.0**9, 8) and position == {"at": 7}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_one_device_is_initialized_while_the_caller_goes_on(plain, tmp_path, monkeypatch, devices):
+    go_on, real, (spec, mesh) = Event(), jax.stages.Lowered.compile, (plain[0], mesh_of(devices))
+    compile_later = lambda self: (devices > 1 or go_on.wait(LONG)) and real(self)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_later)
+    with jax.set_mesh(mesh), Checkpointer(tmp_path, CheckpointConfig()) as checkpoints:
+        first, position = init_or_restore(spec, state_shardings(spec, mesh), checkpoints, seed=3)
+        assert first.done() == (devices > 1) and position is None
+        go_on.set()
+        same(first.result(), begin(spec, mesh, seed=3))
+
+
+def test_an_error_of_the_initialization_is_raised_where_its_state_is_needed(
+    plain, tmp_path, monkeypatch
+):
+    spec, mesh = plain[0], mesh_of()
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: {}["RESOURCE_EXHAUSTED"])
+    with jax.set_mesh(mesh), Checkpointer(tmp_path, CheckpointConfig()) as checkpoints:
+        first, _ = init_or_restore(spec, state_shardings(spec, mesh), checkpoints, seed=0)
+        with pytest.raises(KeyError, match="RESOURCE_EXHAUSTED"):
+            first.result()
 
 
 def test_the_scale_grows_after_enough_good_steps_and_stays_above_one():

@@ -1,16 +1,20 @@
 """One-time process setup: compilation cache, memory, kernel log, and the default compute dtype."""
 
+import contextlib
 import ctypes
 import logging
 import os
 import sys
+import threading
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtrain_kernels.dispatch import target
+from jaxtrain_kernels.hopper.lower_beside import start_workers
 
 
 def start(quiet: bool = False) -> None:
@@ -28,6 +32,22 @@ def start(quiet: bool = False) -> None:
     least = min(0.1, jax.config.jax_persistent_cache_min_compile_time_secs)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def start_devices() -> None:
+    """Start the devices, and the workers that lower kernels for them, while the caller goes on.
+
+    The first array on a GPU reserves its memory, which takes 2 s on an H200. An error is left to
+    the caller's first use of the devices. The process has joined its job.
+    """
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            devices = jax.local_devices()
+            start_workers()
+            jax.block_until_ready([jax.device_put(np.float32(0), one) for one in devices])
+
+    threading.Thread(target=run).start()
 
 
 def show_kernel_choices() -> None:

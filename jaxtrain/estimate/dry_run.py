@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from jaxtrain.config import find_config, load_config
+from jaxtrain.estimate.arguments import has
 from jaxtrain.estimate.fake_attention import outlined
 from jaxtrain.estimate.liveness import peak_bytes
 from jaxtrain.estimate.reference import reference_bytes
@@ -359,35 +360,6 @@ def main_reasons(refused: Sequence[str]) -> list[str]:
 
 
 # ---- on the command line -----------------------------------------------------------------------
-
-
-def option_given(a: argparse.Namespace, *options: str) -> str | None:
-    """The first of these options that the command line sets. Each defaults to an empty value."""
-    for name in options:
-        value = getattr(a, name)
-        if value not in (None, False, []):
-            return f"--{name} {value}" if type(value) in (int, str) else f"--{name}"
-    return None
-
-
-def has(overrides: Sequence[str], key: str) -> bool:
-    return key in {line.partition("=")[0].strip() for line in overrides}
-
-
-def dry_overrides(a: argparse.Namespace) -> list[str]:
-    """The command line's overrides, with train.steps=1 if finetuning needs it: memory does not
-    depend on the steps."""
-    alone = (
-        not a.config and (a.dry_run or a.fit is not None) and not has(a.overrides, "train.steps")
-    )
-    return [*a.overrides, *["train.steps=1"] * alone]
-
-
-def check_dry(a: argparse.Namespace) -> None:
-    """Raise UserError for a dry-run option without --dry-run or --fit."""
-    stray = option_given(a, "devices", "device", "memory", "json")
-    if stray and not a.dry_run and a.fit is None:
-        raise UserError(f"{stray} is for --dry-run (or --fit N)")
 
 
 def preflight_of(

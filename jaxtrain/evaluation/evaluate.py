@@ -74,7 +74,7 @@ def make_validation_step(
     graphdef: nnx.GraphDef,
     specs: Specs,
     dtype: jnp.dtype,
-    bytes_V: jax.Array,
+    bytes_V: jax.Array | np.ndarray,
     join: Callable[[Params, Params | None], Params] = join_full,
 ) -> jax.stages.Wrapped:
     """Jitted (params, batch, sums, frozen=None) -> `sums` with those of the batch added."""
@@ -82,7 +82,7 @@ def make_validation_step(
     def add_batch(params, batch, sums, frozen=None):
         params = join(cast(params, specs, dtype), frozen)
         return objectives.add_sums(
-            sums, objectives.evaluation_sums(graphdef, params, batch, bytes_V)
+            sums, objectives.evaluation_sums(graphdef, params, batch, jnp.asarray(bytes_V))
         )
 
     return jax.jit(add_batch)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from pydantic import Field, field_validator
 
@@ -416,7 +417,7 @@ def build_optimizer(
         measure = wrappers[-1].metrics if wrappers else None
         return measure([state.inner_states[n].inner_state for n in used]) if measure else {}
 
-    hyperparams = jax.tree.map(jnp.float32, hyperparams)
+    hyperparams = jax.tree.map(np.float32, hyperparams)
     return Optimizer(
         tx.init,
         update,

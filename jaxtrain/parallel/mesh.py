@@ -212,6 +212,23 @@ def shard_from_host[Tree](tree: Tree, where: PyTree) -> Tree:
 def place_batch[Tree](batch: Tree, mesh: Mesh, batch_dim: int = 0) -> Tree:
     """Make global arrays, sharded over the batch axes, from this process's host rows (None leaves
     stay)."""
-    spec = [None] * batch_dim + [BATCH]
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    sharding = batch_sharding(mesh, batch_dim)
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
+
+
+def batch_types[Tree](batch: Tree, mesh: Mesh, batch_dim: int = 0) -> Tree:
+    """Return the shapes, dtypes and shardings of `place_batch`'s arrays, without the devices."""
+    sharding, processes = batch_sharding(mesh, batch_dim), process_batch_shard(mesh)[1]
+
+    def one(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        shape = list(x.shape)
+        shape[batch_dim] *= processes
+        return jax.ShapeDtypeStruct(
+            shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding
+        )
+
+    return jax.tree.map(one, batch)
+
+
+def batch_sharding(mesh: Mesh, batch_dim: int = 0) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*[None] * batch_dim, BATCH))

@@ -24,12 +24,12 @@ import numpy as np
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
-from tensorboardX import SummaryWriter
 
 from jaxtrain.runs.config import MetricsConfig
 from jaxtrain.runs.environment import memory_bytes, peak_flops
 from jaxtrain.runs.goodput import rollback_fields, start_fields
 from jaxtrain.runs.history import MetricsRow, missing_rows, rewound
+from jaxtrain.runs.tensorboard import open_events
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_yaml
 
@@ -129,8 +129,8 @@ class MetricsWriter:
         self._missing = missing_rows(rows, step, self._every)
         self._file = path.open("a", encoding="utf-8")
         if tensorboard:
-            self._tensorboard = SummaryWriter(
-                str(self._run_dir / "tensorboard"),
+            self._tensorboard = open_events(
+                self._run_dir / "tensorboard",
                 purge_step=step + 1 if step else 0,
                 filename_suffix=f".{step}",
             )

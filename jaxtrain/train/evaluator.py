@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from jaxtrain.inference.generate import LanguageModel, lower_samples, write_samples
 from jaxtrain.model import cast
@@ -38,7 +39,7 @@ class Evaluator:
         self.last: dict[str, float] = {}  # metrics of the last validation
 
     def lower_in_background(self, state: State) -> None:
-        """Lower validation and sampling while the step is compiled.
+        """Lower validation and sampling while the step is compiled. The state may be shapes only.
 
         Only with one device. With several, loading a program onto one device waits for the program
         that runs there. That one waits for the other devices, whose next kernels may in turn wait
@@ -55,16 +56,22 @@ class Evaluator:
             self._programs.compile()
 
     def _later(self, state: State) -> Iterator[tuple[str, Callable[[], Callable[[], object]]]]:
-        params, c = self.params(state), self.plan.config
-        shapes = shape_dtype_structs(params), shape_dtype_structs(self.frozen)
-        if job := self.recipe.lower_validation(self.spec, *shapes):
+        c, frozen = self.plan.config, shape_dtype_structs(self.frozen)
+        params = self._shapes(self._weights, state.params, state.optimizer)
+        if job := self.recipe.lower_validation(self.spec, params, frozen):
             yield "validation", job
         if c.sample.prompts:
-            whole = shape_dtype_structs(self._computed(params))
+            whole = self._shapes(self._computed, params)
             yield (
                 "samples",
                 functools.partial(lower_samples, self._model(whole), c, self.data.chat),
             )
+
+    def _shapes(self, function: Callable[..., Params], *arguments: PyTree) -> Params:
+        """Return the shapes of a function's result on a mesh of one device."""
+        where = jax.sharding.NamedSharding(self.plan.mesh, jax.P())
+        found = jax.eval_shape(function, *arguments)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), found)
 
     def _compiled(self, name: str) -> None:
         if self._programs is not None:

@@ -6,6 +6,7 @@ A feature is an entry here and a file of its own. The loop and the step name no 
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -64,7 +65,7 @@ def make_step_spec(
     partition: Partition,
     optimizer: Optimizer,
     dtype: jnp.dtype,
-    bytes_V: Array,
+    bytes_V: Array | np.ndarray,
     pieces: tuple[bytes, ...] = (),
 ) -> StepSpec:
     """Make the step of a configuration, before `wrap_step`.
@@ -93,7 +94,7 @@ def make_step_spec(
 
 def step_of(plan: Plan, tokenizer: Tokenizer) -> StepSpec:
     """Make the step of a phase, with all its features."""
-    c, bytes_V = plan.config, jnp.asarray(tokenizer.token_bytes())
+    c, bytes_V = plan.config, tokenizer.token_bytes()
     parts = plan.graphdef, plan.partition, plan.optimizer, plan.dtype
     spec = make_step_spec(c, *parts, bytes_V, tokenizer.pieces)
     spec = wrap_step(spec, c, plan.mesh, plan.resumed)

@@ -43,6 +43,7 @@ from jaxtrain.train.restore import (
     make_growth,
     non_param_state,
     saved_part,
+    shapes_of,
 )
 from jaxtrain.train.run_directory import (
     check_writable,
@@ -118,33 +119,32 @@ def train_phase(
         frozen, pretrained = load_pretrained(plan.partition, c, plan.mesh, resumed)
         places = state_shardings(spec, plan.mesh)
         growth = before and make_growth(step_of(before, data.tokenizer), spec, plan, before)
-        state, position = init_or_restore(
+        first, position = init_or_restore(
             spec, places, checkpoints, c.run.seed, pretrained, coordinator, log, growth
         )
         del pretrained  # donated, or not needed
-        guard, start = Guard(t, spec, checkpoints, position, growth), int(state.step)
+        guard, start = Guard(t, spec, checkpoints, position, growth), checkpoints.latest() or 0
         end = PhaseEnd(plan.phase)
-        state = guard.with_window(state)
         what = "resume" if start > plan.phase.start else "train"
         log(f"{what:8s} {run_dir}: steps {start} to {plan.phase.end}")
-        recipe.start(spec, None if position else state.params, frozen, run_dir)
+        recipe.start(spec, None if position else first, frozen, run_dir)
         feed = Feed(plan, data, recipe, guard, position)
         if coordinator.index == 0:
             write_json(run_dir / "data.json", data.corpus)
 
         # ---- compile -----------------------------------------------------------------------------
-        everywhere = jax.sharding.NamedSharding(plan.mesh, jax.P())
-        hyperparams = jax.device_put(spec.optimizer.hyperparams, everywhere)
+        rates = spec.optimizer.hyperparams
         make_program = functools.partial(
-            Program, spec, plan, hyperparams=hyperparams, frozen=frozen, prepare=recipe.prepare
+            Program, spec, plan, hyperparams=rates, frozen=frozen, prepare=recipe.prepare
         )
         evaluator = Evaluator(plan, data, recipe, spec, frozen, run_dir)
-        begun = time.perf_counter()
-        while_compiling = functools.partial(evaluator.lower_in_background, state)
-        program = make_program(state, feed.peek(), while_compiling=while_compiling)
+        begun, shapes = time.perf_counter(), shapes_of(spec, places)
+        while_compiling = functools.partial(evaluator.lower_in_background, shapes)
+        program = make_program(shapes, feed.peek(), while_compiling=while_compiling)
         facts = program.facts | {"compile_s": time.perf_counter() - begun}
         log(f"compile  {facts['compile_s']:.0f} s")
-        evaluator.compile_in_background(state)
+        evaluator.compile_in_background(shapes)
+        state = guard.with_window(first.result())
 
         def save(step: int, state: State) -> None:
             rest = non_param_state(saved_part(state, spec))

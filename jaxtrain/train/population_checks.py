@@ -117,7 +117,11 @@ def may_differ(field: str) -> bool:
 def check_step(spec: StepSpec, recipe: Recipe, plans: Sequence[Plan]) -> CausalLM:
     """Return the recipe. Raises UserError for a step with state outside of its arrays."""
     name = plans[0].config.objective.name
-    if not isinstance(recipe, CausalLM) or recipe.complete is not None or recipe.refer is not None:
+    if (
+        not isinstance(recipe, CausalLM)
+        or recipe.complete is not None
+        or recipe.prepare is not None
+    ):
         raise UserError(
             f"objective.name={name}: a population does not support it: it reads another model. "
             "Train the runs separately"

@@ -25,6 +25,7 @@ from jaxtrain.evaluation.evaluate import figures_of, held_out_batches, validatio
 from jaxtrain.objectives import StepBatch
 from jaxtrain.objectives.next_token import EvaluationSums, zero_sums
 from jaxtrain.optim.types import Hyperparams
+from jaxtrain.parallel import place_batch
 from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.runs.metrics import MAX_IN_FLIGHT, MetricsRow, MetricsWriter
 from jaxtrain.settings import UserError
@@ -33,7 +34,7 @@ from jaxtrain.train.events import PhaseEnd
 from jaxtrain.train.feed import Feed, Position
 from jaxtrain.train.guard import Guard, Return
 from jaxtrain.train.plan import Plan, TrainingData, open_metrics
-from jaxtrain.train.program import Program
+from jaxtrain.train.program import MakeArrays, Program
 from jaxtrain.train.recipes import CausalLM
 from jaxtrain.train.step import State, StepSpec, train_step
 from jaxtrain.weights.params import Params
@@ -162,10 +163,18 @@ class PopulationProgram(Program):
         batched = is_batched(self.plan.config)
         return make_population_step(spec, self.plan.mesh, batched, self.own_batches)
 
-    def shard_batch(self, batch: data.Batch | data.PairBatch) -> StepBatch:
+    def types(self, batch: data.Batch | data.PairBatch) -> StepBatch:
+        return self.shard_batch(batch)
+
+    def shard_batch(
+        self, batch: data.Batch | data.PairBatch, make_arrays: MakeArrays = place_batch
+    ) -> StepBatch:
         if not self.own_batches:
-            return super().shard_batch(batch)
-        each = [super(PopulationProgram, self).shard_batch(one) for one in members_of(batch)]
+            return super().shard_batch(batch, make_arrays)
+        each = [
+            super(PopulationProgram, self).shard_batch(one, make_arrays)
+            for one in members_of(batch)
+        ]
         return jax.tree.map(lambda *xs: jnp.stack(xs), *each)
 
 

@@ -130,7 +130,9 @@ def make_validation(
         one = jax.tree.map(lambda x: x[None], batch)
         shared = objective.share(spec.graphdef, params, one)
         found = objective.loss(spec.graphdef, params, batch, shared)
-        return jax.tree.map(jnp.add, totals, (*found, objective.count(batch, spec.bytes_V)[0]))
+        return jax.tree.map(
+            jnp.add, totals, (*found, objective.count(batch, jnp.asarray(spec.bytes_V))[0])
+        )
 
     scorer = jax.jit(add)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.hopper.compile_beside import compiling_kernels
-from jaxtrain_kernels.hopper.lower_beside import lowering_in_workers
+from jaxtrain_kernels.hopper.lower_beside import lowering_in_workers, stop_workers
 from jaxtyping import PyTree
 
 from jaxtrain import data
@@ -24,6 +24,7 @@ from jaxtrain.objectives import StepBatch
 from jaxtrain.optim.types import Hyperparams
 from jaxtrain.parallel import place_batch
 from jaxtrain.parallel.mesh import (
+    batch_types,
     exchanges_within_layers,
     num_batch_shards,
     process_batch_shard,
@@ -34,6 +35,8 @@ from jaxtrain.train.memory_advice import memory_advice
 from jaxtrain.train.plan import Plan
 from jaxtrain.train.step import State, StepSpec, make_step
 from jaxtrain.weights.params import Params
+
+MakeArrays = Callable[..., StepBatch]  # (batch, mesh, batch_dim) -> arrays or their types
 
 
 def have_symmetric_memory(mesh: Mesh) -> bool:
@@ -83,6 +86,8 @@ def compile_step(
             f"kernels.loss={c.model.kernels.loss}" if of_loss else f"attention={c.model.attention}"
         )
         raise UserError(f"model.{asked}: {error}") from error
+    finally:
+        stop_workers()  # the step was read from disk
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit and memory_needed(compiled) > limit:
         raise UserError(memory_advice(c, memory_needed(compiled), limit))
@@ -124,10 +129,12 @@ def out_of_memory_explained(c: Resolved, compiled: jax.stages.Compiled) -> Itera
         raise OutOfMemoryError(memory_advice(c, memory_needed(compiled), None)) from error
 
 
-def microbatches(batch: PyTree, rows: int, mesh: Mesh) -> StepBatch:
+def microbatches(
+    batch: PyTree, rows: int, mesh: Mesh, make_arrays: MakeArrays = place_batch
+) -> StepBatch:
     """Place this process's rows [B, T] as global microbatches [A, rows, T] over the mesh."""
     local = rows // process_batch_shard(mesh)[1]
-    return place_batch(
+    return make_arrays(
         jax.tree.map(lambda x: x.reshape(-1, local, *x.shape[1:]), batch), mesh, batch_dim=1
     )
 
@@ -192,22 +199,26 @@ class Program:
         batch: data.Batch | data.PairBatch,
         hyperparams: Hyperparams,
         frozen: Params | None,
-        prepare: Callable[[StepBatch], StepBatch] = lambda batch: batch,
+        prepare: Callable[[StepBatch], StepBatch] | None = None,
         while_compiling: Callable[[], None] = lambda: None,
     ):
-        self.prepare = prepare  # `Recipe.prepare`, of a batch on the device
-        self.plan, self.hyperparams, self.frozen = plan, hyperparams, frozen
+        self.prepare = prepare  # `Recipe.prepare`
+        self.plan, self.frozen = plan, frozen
         self.shape, self.update_loop = batch.tokens_BT.shape, spec.update_loop
+        everywhere = jax.sharding.NamedSharding(plan.mesh, jax.P())
         self.compiled = compile_step(
             self.make_step(spec),
             state,
-            self.shard_batch(batch),
-            hyperparams,
+            self.types(batch),
+            jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), hyperparams
+            ),
             plan.config,
             frozen,
             while_compiling,
             spec.origin,
         )
+        self.hyperparams = jax.device_put(hyperparams, everywhere)
 
     def make_step(self, spec: StepSpec) -> jax.stages.Wrapped:
         """Make the function that is compiled."""
@@ -222,14 +233,21 @@ class Program:
         """Whether the program is compiled for this batch's shape."""
         return batch.tokens_BT.shape == self.shape
 
-    def shard_batch(self, batch: data.Batch | data.PairBatch) -> StepBatch:
+    def types(self, batch: data.Batch | data.PairBatch) -> StepBatch:
+        """Return the types of `shard_batch`'s result. They need no device without `prepare`."""
+        return self.shard_batch(batch, place_batch if self.prepare else batch_types)
+
+    def shard_batch(
+        self, batch: data.Batch | data.PairBatch, make_arrays: MakeArrays = place_batch
+    ) -> StepBatch:
         """Place this process's rows [B, T] as microbatches [A, rows, T] on the mesh."""
         t, mesh = self.plan.config.train, self.plan.mesh
         rows, length = batch.tokens_BT.shape  # of this process
         units = rows * length // t.sequence_length * process_batch_shard(mesh)[1]
         shards, cut = num_batch_shards(mesh), t.sequence_length // length
         most = largest_divisor(units // shards, t.device_batch_size)
-        return self.prepare(microbatches(batch, most * shards * cut, mesh))
+        placed = microbatches(batch, most * shards * cut, mesh, make_arrays)
+        return self.prepare(placed) if self.prepare else placed
 
     def __call__(
         self, state: State, batch: data.Batch | data.PairBatch

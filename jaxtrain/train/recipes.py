@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -21,7 +22,7 @@ from jaxtrain.train.preference import (
     reference_logprobs,
 )
 from jaxtrain.train.reference_model import make_reference, make_teacher
-from jaxtrain.train.step import StepSpec
+from jaxtrain.train.step import State, StepSpec
 from jaxtrain.train.teacher_cache import open_teacher_cache, with_cached_teacher
 from jaxtrain.weights.params import Params
 
@@ -54,13 +55,14 @@ class Recipe(Protocol):
         ...
 
     def start(
-        self, spec: StepSpec, params: Params | None, frozen: Params | None, run_dir: Path
+        self, spec: StepSpec, first: Future[State] | None, frozen: Params | None, run_dir: Path
     ) -> None:
-        """Run before the first step. params: the initial parameters; None in a resumed run."""
+        """Run before the first step. first: the initial state; None in a resumed run."""
         ...
 
-    def prepare(self, batch: StepBatch) -> StepBatch:
-        """Convert a batch on the device to the step's input."""
+    @property
+    def prepare(self) -> Callable[[StepBatch], StepBatch] | None:
+        """Function that converts a batch on the device to the step's input, if that differs."""
         ...
 
     def validation(self, spec: StepSpec) -> Validator | None:
@@ -80,6 +82,7 @@ class CausalLM:
 
     references = None
     complete: data.Complete | None = None
+    prepare: Callable[[StepBatch], StepBatch] | None = None
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -91,23 +94,20 @@ class CausalLM:
         self.change = make_row_change(c.objective, training_data.tokenizer, c.data.seed)
 
     def start(
-        self, spec: StepSpec, params: Params | None, frozen: Params | None, run_dir: Path
+        self, spec: StepSpec, first: Future[State] | None, frozen: Params | None, run_dir: Path
     ) -> None:
         self.scorer = make_validation_step(
             spec.graphdef, spec.specs, spec.dtype, spec.bytes_V, spec.join
         )
         objective = self.plan.config.objective
-        self.refer = None
+        self.prepare = None
         where = self.tokenizer, self.plan.mesh, spec.dtype
         if objective.name == "selective" and objective.reference:
-            self.refer = make_reference(objective.reference, *where)
+            self.prepare = make_reference(objective.reference, *where)
         if objective.name == "distill":
-            self.refer = with_cached_teacher
+            self.prepare = with_cached_teacher
             if self.complete is None:
-                self.refer = make_teacher(objective.teacher, *where)
-
-    def prepare(self, batch: StepBatch) -> StepBatch:
-        return batch if self.refer is None else self.refer(batch)
+                self.prepare = make_teacher(objective.teacher, *where)
 
     def validation(self, spec: StepSpec) -> Validator | None:
         store, config, mesh = self.store, self.plan.config, self.plan.mesh
@@ -137,6 +137,7 @@ class Preference:
 
     references: data.References | None = None
     complete = None
+    prepare = None
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -145,15 +146,13 @@ class Preference:
         self.stores = preference_stores(training_data.prepared, self.plan.config)
 
     def start(
-        self, spec: StepSpec, params: Params | None, frozen: Params | None, run_dir: Path
+        self, spec: StepSpec, first: Future[State] | None, frozen: Params | None, run_dir: Path
     ) -> None:
         plan, file = self.plan, run_dir / "reference.npz"
+        params = first.result().params if first else None
         self.references = reference_logprobs(
             spec, params, frozen, self.stores, plan.config, plan.mesh, file, plan.log
         )
-
-    def prepare(self, batch: StepBatch) -> StepBatch:
-        return batch
 
     def validation(self, spec: StepSpec) -> Validator | None:
         if HELD_OUT not in self.stores:

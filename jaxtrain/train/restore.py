@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -71,31 +72,49 @@ def init_or_restore(
     coordinator: Coordinator | None = None,
     log: Callable[[str], Any] = lambda line: None,
     growth: Growth | None = None,
-) -> tuple[State, Any]:
+) -> tuple[Future[State], Any]:
     """Initialize the state, or restore the newest checkpoint's with its position in the data.
 
-    start: the first parameters of a new run; default initial values. log: called with a message if
-    the checkpoint has another number of replicas. growth: of the phase.
+    On one device a thread compiles and runs the initialization, while the caller traces the step.
+    start: the first parameters of a new run, which are donated; default initial values. log: called
+    with a message if the checkpoint has another number of replicas. growth: of the phase.
     """
     newest = checkpoints.latest()
     (coordinator or Coordinator()).compare(
         {f"the newest checkpoint in {checkpoints.directory}": str(newest)},
         "run.directory must be one that all processes share",
     )
-    create = jax.jit(lambda: init_state(spec, seed), out_shardings=shardings)
-    if newest is None and start is not None:
-        begin = jax.jit(
-            lambda p: init_state(spec, seed, p), donate_argnums=0, out_shardings=shardings
-        )
-        state = begin(start)
-    elif newest is None:
-        state = create()
-    else:
+    if newest is not None:
         like = saved_part(shapes_of(spec, shardings), spec)
-        return restored(checkpoints, newest, like, log, growth)
-    if spec.update_loop:
-        spec.update_loop.begin(state.params)
-    return state, None
+        state, position = restored(checkpoints, newest, like, log, growth)
+        return _done(state), position
+    given = () if start is None else (start,)
+    create = jax.jit(
+        lambda *params: init_state(spec, seed, *params),
+        donate_argnums=tuple(range(len(given))),
+        out_shardings=shardings,
+    )
+    lowered, mesh = create.lower(*given), jax.sharding.get_mesh()
+
+    def begin() -> State:
+        with jax.set_mesh(mesh):
+            state = lowered.compile()(*given)
+            if spec.update_loop:
+                spec.update_loop.begin(state.params)
+            return state
+
+    pool = ThreadPoolExecutor(1)
+    first = pool.submit(begin)
+    # Several devices must start their programs in one order.
+    pool.shutdown(wait=mesh.size > 1)
+    return first, None
+
+
+def _done(state: State) -> Future[State]:
+    """Return a future that has its result."""
+    future: Future[State] = Future()
+    future.set_result(state)
+    return future
 
 
 def shapes_of(spec: StepSpec, shardings: State) -> State:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -55,7 +56,7 @@ class StepSpec(NamedTuple):
     specs: Specs  # of the trainable parameters
     optimizer: Optimizer
     dtype: jnp.dtype  # of the compute
-    bytes_V: Array  # bytes of text of each token
+    bytes_V: Array | np.ndarray  # bytes of text of each token
     clip_norm: float | None = None
     join: Callable[[Params, Params | None], Params] = (
         join_full  # (trained, frozen) -> the model's parameters
@@ -330,7 +331,7 @@ def before_update(
     key = None
     if spec.draws:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    count, text_bytes = spec.objective.count(batch, spec.bytes_V)
+    count, text_bytes = spec.objective.count(batch, jnp.asarray(spec.bytes_V))
     scales = [t.grad_scale(extras[t.name]) for t in spec.transforms if t.name in extras]
     loss_scale = next((s for s in scales if s is not None), None)
     grad_scale = (1.0 if loss_scale is None else loss_scale) / count

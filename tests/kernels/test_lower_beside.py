@@ -1,14 +1,17 @@
 """Kernels that worker processes lower, while this process traces their program."""
 
+import contextvars
+import os
 import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 from golden_runs import normalized
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.hopper import export_cache, lower_beside
-from jaxtrain_kernels.hopper.lower_beside import lowering_in_workers
+from jaxtrain_kernels.hopper.lower_beside import lowering_in_workers, start_workers, stop_workers
 from jaxtrain_kernels.rows.hopper import norm, rope_in_place
 from jaxtrain_kernels.rows.hopper.norm import NormOptions
 from jaxtrain_kernels.rows.hopper.rope_in_place import TurnOptions
@@ -101,7 +104,7 @@ def test_a_gpu_that_is_not_there_has_no_workers():
 
 
 @pytest.mark.parametrize("gpu, processes, cores, count", [
-    (True, 1, 16, 8), (True, 1, 64, 8), (True, 1, 6, 3), (True, 1, 1, 0), (False, 1, 16, 0),
+    (True, 1, 16, 8), (True, 1, 64, 16), (True, 1, 6, 3), (True, 1, 1, 0), (False, 1, 16, 0),
     (True, 8, 64, 0),
 ])  # fmt: skip
 def test_workers_are_as_many_as_the_cores_bear(monkeypatch, gpu, processes, cores, count):
@@ -135,3 +138,84 @@ def test_a_workers_settings_are_this_process(monkeypatch):
 
 def eval_in_worker():
     return f"{sys.path} {jax.default_backend()}".encode()
+
+
+# ---- types without bodies ----------------------------------------------------------------------
+
+
+def test_this_process_traces_no_body_that_a_worker_lowers(here, monkeypatch):
+    bodies, real = [], plgpu.kernel
+
+    def noted(body, **options):
+        bodies.append(body.__name__)
+        return real(body, **options)
+
+    monkeypatch.setattr(plgpu, "kernel", noted)
+    monkeypatch.setattr(export_cache, "cache_folder", lambda name: None)
+    wait_for_workers(monkeypatch)
+    with lowering_in_workers(2):
+        lowered()
+    assert bodies == ["<lambda>"] * 2 and not here
+    lowered()
+    assert bodies[2:] == ["rope_turn", "norm_forward"]
+
+
+def test_an_empty_body_is_kept_for_no_program(here, monkeypatch):
+    """Such as that of a kernel that another one calls."""
+    whole = lowered()
+    monkeypatch.setattr(export_cache, "_argument_key", raise_unnamed)  # so all use jax.jit
+
+    def types():
+        export_cache.ONLY_TYPES.set(True)
+        with on_target("cuda", (9, 0)):
+            return jax.eval_shape(program, *SHAPES)
+
+    jax.clear_caches()
+    found = contextvars.copy_context().run(types)
+    with on_target("cuda", (9, 0)):
+        traced = jax.jit(lambda *given: program(*given)).trace(*SHAPES)
+    assert jax.tree.leaves(traced.out_info) == jax.tree.leaves(found)
+    text = normalized(traced.lower(lowering_platforms=("cuda",)))
+    assert calls(text) == calls(whole) and len(calls(text)) == 2
+
+
+def raise_unnamed(*_):
+    raise export_cache.UnnamedValue
+
+
+def calls(text):
+    """Lengths of the kernels' code in a program."""
+    return sorted(len(line) // 100 for line in text.splitlines() if "@mosaic_gpu_v2" in line)
+
+
+# ---- workers that started before ---------------------------------------------------------------
+
+
+def test_workers_that_have_started_are_used_first_and_ended():
+    start_workers(2)
+    begun = list(lower_beside.STARTED)
+    with lowering_in_workers(2):
+        number = lower_beside.submit(bytes.decode, number_of_process).result(timeout=100)
+        assert int(number) == begun[0].pid
+    assert all(process.poll() is not None for process in begun) and not lower_beside.STARTED
+
+
+def number_of_process():
+    return str(os.getpid()).encode()
+
+
+def test_workers_that_no_program_needs_are_ended():
+    start_workers(2)
+    begun = list(lower_beside.STARTED)
+    stop_workers()
+    assert all(process.poll() is not None for process in begun) and not lower_beside.STARTED
+
+
+@pytest.mark.parametrize("capability, count", [((9, 0), 3), ((8, 0), 0), (None, 0)])
+def test_workers_start_early_for_hopper_alone(monkeypatch, capability, count):
+    monkeypatch.setattr(lower_beside, "default_count", lambda: 3)
+    monkeypatch.setattr(lower_beside, "_start", lambda: None)
+    with on_target("cuda" if capability else "cpu", capability):
+        start_workers()
+    assert len(lower_beside.STARTED) == count
+    lower_beside.STARTED.clear()

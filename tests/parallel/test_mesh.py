@@ -14,7 +14,7 @@ from tiny import LLAMA, batch, begin, make_spec, mesh_of, random_params, resolve
 from jaxtrain.estimate.traffic import collectives
 from jaxtrain.model.layers import lookup
 from jaxtrain.parallel import MeshConfig, constrain, partition_spec, place_batch
-from jaxtrain.parallel.mesh import AXES, axis_sizes, device_grid
+from jaxtrain.parallel.mesh import AXES, axis_sizes, batch_types, device_grid
 from jaxtrain.settings import UserError
 from jaxtrain.train import step
 from jaxtrain.train.step import cast_params, gradients, state_shardings
@@ -228,3 +228,12 @@ def test_exchanges_within_layers_are_left_to_copy_engines(monkeypatch, axes, bef
         monkeypatch.setenv("NCCL_CTA_POLICY", before)
     mesh_of(**axes)
     assert os.environ.pop("NCCL_CTA_POLICY", None) == after
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 2, "fsdp": 2}, {"context": 2}])
+def test_a_batchs_types_are_those_of_its_arrays(axes):
+    mesh, host = mesh_of(**axes), batch(8, micro=4)
+    host = host._replace(tokens_BT=host.tokens_BT.astype(np.int64))
+    placed, types = (f(host, mesh, batch_dim=1) for f in (place_batch, batch_types))
+    facts = lambda tree: [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]
+    assert facts(types) == facts(placed)

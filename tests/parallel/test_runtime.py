@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from importlib import metadata
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from jaxtrain_kernels.dispatch import on_target
 
 from jaxtrain.cluster import runtime
-from jaxtrain.cluster.runtime import show_kernel_choices, take_memory
+from jaxtrain.cluster.runtime import show_kernel_choices, start_devices, take_memory
 
 
 @pytest.fixture
@@ -82,3 +83,29 @@ def test_programs_of_a_tenth_of_a_second_are_kept_or_of_less_where_asked(asked, 
         assert getattr(jax.config, name) == kept
     finally:
         jax.config.update(name, before)
+
+
+def joined():
+    for thread in set(threading.enumerate()) - {threading.main_thread()}:
+        if "start_devices" in repr(getattr(thread, "_target", None)):
+            thread.join()
+
+
+def test_devices_and_workers_start_in_a_thread(monkeypatch):
+    begun, put = [], jax.device_put
+    note = lambda x, where: begun.append((threading.current_thread(), where)) or put(x, where)
+    monkeypatch.setattr(jax, "device_put", note)
+    monkeypatch.setattr(runtime, "start_workers", lambda: begun.append("workers"))
+    start_devices()
+    joined()
+    assert begun[0] == "workers" and [where for _, where in begun[1:]] == jax.local_devices()
+    assert threading.main_thread() not in {thread for thread, _ in begun[1:]}
+
+
+def test_a_device_that_does_not_start_is_left_to_its_first_use(monkeypatch):
+    said = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    monkeypatch.setattr(jax, "local_devices", lambda: [][0])
+    start_devices()
+    joined()
+    assert not said

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import inspect
 import logging
+import pickle
 import re
 import sys
 import threading
@@ -41,6 +42,8 @@ CHECKS = (DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 EXPORTED: dict[tuple[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]] = {}
 SOURCES = hash_of_sources(Path(__file__).parents[1])
+# Whether the kernels that are traced have empty bodies, as only their results' types are wanted.
+ONLY_TYPES: contextvars.ContextVar[bool] = contextvars.ContextVar("only_types", default=False)
 SETTING_LOCK = threading.Lock()  # guards a JAX setting that all threads share
 # An array's type without a sharding, a memory space or a mesh axis along which it varies.
 PLAIN_TYPE = re.compile(r"~?\w+\[[\d,]*\]")
@@ -92,6 +95,8 @@ def cached_kernel(
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if ONLY_TYPES.get():
+            return function(*args, **kwargs)  # jax.jit would keep the empty body
         if dispatch.target().platform != "cuda" or jax.config.jax_disable_jit:
             return plain(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
@@ -171,13 +176,12 @@ def _exported(
 
         return _in_new_thread(run)
 
-    def stored(content: bytes) -> Exported:
+    def stored(content: bytes, kernels: Sequence[compile_beside.MosaicKernel]) -> Exported:
+        if compile_beside.has_gpu():
+            compile_beside.start_compiling(kernels)
         if path:
             write_file(path, content)
-        exported = deserialize(bytearray(content))  # a copy that holds no trace
-        if compile_beside.has_gpu():
-            compile_beside.start_compiling(in_thread(lambda *_: _mosaic_kernels(exported, shapes)))
-        return exported
+        return deserialize(bytearray(content))  # a copy that holds no trace
 
     def here() -> Exported:
         made = in_thread(_export)
@@ -185,9 +189,10 @@ def _exported(
             content = bytes(made.serialize())
         except (ImportError, ValueError):  # without flatbuffers; a result that is no tuple
             return made
-        return stored(content)
+        return stored(content, in_thread(lambda *_: _mosaic_kernels(made, shapes)))
 
-    work = lower_beside.submit(stored, _in_worker, kernel, shapes, settings, where, key[3])
+    then = lambda answer: stored(*pickle.loads(answer))
+    work = lower_beside.submit(then, _in_worker, kernel, shapes, settings, where, key[3])
     if work is None:
         return here().call
 
@@ -215,7 +220,8 @@ def _export(kernel: Kernel, shapes: Sequence[jax.ShapeDtypeStruct]) -> Exported:
 
 
 def _results(kernel: Kernel, shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
-    """Types of a kernel's results."""
+    """Types of a kernel's results. Its body is traced in the worker alone."""
+    ONLY_TYPES.set(True)  # in this thread's context
     traced = kernel.jitted().trace(*shapes)
     # A kernel that changes an operand in place has this effect until it is lowered.
     inside = "InternalMutableArrayEffect"
@@ -238,13 +244,15 @@ def _in_worker(
     where: dispatch.Target,
     sm_count: int,
 ) -> bytes:
-    """Lower a kernel in a process without the GPU, as `_exported` does in one that has it."""
+    """Lower a kernel in a process without the GPU, as `_exported` does in one that has it. Returns
+    the arguments of `stored`, pickled."""
     importlib.import_module(kernel.module)
     for name, value in zip(SETTINGS, settings):
         jax.config.update(name, value)
     vars(importlib.import_module(f"{PACKAGE}.hopper"))["sm_count"] = lambda: sm_count
     with dispatch.on_target(*where):
-        return bytes(_export(kernel, shapes).serialize())
+        made = _export(kernel, shapes)
+        return pickle.dumps((bytes(made.serialize()), _mosaic_kernels(made, shapes)))
 
 
 @contextlib.contextmanager

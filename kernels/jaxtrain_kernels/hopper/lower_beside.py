@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -22,13 +22,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import PyTree
 
+from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.hopper.compile_beside import has_gpu
 
 START = "from jaxtrain_kernels.hopper.lower_beside import run_worker; run_worker()"
-MOST = 8
+MOST = 16
 # Threads and their worker processes; None outside of `lowering_in_workers`.
 WORKERS: contextvars.ContextVar[tuple[ThreadPoolExecutor, threading.local] | None]
 WORKERS = contextvars.ContextVar("workers", default=None)
+STARTED: list[subprocess.Popen[bytes]] = []  # by `start_workers`, for the next program
 
 
 def default_count() -> int:
@@ -40,11 +42,25 @@ def default_count() -> int:
     return min(MOST, (len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1) // 2)
 
 
+def start_workers(count: int | None = None) -> None:
+    """Start `count` workers for the next `lowering_in_workers`: they import JAX and the kernels,
+    which takes 2 s. Default: default_count on Hopper, whose kernels they are, else none."""
+    if count is None:
+        count = default_count() if target().compute_capability == (9, 0) else 0
+    STARTED.extend(_start() for _ in range(count if count > 1 else 0))
+
+
+def stop_workers() -> None:
+    """End the started workers that no program has used."""
+    _end([STARTED.pop() for _ in range(len(STARTED))])
+
+
 @contextlib.contextmanager
 def lowering_in_workers(count: int | None = None) -> Iterator[None]:
     """Kernels that are traced inside are lowered by worker processes. So must be their program.
 
-    A process starts with each kernel, until there are `count` (default_count).
+    A process starts with each kernel, until there are `count` (default_count). Those that
+    `start_workers` has started are used first.
     """
     count = default_count() if count is None else count
     if count < 2:
@@ -54,7 +70,10 @@ def lowering_in_workers(count: int | None = None) -> Iterator[None]:
     mine = threading.local()
 
     def start() -> None:
-        mine.process = _start()
+        try:
+            mine.process = STARTED.pop(0)
+        except IndexError:
+            mine.process = _start()
         processes.append(mine.process)
         with contextlib.suppress(EOFError, OSError):
             _answer(mine.process)  # it is ready for a kernel
@@ -68,8 +87,8 @@ def lowering_in_workers(count: int | None = None) -> Iterator[None]:
         for process in processes:
             process.kill()
         pool.shutdown(cancel_futures=True)
-        for process in processes:
-            process.communicate()
+        _end(processes)
+        stop_workers()
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -82,6 +101,13 @@ def _start() -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         env=environment,
     )
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.communicate()
 
 
 def _ask(process: subprocess.Popen[bytes], asked: bytes) -> bytes:

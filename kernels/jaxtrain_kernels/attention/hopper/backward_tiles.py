@@ -150,7 +150,7 @@ def launch(
         thread_name="warpgroup",
     )
     call: Any = pl.kernel(
-        kernel,
+        hopper.traced_body(kernel),
         out_type=out_type,
         mesh=mesh,
         compiler_params=hopper.compiler_params(),

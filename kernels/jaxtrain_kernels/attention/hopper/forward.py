@@ -164,7 +164,7 @@ def _call(plan: ForwardPlan, arrays: list, interpret: hopper.Interpret):
         _block(plan, ForwardArrays(q, k, v, ranges, limits, ids, out, lse), ForwardMemory(**memory))
 
     padded_T = plan.row_blocks * rows
-    return plgpu.kernel(
+    return hopper.pallas_kernel(
         attention_forward,
         out_type=(
             jax.ShapeDtypeStruct((*arrays[0].shape[:2], plan.N, plan.H), plan.dtype),

@@ -145,7 +145,7 @@ def loss_rows(
         gradient = logits if gradient is None else gradient
         _block(plan, Refs(labels, weights, logits, nll, lse, gradient, **memory))
 
-    nll_C, lse_C, *apart = plgpu.kernel(
+    nll_C, lse_C, *apart = hopper.pallas_kernel(
         loss_rows,
         out_type=out_type,
         scratch_types=scratch,

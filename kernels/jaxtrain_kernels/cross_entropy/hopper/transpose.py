@@ -42,7 +42,7 @@ def fp8_transpose(x_MK: Float[Array, "M K"], *, interpret: hopper.Interpret = Fa
             plgpu.copy_smem_to_gmem(turned.at[which], turned_P2M.at[columns, which, rows])
         plgpu.wait_smem_to_gmem(0)
 
-    turned_P2M = plgpu.kernel(
+    turned_P2M = hopper.pallas_kernel(
         fp8_transpose,
         out_type=jax.ShapeDtypeStruct((K // 2, 2, M), jnp.uint8),
         scratch_types=dict(

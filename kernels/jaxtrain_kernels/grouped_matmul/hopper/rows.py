@@ -145,7 +145,7 @@ def rows_matmul_with(
     def grouped_rows_matmul(*refs, **memory):
         _block(plan, refs, memory)
 
-    results = plgpu.kernel(
+    results = hopper.pallas_kernel(
         grouped_rows_matmul,
         out_type=out_type,
         scratch_types=_shared_memory(plan),

@@ -91,7 +91,7 @@ def weights_matmul(
         )
 
     stages = tiling.stages
-    return plgpu.kernel(
+    return hopper.pallas_kernel(
         grouped_weights_matmul,
         out_type=jax.ShapeDtypeStruct((E, K, N), plan.dtype),
         scratch_types=dict(

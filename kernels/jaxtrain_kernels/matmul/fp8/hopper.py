@@ -89,7 +89,7 @@ def _cast(arrays, multiplier, dtype, function, saturate, measure, interpret):
     out_type = [jax.ShapeDtypeStruct((M, K), dtype), jax.ShapeDtypeStruct((K, M), dtype)]
     if measure:
         out_type.append(jax.ShapeDtypeStruct(grid, jnp.float32))
-    return plgpu.kernel(
+    return hopper.pallas_kernel(
         fp8_cast,
         out_type=out_type,
         scratch_types=dict(

@@ -198,7 +198,7 @@ def _product(options, operands, factors, tiling, interpret):
     ]
     if plan.keep:
         out_type.append(jax.ShapeDtypeStruct((M, N), options.product_dtype))
-    return plgpu.kernel(
+    return hopper.pallas_kernel(
         fp8_epilogue_matmul,
         out_type=out_type,
         scratch_types=scratch,

@@ -170,7 +170,7 @@ def matmul(
     )
     if plan.other:
         scratch["arrived"] = plgpu.Barrier(num_barriers=WARPGROUPS * tiling.parts)
-    return plgpu.kernel(
+    return hopper.pallas_kernel(
         fused_matmul,
         out_type=jax.ShapeDtypeStruct((M, N), plan.dtype),
         scratch_types=scratch,

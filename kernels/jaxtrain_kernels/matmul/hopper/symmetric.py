@@ -139,7 +139,7 @@ def _symmetric(a_LMK, b_LMK, coefficients, tiling: Tiling | None, interpret: hop
         _block(plan, SymmetricArrays(a, b, coefficients, out), SymmetricMemory(**memory))
 
     W, stages = tiling.warpgroups, tiling.stages
-    return plgpu.kernel(
+    return hopper.pallas_kernel(
         symmetric_matmul,
         out_type=jax.ShapeDtypeStruct((L, M, M), plan.dtype),
         scratch_types=dict(

@@ -156,7 +156,7 @@ def _norm_cast(options, x_BTD, y_BTD, x0_BTD, scales_2, multiplier):
         like(flat[0]), struct((R,), jnp.float32), struct((R, D), E4M3), struct((D, R), E4M3),
         struct((blocks * WARPGROUPS * norm.ROWS,), jnp.float32),
     ]  # fmt: skip
-    s_RD, *others = plgpu.kernel(
+    s_RD, *others = hopper.pallas_kernel(
         norm_cast,
         out_type=out_type,
         scratch_types=dict(

@@ -32,7 +32,7 @@ def launch(
         body(lax.axis_index("block"), *refs)
 
     kernel.__name__ = body.__name__
-    return plgpu.kernel(
+    return hopper.pallas_kernel(
         kernel,
         out_type=out_types,
         grid=(blocks,),
