@@ -27,9 +27,9 @@ H100 = AbstractMesh(
 )
 
 
-def opaque(tile, interpret, x_MK, codes, scales, layer_1):
+def opaque(form, tile, interpret, x_MK, codes, scales, layer_1):
     """In the kernel's place, so that no GPU is needed to see what it is given."""
-    out = jax.ShapeDtypeStruct((len(x_MK), codes.shape[-1]), x_MK.dtype)
+    out = jax.ShapeDtypeStruct((len(x_MK), scales.shape[-1]), x_MK.dtype)
     return jax.ffi.ffi_call("kernel", out)(x_MK, codes, scales)
 
 

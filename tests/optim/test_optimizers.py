@@ -55,6 +55,7 @@ def trained(request):
     plain = {"depth": 1, "value_embeddings": False, "smear": False, "backout": False}
     c = resolved(**plain, norm_gain=True)
     task, hyperparams = make_spec(c, config(request.param), STEPS)
+    hyperparams = jax.tree.map(jnp.asarray, hyperparams)  # as the loop places them
     step, state = make_step(task, mesh_of()), begin(task, mesh_of())
     rows, losses = batch(micro=8), []
     for _ in range(STEPS):
