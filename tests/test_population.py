@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice
 from jaxtrain_kernels.dispatch import on_target
 from tiny import (
     FEW_PARTS,
@@ -366,7 +367,10 @@ def test_a_populations_step_lowers_for_cuda_without_a_gpu(depth, overrides):
         many = lambda x: jax.ShapeDtypeStruct((2, *jnp.shape(x)), x.dtype)
         assert is_batched(w.config)
         step = make_population_step(w.spec, w.mesh, batched=True)
-        with jax.set_mesh(w.mesh):
+        # Pallas asks for the device when it lowers.
+        h200 = AbstractDevice("NVIDIA H200", 132, "gpu")
+        mesh = w.mesh.abstract_mesh.update(abstract_device=h200)
+        with jax.set_mesh(w.mesh), jax.sharding.use_abstract_mesh(mesh):
             state = jax.tree.map(many, abstract_state(w))
             hyperparams = jax.tree.map(many, w.spec.optimizer.hyperparams)
             traced = step.trace(state, batch_shapes(w), hyperparams, None)
