@@ -424,13 +424,12 @@ def test_regrouped_8_bit_states_are_decoded_first():
 
 
 def test_a_run_goes_on_with_fewer_replicas(tmp_path, capfd, monkeypatch):
-    """Eight, stopped between two meetings, go on as four of two devices each, on the same batches
-    in the same order."""
+    """Eight, stopped between two meetings, go on as four of two devices, on the same batches."""
     microbatches, seen = program.microbatches, []
 
     def watched(batch, rows, mesh, make_arrays):
         made = microbatches(batch, rows, mesh, make_arrays)
-        if make_arrays is place_batch:  # and not types, which the step is compiled for
+        if make_arrays is place_batch:  # not types, which the step is compiled for
             seen.append(np.asarray(made.tokens_BT).reshape(8, -1))
         return made
 

@@ -130,7 +130,7 @@ def turn_back_cast(
     R, blocks = B * T, B * T // TOKENS
     flat = lambda x: x.reshape(R, x.shape[2], H)
     struct = jax.ShapeDtypeStruct
-    return plgpu.kernel(
+    return hopper.pallas_kernel(
         rope_turn_back_cast,
         out_type=[
             struct((R, C * H), E5M2), struct((C * H, R), E5M2),
