@@ -27,8 +27,8 @@ class Float8(StepTransform):
     """history: length of the amax history in steps (delayed scaling); None: current scaling.
     keep_hidden: the backward pass reads hidden activations in 16 bits. epilogue: the GEMM that
     computes a hidden activation casts it in its epilogue. norms: norms cast what they compute.
-    gradients: RoPE's backward pass casts the gradients of queries, keys and values. unrolled:
-    the model does not scan its layers."""
+    gradients: RoPE's backward pass casts the gradients of queries, keys and values. unrolled,
+    joined: as of `fp8_weights`."""
 
     name = "amax_history"
     rewinds = True
@@ -41,15 +41,16 @@ class Float8(StepTransform):
         norms: bool = False,
         gradients: bool = False,
         unrolled: bool = False,
+        joined: bool = False,
     ):
         self.history, self.options = history, (keep_hidden, epilogue, norms, gradients)
-        self.has_state, self.unrolled = history is not None, unrolled
+        self.has_state, self.layers = history is not None, (unrolled, joined)
 
     def init(self, params: Params, specs: Specs) -> AmaxHistory | None:
         return init_amax_history(specs, self.history) if self.history else None
 
     def prepare(self, params: Params, specs: Specs) -> Fp8Copies:
-        return fp8_weights(params, specs, self.unrolled)
+        return fp8_weights(params, specs, *self.layers)
 
     def statistics(self, state: AmaxHistory | None, grad_scale: jax.Array) -> AmaxHistory | None:
         return None if state is None else amax_from_history(state, grad_scale)
@@ -71,4 +72,5 @@ class Float8(StepTransform):
 def float8(c: Resolved, dtype: jnp.dtype) -> Float8 | None:
     m = c.model
     options = not m.fp8_hidden, m.fp8_epilogue, m.fp8_norms, m.fp8_gradients
-    return Float8(m.fp8_history, *options, unrolled=not m.scan_layers) if m.fp8 else None
+    layers = not m.scan_layers, m.kernels.qkv not in (None, "xla")
+    return Float8(m.fp8_history, *options, *layers) if m.fp8 else None

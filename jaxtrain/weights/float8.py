@@ -29,7 +29,14 @@ from jaxtrain.weights.params import Params, ParamSpec, Specs, path_name
 # Quantizing smaller matrices takes longer than float8 saves (nanochat's bound), and cuBLASLt's
 # float8 needs multiples of 16.
 SMALLEST, MULTIPLE = 128, 16
-Fp8Copies = dict[str, Any]  # a tree like the parameters', of `kernels.Fp8` or None
+JOINED = ("q", "k", "v")  # matrices of a module that `matmul_joined` concatenates in this order
+Fp8Copies = dict[str, Any]  # a tree like the parameters', of `kernels.Fp8`, `JoinedCopy` or None
+
+
+class JoinedCopy(NamedTuple):
+    """The float8 copy of a module's JOINED matrices, at the first of them; None at the others."""
+
+    fp8: kernels.Fp8 | None
 
 
 class AmaxHistory(NamedTuple):
@@ -45,13 +52,14 @@ class AmaxHistory(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["w_KN", "fp8", "amax", "cast"],
+    data_fields=["w_KN", "fp8", "amax", "joined", "cast"],
     meta_fields=["keep_hidden", "epilogue", "norms", "gradients"],
 )
 @dataclasses.dataclass(frozen=True)
 class Fp8Weight(Weight):
     """A matrix, or a stack of them: the array that receives the gradient, and its float8 copy.
 
+    fp8: None: made when it is needed. joined: of this and others, concatenated, if there is one.
     amax: with delayed scaling, of the input and of the output's gradient. keep_hidden: hidden
     layers are saved for the backward pass in 16 bits, not in float8 alone. epilogue: hidden layers
     are cast in the epilogue of the matmuls that produce them. norms: the norm that produces the
@@ -60,8 +68,9 @@ class Fp8Weight(Weight):
     """
 
     w_KN: Any
-    fp8: Any  # a kernels.Fp8
+    fp8: Any  # a kernels.Fp8 or None
     amax: Any = None
+    joined: kernels.Fp8 | None = None
     keep_hidden: bool = True
     epilogue: bool = False
     norms: bool = False
@@ -94,7 +103,7 @@ class Fp8Weight(Weight):
     def matmul_joined(
         self, x: Float[Array, "*B K"], others: Sequence[Array | Weight]
     ) -> MatmulOutput | None:
-        """Concatenate the matrices and cast them again with one scale, since copies have one each.
+        """Concatenate the matrices, and cast them with one scale if there is no joined copy.
 
         Every matrix's history then holds the amax of the joint output gradient.
         """
@@ -105,7 +114,7 @@ class Fp8Weight(Weight):
         x, w_KN = gradients_together(x, w_KN)
         seen = [matrix.amax for matrix in matrices if matrix.amax is not None]
         amax = tuple(map(shared_maximum, zip(*seen))) if len(seen) == len(matrices) else None
-        joined = Fp8Weight(w_KN, None, amax, gradients=self.gradients, cast=self.cast)
+        joined = Fp8Weight(w_KN, self.joined, amax, gradients=self.gradients, cast=self.cast)
         return joined.matmul_for_cast(x)
 
     def input_amax(self) -> Array | None:
@@ -180,21 +189,39 @@ def in_fp8(spec: ParamSpec) -> bool:
     return spec.role == spec.group == "matrix" and large  # not routers, not experts
 
 
-def fp8_weights(params: Params, specs: Specs, unrolled: bool = False) -> Fp8Copies:
+def fp8_weights(
+    params: Params, specs: Specs, unrolled: bool = False, joined: bool = False
+) -> Fp8Copies:
     """Float8 copies of the matrices, each layer with its own scale; None for other parameters.
 
     unrolled: the model does not scan its layers, so that they need not be together in memory.
-    Raises UserError on a device without float8, as `check_fp8` does.
+    joined: queries, keys and values are projected by one matmul, so that JOINED matrices of
+    unrolled layers have one copy. Raises UserError on a device without float8, as `check_fp8` does.
     """
     check_fp8()
-    copies = functools.partial(float8_copies, unrolled=unrolled)
-    return jax.tree.map(lambda p, s: copies(p) if in_fp8(s) else None, params, specs)
+    stacks = [params[name] for name in JOINED if name in specs and in_fp8(specs[name])]
+    one = unrolled and joined and len(stacks) == len(JOINED)
+    one = one and layers.supports(target(), *stacks) is None
+
+    def copy_of(name: str, spec: Any) -> Any:
+        if isinstance(spec, dict):
+            return fp8_weights(params[name], spec, unrolled, joined)
+        if one and name in JOINED:
+            first = name == JOINED[0]
+            return JoinedCopy(stacked(layers.quantize_layers(*stacks)) if first else None)
+        return float8_copies(params[name], unrolled) if in_fp8(spec) else None
+
+    return {name: copy_of(name, spec) for name, spec in specs.items()}
+
+
+def stacked(copies: list[kernels.Fp8]) -> kernels.Fp8:
+    return jax.tree.map(lambda *x: jnp.stack(x), *copies)
 
 
 def float8_copies(w_LKN: Float[Array, "L K N"], unrolled: bool = False) -> kernels.Fp8:
     """Float8 copies of a stack, each layer with its own scale; unrolled: as of `fp8_weights`."""
     if unrolled and layers.supports(target(), w_LKN) is None:
-        return jax.tree.map(lambda *x: jnp.stack(x), *layers.quantize_layers(w_LKN))
+        return stacked(layers.quantize_layers(w_LKN))
     return jax.vmap(functools.partial(kernels.fp8_quantize, implementation="xla"))(w_LKN)
 
 
@@ -215,15 +242,19 @@ def with_fp8(
     reported, options = set(), (keep_hidden, epilogue, norms, gradients)
 
     def put(path: tuple[Any, ...], param: Array, spec: ParamSpec, copy: Any) -> Any:
-        if copy is None or amax is None:
-            return param if copy is None else Fp8Weight(param, copy, None, *options)
+        if copy is None:
+            return param
+        joined = copy.fp8 if isinstance(copy, JoinedCopy) else None
+        own = None if isinstance(copy, JoinedCopy) else copy
+        if amax is None:
+            return Fp8Weight(param, own, None, joined, *options)
         name = path_name(path)
         tensor = reads(name, spec)
         most_L = amax.inputs[tensor]
         most_L = jax.lax.stop_gradient(most_L) if tensor in reported else most_L
         reported.add(tensor)
         maxima = most_L, amax.gradients[name]
-        return Fp8Weight(param, copy, maxima, *options)
+        return Fp8Weight(param, own, maxima, joined, *options)
 
     return jax.tree_util.tree_map_with_path(put, params, specs, copies)
 

@@ -18,46 +18,54 @@ H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "
 HOPPER = Target("cuda", (9, 0))
 
 
-def stack(L, K, N, dtype=jnp.float32):
-    """A stack whose layers have different largest values."""
-    normal = np.random.default_rng([L, K, N]).standard_normal((L, K, N))
-    return jnp.asarray((1 + np.arange(L))[:, None, None] * normal, dtype)
+def stacks(L, K, *columns, dtype=jnp.float32):
+    """Stacks whose layers' and whose matrices' largest values differ."""
+    rng = np.random.default_rng([L, K, *columns])
+    sizes = (1 + np.arange(L))[:, None, None]
+    return [
+        jnp.asarray((n + 1) * sizes * rng.standard_normal((L, K, N)), dtype)
+        for n, N in enumerate(columns)
+    ]
 
 
 def floats(tree):
     return [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
 
 
-def assert_copies(found, w_LKN):
-    """Bit for bit those of XLA's cast of each layer."""
-    for copy, w_KN in zip(found, w_LKN, strict=True):
+def assert_copies(found, given):
+    """Bit for bit those of XLA's cast of each layer's concatenation."""
+    for copy, w_KN in zip(found, jnp.concatenate(given, axis=2), strict=True):
         wanted = fp8_quantize(w_KN, implementation="xla")
         for one, other in zip(floats(copy), floats(wanted), strict=True):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("columns", [(192,), (64, 128, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-def test_each_layer_is_cast_as_by_itself(dtype):
-    w_LKN = stack(3, 128, 192, dtype)
-    assert_copies(layers.quantize_layers(w_LKN, interpret=True), w_LKN)
+def test_each_layer_is_cast_as_by_itself(columns, dtype):
+    given = stacks(3, 128, *columns, dtype=dtype)
+    assert_copies(layers.quantize_layers(*given, interpret=True), given)
 
 
 @pytest.mark.gpu
-def test_layers_on_a_gpu():
-    w_LKN = stack(2, 1536, 6144)
-    if reason := layers.supports(target(), w_LKN):
+@pytest.mark.parametrize("columns", [(6144,), (1536, 1536, 1536)], ids=str)
+def test_layers_on_a_gpu(columns):
+    given = stacks(2, 1536, *columns)
+    if reason := layers.supports(target(), *given):
         pytest.skip(reason)
-    assert_copies(jax.jit(layers.quantize_layers)(w_LKN), w_LKN)
+    assert_copies(jax.jit(layers.quantize_layers)(*given), given)
 
 
-def test_lowers_for_cuda_in_one_kernel_a_layer():
-    """It reads its layer out of the stack."""
-    spec = jax.ShapeDtypeStruct((4, 1536, 6144), jnp.float32)
+@pytest.mark.parametrize("columns", [(6144,), (1536, 1536, 1536)], ids=str)
+def test_lowers_for_cuda_in_one_kernel_a_layer(columns):
+    """It reads its layer out of the stack, and of several stacks without a concatenation."""
+    given = [jax.ShapeDtypeStruct((4, 1536, N), jnp.float32) for N in columns]
     with on_target("cuda", (9, 0)), jax.sharding.use_abstract_mesh(H200):
-        traced = jax.jit(layers.quantize_layers).trace(spec)
+        traced = jax.jit(layers.quantize_layers).trace(*given)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("call @cast_layer") == 4 and text.count("@__gpu$xla.gpu.triton") == 1
-    assert "stablehlo.transpose" not in text and "tensor<1536x6144xf32>" not in text
+    assert not any(f"tensor<1536x{N}xf32>" in text for N in (*columns, sum(columns)))
+    assert "stablehlo.transpose" not in text
 
 
 @pytest.mark.parametrize(
@@ -77,21 +85,51 @@ def test_reasons(device, shape, reason):
 # ---- in the model --------------------------------------------------------------------------------
 
 
-def test_unrolled_layers_have_the_same_copies(monkeypatch):
-    fields = {"depth": 2, "width": 128, "head_dim": 64, "hidden": 256}
-    task, _ = make_spec(resolved(**fields, fp8="blocks"))
-    params = random_params(task.specs)
-    plain, calls = float8.fp8_weights(params, task.specs), []
+def interpreted(monkeypatch):
+    """The kernels of layers, on a CPU; returns the shapes of the stacks of each call."""
+    calls = []
 
-    def quantize_layers(w_LKN):
-        calls.append(w_LKN.shape)
-        return layers.quantize_layers(w_LKN, interpret=True)
+    def quantize_layers(*stacks):
+        calls.append([w_LKN.shape for w_LKN in stacks])
+        return layers.quantize_layers(*stacks, interpret=True)
 
     backend = SimpleNamespace(supports=lambda *_: None, quantize_layers=quantize_layers)
     monkeypatch.setattr(float8, "layers", backend)
-    found = float8.fp8_weights(params, task.specs, unrolled=True)
+    return calls
+
+
+def model():
+    """(parameters in float32, their specs)."""
+    fields = {"depth": 2, "width": 128, "head_dim": 64, "hidden": 256}
+    task, _ = make_spec(resolved(**fields, fp8="blocks"))
+    params = random_params(task.specs)
+    return jax.tree.map(lambda p: p.astype(jnp.float32), params), task.specs
+
+
+def test_unrolled_layers_have_the_same_copies(monkeypatch):
+    params, specs = model()
+    plain, calls = float8.fp8_weights(params, specs), interpreted(monkeypatch)
+    found = float8.fp8_weights(params, specs, unrolled=True)
     for one, other in zip(floats(found), floats(plain), strict=True):
         np.testing.assert_array_equal(one, other)
     assert len(calls) == 6
-    float8.fp8_weights(params, task.specs)
+    float8.fp8_weights(params, specs, joined=True)
     assert len(calls) == 6
+
+
+def test_projections_that_are_one_matmul_have_one_copy(monkeypatch):
+    """The matmul's values are those of the matrices cast when they are concatenated."""
+    params, specs = model()
+    calls = interpreted(monkeypatch)
+    copies = float8.fp8_weights(params, specs, unrolled=True, joined=True)
+    assert [len(shapes) for shapes in calls] == [1, 3, 1, 1]  # out; q, k and v; down, up
+    attention = float8.with_fp8(params, copies, specs)["blocks"]["attention"]
+    q, k, v = (jax.tree.map(lambda x: x[1], attention[name]) for name in float8.JOINED)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 64, 128)), jnp.float32)
+    alone = [float8.Fp8Weight(w.w_KN, None) for w in (q, k, v)]
+    found, wanted = q.matmul_joined(x, [k, v]), alone[0].matmul_joined(x, alone[1:])
+    assert found is not None and wanted is not None
+    np.testing.assert_array_equal(found.y, wanted.y)
+    assert q.joined is not None and q.fp8 is k.joined is None
+    # Another matmul of one of them casts it.
+    np.testing.assert_array_equal(k.matmul(x), alone[1].matmul(x))

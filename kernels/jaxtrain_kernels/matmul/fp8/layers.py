@@ -6,9 +6,11 @@ stacks twice. In Triton, whose conversions of layouts transpose bytes.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
@@ -22,42 +24,53 @@ BLOCK = 64  # rows and columns of a program's tile
 WARPS = 4
 
 
-def supports(target: Target, w_LKN) -> str | None:
-    """Return why the kernel cannot cast this stack; None = it can."""
+def supports(target: Target, *stacks) -> str | None:
+    """Return why the kernel cannot cast these stacks; None = it can."""
     if reason := triton_unsupported(target) or hopper.unsupported_reason(target):
         return reason
-    K, N = w_LKN.shape[1:]
-    if K % BLOCK or N % BLOCK:
-        return f"needs rows and columns in multiples of {BLOCK}, got {(K, N)}"
+    for K, N in (w_LKN.shape[1:] for w_LKN in stacks):
+        if K % BLOCK or N % BLOCK:
+            return f"needs rows and columns in multiples of {BLOCK}, got {(K, N)}"
     return None
 
 
-def quantize_layers(w_LKN: Float[Array, "L K N"], *, interpret: bool = False) -> list[Fp8]:
-    """`fp8_quantize` of each layer, with a scale of its own.
+def quantize_layers(*stacks: Float[Array, "L K _"], interpret: bool = False) -> list[Fp8]:
+    """`fp8_quantize` of each layer, with a scale of its own; of several stacks, of their matrices
+    concatenated by columns.
 
     A weight in 16 bits is read as float32. If it is a step's copy of a float32 weight, XLA drops
     the rounding, as it does in its own casts, and the kernel reads the weight itself.
     """
-    w_LKN = w_LKN.astype(jnp.float32)
-    scale_L = fp8_scale(jax.vmap(fp8_amax)(w_LKN), E4M3)
+    wide = [w_LKN.astype(jnp.float32) for w_LKN in stacks]
+    amax_L = functools.reduce(jnp.maximum, (jax.vmap(fp8_amax)(w_LKN) for w_LKN in wide))
+    scale_L = fp8_scale(amax_L, E4M3)
     index = functools.partial(jnp.full, (1,), dtype=jnp.int32)
-    copies = []
-    for layer in range(len(w_LKN)):
-        q_KN, q_NK = cast_layer(interpret, w_LKN, 1 / scale_L, index(layer))
-        copies.append(Fp8(q_KN, q_NK, scale_L[layer]))
-    return copies
+    return [
+        Fp8(*cast_layer(interpret, 1 / scale_L, index(layer), *wide), scale_L[layer])
+        for layer in range(len(amax_L))
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def cast_layer(interpret: bool, w_LKN, multiplier_L, layer_1):
-    """Return the layer times its multiplier in e4m3, and its transpose."""
-    K, N = w_LKN.shape[1:]
+def cast_layer(interpret: bool, multiplier_L, layer_1, *stacks):
+    """Return a layer's concatenated matrices times its multiplier in e4m3, and their transpose."""
+    K, columns = stacks[0].shape[1], [w_LKN.shape[2] for w_LKN in stacks]
+    N, ends = sum(columns), list(itertools.accumulate(columns))
 
-    def kernel(w_ref, multiplier_ref, layer_ref, q_ref, qt_ref):
+    def kernel(multiplier_ref, layer_ref, *refs):
+        *w_refs, q_ref, qt_ref = refs
         layer = layer_ref[0]
         row = pl.program_id(0) * BLOCK + jnp.arange(BLOCK)
-        column = pl.program_id(1) * BLOCK + jnp.arange(BLOCK)
-        w = plgpu.load(w_ref.at[layer, row[:, None], column[None]]).astype(jnp.float32)
+        first = pl.program_id(1) * BLOCK
+        column = first + jnp.arange(BLOCK)
+
+        def read(n: int) -> Array:
+            own = column - (ends[n] - columns[n])
+            return plgpu.load(w_refs[n].at[layer, row[:, None], own[None]])
+
+        reads = [functools.partial(read, n) for n in range(len(ends))]
+        number = sum((first >= end).astype(jnp.int32) for end in ends[:-1])
+        w = lax.switch(number, reads)
         q = (w * multiplier_ref[layer]).astype(E4M3)
         plgpu.store(q_ref.at[row[:, None], column[None]], q)
         plgpu.store(qt_ref.at[column[:, None], row[None]], q.T)
@@ -70,4 +83,4 @@ def cast_layer(interpret: bool, w_LKN, multiplier_L, layer_1):
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="fp8_cast_layer",
-    )(w_LKN, multiplier_L, layer_1)
+    )(multiplier_L, layer_1, *stacks)
