@@ -87,7 +87,7 @@ def by_itself(options, y, r_NR, dq, d, cos, sin, multiplier):
     return reference.cast_measured((d.reshape(-1, d.shape[2] * 128),), multiplier, E5M2, itself)
 
 
-@pytest.mark.parametrize(("shape", "b"), [((2, 64, 2, 1), 1), ((2, 128, 1, 1), 2)])
+@pytest.mark.parametrize(("shape", "b"), [((2, 64, 2, 1), 1), ((2, 64, 1, 2), 2)])
 @pytest.mark.quick("shape0-1")
 def test_turning_back_casts_bit_for_bit_without_races(shape, b, capfd):
     B, T, N, K = shape

@@ -1,5 +1,6 @@
 """Float8 copies of stacked weights, layer by layer: equal to the casts of each layer by XLA."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -131,5 +132,10 @@ def test_projections_that_are_one_matmul_have_one_copy(monkeypatch):
     assert found is not None and wanted is not None
     np.testing.assert_array_equal(found.y, wanted.y)
     assert q.joined is not None and q.fp8 is k.joined is None
+    # The matmul reads the copy: with twice its scale it has twice the values.
+    twice = dataclasses.replace(q, joined=q.joined._replace(scale=2 * q.joined.scale))
+    doubled = twice.matmul_joined(x, [k, v])
+    assert doubled is not None
+    np.testing.assert_array_equal(doubled.y, 2 * found.y)
     # Another matmul of one of them casts it.
     np.testing.assert_array_equal(k.matmul(x), alone[1].matmul(x))

@@ -4,7 +4,14 @@ A block has 64 tokens of all heads, so that a channel of the transpose is writte
 of two warpgroups turns back 2 x 16 tokens of a head, casts them, and writes their rows directly.
 The transpose goes through shared memory: the hardware transposes 16-bit elements (ldmatrix) but not
 bytes, so an element has two bytes, of tokens 32 apart, as in `rows.fp8.hopper`.
+
+A warpgroup always loads its next tokens before it computes and writes the last ones, also across
+heads. The angles are in shared memory, so that a thread has registers for both (at most 128).
 """
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtrain_kernels import hopper
-from jaxtrain_kernels.rows.hopper.launch import broadcast_lanes, lanes_layout, load
+from jaxtrain_kernels.rows.hopper.launch import broadcast_lanes, lanes_layout
 from jaxtrain_kernels.rows.hopper.rope_in_place import TurnOptions, angles, flat_angles
 
 HEAD_DIM = 128
@@ -24,6 +31,25 @@ WARPGROUPS = 2  # per block
 MINE = PAIRS // WARPGROUPS  # tokens of each half that a warpgroup turns back
 PAD = 8  # elements between rows in shared memory, so that ldmatrix has no bank conflicts
 E5M2 = jnp.float8_e5m2
+Pair = tuple[jax.Array, jax.Array]
+
+
+class Turned(NamedTuple):
+    """Of a rotated head: its rotated halves y, their gradient g, and the factor r of each token."""
+
+    y: Pair
+    g: Pair
+    r_R: jax.Array
+
+
+class HeadGroup(NamedTuple):
+    """Heads of one kind. read(head, n): what the gradient of the n-th 16 tokens is computed from;
+    values(n, it): the gradient's halves."""
+
+    start: int
+    count: int
+    read: Callable[..., Any]
+    values: Callable[..., list[jax.Array]]
 
 
 def unsupported_reason(B: int, T: int, H: int) -> str | None:
@@ -48,56 +74,65 @@ def turn_back_cast(
     layout, halves = lanes_layout(HALF), (pl.ds(0, HALF), pl.ds(HALF, HALF))
     largest = float(jnp.finfo(E5M2).max)
     dtype = qkv_BTCH.dtype
+    wide = lambda pair: [x.astype(jnp.float32) for x in pair]
+
+    def load(ref: hopper.Ref, layout: hopper.RegisterLayout = layout) -> jax.Array:
+        return hopper.untyped.load(ref, layout=layout, optimized=False)
 
     def rope_turn_back_cast(
         cos_ref, sin_ref, r_ref, dq_ref, y_ref, d_ref, multiplier, q_ref, qt_ref, most_ref,
-        *, packed, tiles,
+        *, packed, tiles, turns,
     ):  # fmt: skip
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         first_row, factor = block * TOKENS, multiplier[0]
         parts = [(block * 2 + n) * WARPGROUPS + warpgroup for n in (0, 1)]
         rows = [pl.ds(part * MINE, MINE) for part in parts]
         shared = len(cos_BTH) == 1  # by all batch rows
-        turn = [angles(part, cos_ref, sin_ref, shared, T, layout) for part in parts]
+        for n, part in enumerate(parts):
+            for i, x in enumerate(angles(part, cos_ref, sin_ref, shared, T, layout)):
+                turns.at[warpgroup, n, i][...] = x
 
-        def turned_back(n: int, source: hopper.Ref, head, at):
-            y, g = (
-                [load(ref.at[rows[n], index, h], layout) for h in halves]
-                for ref, index in ((y_ref, head), (source, at))
-            )
-            r_R = hopper.untyped.load(
-                r_ref.at[head, rows[n]], layout=layout.reduce(1), optimized=False
-            )
-            if source is dq_ref:
-                g = [x * scale for x in g]
+        def read(ref: hopper.Ref, head, n: int) -> Pair:
+            """A head's halves, as they are stored, of the n-th 16 tokens."""
+            first, second = (load(ref.at[rows[n], head, h]) for h in halves)
+            return first, second
+
+        def read_turned(source: hopper.Ref, head, n: int) -> Turned:
+            r_R = load(r_ref.at[head, rows[n]], layout.reduce(1))
+            return Turned(read(y_ref, head, n), read(source, head, n), r_R)
+
+        def turned_back(divided_by: float | None, n: int, given: Turned) -> list[jax.Array]:
+            y, g, r_R = wide(given.y), wide(given.g), given.r_R
+            if divided_by is not None:
+                g = [x * divided_by for x in g]
             along_R = jnp.sum(y[0] * g[0] + y[1] * g[1], 1) * (1 / H)
             along, r = (broadcast_lanes(x, y[0], layout) for x in (along_R, r_R))
             first, second = ((dy - x * along) * r for x, dy in zip(y, g))
-            cos, sin = turn[n]
-            return first * cos + second * sin, second * cos - first * sin
+            cos, sin = (load(turns.at[warpgroup, n, i]) for i in (0, 1))
+            return [first * cos + second * sin, second * cos - first * sin]
 
-        def cast_head(head, most, values_of):
-            """Write a head of the gradient; values_of(n): its halves, of the n-th 16 tokens."""
-            slot = lax.rem(head, 2)
-            at = packed.at[slot, pl.ds(warpgroup * MINE, MINE)]
-            low: list[jax.Array] = []
-            for n in (0, 1):
-                for h, value in enumerate(values_of(n)):
-                    value = value.astype(dtype).astype(jnp.float32)
-                    most = jnp.maximum(most, jnp.abs(value))
-                    scaled = value * factor
-                    if options.interpret:  # on the device the cast saturates
-                        scaled = jnp.minimum(jnp.maximum(scaled, -largest), largest)
-                    q = scaled.astype(E5M2)
-                    q_ref[rows[n], pl.ds(head * H + h * HALF, HALF)] = q
-                    byte = lax.bitcast_convert_type(q, jnp.uint8).astype(jnp.uint16)
-                    if n:
-                        at.at[:, halves[h]][...] = low[h] | (byte << jnp.uint16(8))
-                    else:
-                        low.append(byte)
+        def cast(head, n: int, values: list[jax.Array], most, low):
+            """Write the rows of the n-th 16 tokens; with the second, their pairs with low."""
+            at = packed.at[lax.rem(head, 2), pl.ds(warpgroup * MINE, MINE)]
+            cast_bytes = []
+            for h, value in enumerate(values):
+                value = value.astype(dtype).astype(jnp.float32)
+                most = jnp.maximum(most, jnp.abs(value))
+                scaled = value * factor
+                if options.interpret:  # on the device the cast saturates
+                    scaled = jnp.minimum(jnp.maximum(scaled, -largest), largest)
+                q = scaled.astype(E5M2)
+                q_ref[rows[n], pl.ds(head * H + h * HALF, HALF)] = q
+                byte = lax.bitcast_convert_type(q, jnp.uint8).astype(jnp.uint16)
+                if n:
+                    at.at[:, halves[h]][...] = low[h] | (byte << jnp.uint16(8))
+                cast_bytes.append(byte)
+            return most, cast_bytes
+
+        def transpose(head) -> None:
             # One barrier a head: the next head has the other slot.
             hopper.bar_sync(WARPGROUPS + 1, WARPGROUPS)
-            here = packed.at[slot, :, pl.ds(warpgroup * HALF, HALF)]
+            here = packed.at[lax.rem(head, 2), :, pl.ds(warpgroup * HALF, HALF)]
             pairs = plgpu.load(here.T, layout=hopper.MATRIX)
             channels = pl.ds(head * H + warpgroup * HALF, HALF)
             for n, byte in enumerate((pairs & jnp.uint16(0xFF), pairs >> jnp.uint16(8))):
@@ -107,25 +142,33 @@ def turn_back_cast(
                 plgpu.commit_smem()
                 tokens = pl.ds(first_row + n * PAIRS, PAIRS)
                 plgpu.copy_smem_to_gmem(tile, qt_ref.at[channels, tokens])
-            return most
 
-        def query(i, most):
-            return cast_head(i, most, lambda n: turned_back(n, dq_ref, i, i))
+        def process(group: HeadGroup, following: HeadGroup | None, head, carry):
+            """A head whose first tokens have been read. following: the group of the next head."""
+            most, first = carry
+            second = group.read(head, 1)
+            most, low = cast(head, 0, group.values(0, first), most, None)
+            first = None if following is None else following.read(head + 1, 0)
+            most, _ = cast(head, 1, group.values(1, second), most, low)
+            transpose(head)
+            return most, first
 
-        def key(i, most):
-            return cast_head(N + i, most, lambda n: turned_back(n, d_ref, N + i, N + i))
-
-        def value(i, most):
-            head = N + K + i
-            read = lambda n: [load(d_ref.at[rows[n], head, h], layout) for h in halves]
-            return cast_head(head, most, read)
-
+        of_queries, of_keys = (functools.partial(read_turned, ref) for ref in (dq_ref, d_ref))
+        groups = [
+            HeadGroup(0, N, of_queries, functools.partial(turned_back, scale)),
+            HeadGroup(N, K, of_keys, functools.partial(turned_back, None)),
+            HeadGroup(N + K, K, functools.partial(read, d_ref), lambda n, pair: wide(pair)),
+        ]
         most = hopper.untyped.layout_cast(jnp.zeros((MINE, HALF), jnp.float32), layout)
-        for heads, part in ((N, query), (K, key), (K, value)):
-            most = lax.fori_loop(0, heads, part, most)
+        carry = most, groups[0].read(0, 0)
+        for group, following in zip(groups, [*groups[1:], None]):
+            last = group.start + group.count - 1
+            each = functools.partial(process, group, group)
+            carry = lax.fori_loop(group.start, last, each, carry)
+            carry = process(group, following, last, carry)
         plgpu.wait_smem_to_gmem(0)
         at = pl.ds((block * WARPGROUPS + warpgroup) * MINE, MINE)
-        most_ref[at] = jnp.max(most, 1)
+        most_ref[at] = jnp.max(carry[0], 1)
 
     R, blocks = B * T, B * T // TOKENS
     flat = lambda x: x.reshape(R, x.shape[2], H)
@@ -139,6 +182,7 @@ def turn_back_cast(
         scratch_types=dict(
             packed=plgpu.SMEM((2, PAIRS, H + PAD), jnp.uint16),
             tiles=hopper.tiles((WARPGROUPS, 2, HALF, PAIRS), E5M2),
+            turns=plgpu.SMEM((WARPGROUPS, 2, 2, MINE, HALF), jnp.float32),
         ),
         grid=(blocks,),
         grid_names=("block",),
