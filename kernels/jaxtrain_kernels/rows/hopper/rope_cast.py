@@ -5,7 +5,7 @@ of two warpgroups turns back 2 x 16 tokens of a head, casts them, and writes the
 The transpose goes through shared memory: the hardware transposes 16-bit elements (ldmatrix) but not
 bytes, so an element has two bytes, of tokens 32 apart, as in `rows.fp8.hopper`.
 
-A warpgroup always loads its next tokens before it computes and writes the last ones, also across
+A warpgroup starts to load its next tokens before it casts and writes the last ones, also across
 heads. The angles are in shared memory, so that a thread has registers for both (at most 128).
 """
 
@@ -146,10 +146,12 @@ def turn_back_cast(
         def process(group: HeadGroup, following: HeadGroup | None, head, carry):
             """A head whose first tokens have been read. following: the group of the next head."""
             most, first = carry
+            values = group.values(0, first)
             second = group.read(head, 1)
-            most, low = cast(head, 0, group.values(0, first), most, None)
+            most, low = cast(head, 0, values, most, None)
+            values = group.values(1, second)
             first = None if following is None else following.read(head + 1, 0)
-            most, _ = cast(head, 1, group.values(1, second), most, low)
+            most, _ = cast(head, 1, values, most, low)
             transpose(head)
             return most, first
 
