@@ -38,8 +38,13 @@ VARIABLES = ("XLA_", "TF_", "NVIDIA_TF32", "TRITON_")  # of the environment, whi
 PLACE = {"name", "directory", "preemption"}  # fields of `run` that no program depends on
 
 
-def origin_of(c: Resolved, pieces: Sequence[bytes]) -> str:
-    """Describe all that `features.step_of` makes a step from, without the mesh. pieces: tokens."""
+def origin_of(c: Resolved, pieces: Sequence[bytes]) -> str | None:
+    """Describe all that `features.step_of` makes a step from, without the mesh. pieces: tokens.
+
+    None for kernels that only a trace makes known to XLA.
+    """
+    if c.model.attention == "fa4":
+        return None
     tokens = hashlib.sha256(repr(pieces).encode()).hexdigest()
     return f"{c.model_dump_json(exclude={'run': PLACE})} {tokens}"
 
