@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import QUICK, SAMPLES, assert_same_run, mesh_of, run_overrides
 
+from jaxtrain.config import Config
+from jaxtrain.config.resolve import resolve
 from jaxtrain.main import main
 from jaxtrain.train import executable_cache, program
 
@@ -181,6 +183,12 @@ def test_where_the_key_is_not_sure_nothing_is_kept(folder, monkeypatch, case):
     step.compile(origin)
     step.compile(origin)
     assert step.count == 2 and not folder.exists()
+
+
+def test_a_step_whose_kernels_only_a_trace_registers_is_not_kept():
+    c = lambda name: resolve(Config.model_validate({"model": {"depth": 1, "attention": name}}), 256)
+    named = lambda name: executable_cache.origin_of(c(name), [b"a"])
+    assert named("fa4") is None and named("xla")
 
 
 @pytest.mark.parametrize(

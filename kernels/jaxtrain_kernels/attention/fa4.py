@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jaxtrain_kernels.attention.call import Call
 from jaxtrain_kernels.dispatch import Target
@@ -39,7 +40,7 @@ def supports(target: Target, q_BTNH, call: Call) -> str | None:
         return "does not differentiate its LSE"
     if call.deterministic:
         return "sums its gradients in any order"
-    if isinstance(call.scale, jax.core.Tracer):
+    if isinstance(call.scale, Tracer):
         return "needs a scale that is known when it is compiled"
     try:
         version = importlib.metadata.version("fa4-jax")
