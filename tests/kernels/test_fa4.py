@@ -147,7 +147,6 @@ def test_arguments_of_the_package(monkeypatch, options, passed, packed):
 
 @by_name(SERVED)
 @pytest.mark.parametrize("package", PACKAGES, indirect=True)
-@pytest.mark.slow
 @pytest.mark.quick("stand-in-packed_window", "stand-in-gqa2")
 def test_it_equals_the_reference(package, shape):
     q, k, v, dout, _ = (jnp.asarray(x, jnp.float32) for x in inputs(shape))
