@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import QUICK, SAMPLES, assert_same_run, mesh_of, run_overrides
 
-from jaxtrain.config import Config
-from jaxtrain.config.resolve import resolve
 from jaxtrain.main import main
 from jaxtrain.train import executable_cache, program
 
@@ -171,24 +170,22 @@ def test_a_program_of_jax_own_cache_is_not_kept(folder):
     assert step.count == 2 and not folder.exists()
 
 
-@pytest.mark.parametrize("case", ["no command", "no origin", "several processes", "no folder"])
+@pytest.mark.parametrize(
+    "case", ["no command", "no origin", "several processes", "no folder", "fa4"]
+)
 def test_where_the_key_is_not_sure_nothing_is_kept(folder, monkeypatch, case):
     if case == "no command":
         monkeypatch.undo()
     if case == "several processes":
         monkeypatch.setattr(executable_cache.jax, "process_count", lambda: 2)
+    if case == "fa4":
+        monkeypatch.setitem(sys.modules, "fa4_jax", SimpleNamespace())
     if case == "no folder":
         jax.config.update("jax_compilation_cache_dir", None)
     step, origin = Step(), None if case == "no origin" else "a configuration"
     step.compile(origin)
     step.compile(origin)
     assert step.count == 2 and not folder.exists()
-
-
-def test_a_step_whose_kernels_only_a_trace_registers_is_not_kept():
-    c = lambda name: resolve(Config.model_validate({"model": {"depth": 1, "attention": name}}), 256)
-    named = lambda name: executable_cache.origin_of(c(name), [b"a"])
-    assert named("fa4") is None and named("xla")
 
 
 @pytest.mark.parametrize(

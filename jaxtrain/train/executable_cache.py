@@ -38,13 +38,8 @@ VARIABLES = ("XLA_", "TF_", "NVIDIA_TF32", "TRITON_")  # of the environment, whi
 PLACE = {"name", "directory", "preemption"}  # fields of `run` that no program depends on
 
 
-def origin_of(c: Resolved, pieces: Sequence[bytes]) -> str | None:
-    """Describe all that `features.step_of` makes a step from, without the mesh. pieces: tokens.
-
-    None for kernels that only a trace makes known to XLA.
-    """
-    if c.model.attention == "fa4":
-        return None
+def origin_of(c: Resolved, pieces: Sequence[bytes]) -> str:
+    """Describe all that `features.step_of` makes a step from, without the mesh. pieces: tokens."""
     tokens = hashlib.sha256(repr(pieces).encode()).hexdigest()
     return f"{c.model_dump_json(exclude={'run': PLACE})} {tokens}"
 
@@ -68,8 +63,9 @@ def cached_executable(
     with _noting_lines() as lines:
         compiled = compile_step()
     # A program that JAX read from its own cache cannot be serialized again (on a CPU it would lack
-    # its functions), so only one that XLA has compiled just now is kept.
-    if path and MISSES[threading.get_ident()] > before:
+    # its functions), so only one that XLA has compiled just now is kept. Kernels of fa4-jax are
+    # known to XLA only in a process that traces them.
+    if path and MISSES[threading.get_ident()] > before and "fa4_jax" not in sys.modules:
         _write(path, compiled, lines)
     return compiled
 
