@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,12 +170,16 @@ def test_a_program_of_jax_own_cache_is_not_kept(folder):
     assert step.count == 2 and not folder.exists()
 
 
-@pytest.mark.parametrize("case", ["no command", "no origin", "several processes", "no folder"])
+@pytest.mark.parametrize(
+    "case", ["no command", "no origin", "several processes", "no folder", "fa4"]
+)
 def test_where_the_key_is_not_sure_nothing_is_kept(folder, monkeypatch, case):
     if case == "no command":
         monkeypatch.undo()
     if case == "several processes":
         monkeypatch.setattr(executable_cache.jax, "process_count", lambda: 2)
+    if case == "fa4":
+        monkeypatch.setitem(sys.modules, "fa4_jax", SimpleNamespace())
     if case == "no folder":
         jax.config.update("jax_compilation_cache_dir", None)
     step, origin = Step(), None if case == "no origin" else "a configuration"

@@ -360,9 +360,10 @@ def test_a_vocabulary_that_the_text_cannot_fill(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_a_backend_that_cannot_serve_is_refused_with_its_reason(tmp_path, capfd):
-    message = refused(capfd, run_overrides(tmp_path, model__attention="cudnn"))
-    assert re.match(r"model\.attention: cudnn cannot serve float32.*: needs", message)
+@pytest.mark.parametrize("backend", ["cudnn", "fa4"])
+def test_a_backend_that_cannot_serve_is_refused_with_its_reason(tmp_path, capfd, backend):
+    message = refused(capfd, run_overrides(tmp_path, model__attention=backend))
+    assert re.match(rf"model\.attention: {backend} cannot serve float32.*: needs", message)
 
 
 ADVICE = r"set model\.remat=block or set optim\.offload\.name=host"

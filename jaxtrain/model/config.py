@@ -191,13 +191,13 @@ class ModelFields[Size: int | None](Settings):
     )
     attention: str | None = Field(
         None,
-        description="attention backend (cudnn, xla, mosaic, triton); default the fastest one that "
-        "is supported",
+        description="attention backend (cudnn, xla, mosaic, triton, fa4); default the fastest one "
+        "that is supported",
     )
     deterministic_attention: bool = Field(
         False,
-        description="bitwise reproducible attention gradients. Not available with cudnn; mosaic "
-        "then takes 7 matmuls per block instead of 5; xla and triton always are",
+        description="bitwise reproducible attention gradients. Not available with cudnn and fa4; "
+        "mosaic then takes 7 matmuls per block instead of 5; xla and triton always are",
     )
     kernels: FusedOps = Field(
         FusedOps.model_validate({}), description="backends of the fused operations"

@@ -25,10 +25,10 @@ INPUT = "block_input"
 
 def matmuls(primitive: Primitive, *arrays: object, **options: object) -> bool:
     """jax.checkpoint policy: save the results of matmuls, and of attention with its LSE."""
-    # cuDNN attention is a primitive of JAX; the results of our own kernels are named.
+    # cuDNN's and fa4-jax's attention are primitives; the results of our own kernels are named.
     return (
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *arrays, **options)
-        or primitive.name.startswith("dot_product_attention_fwd")
+        or primitive.name.startswith(("dot_product_attention_fwd", "fa4_fwd"))
         or options.get("name") == RESULT
     )
 

@@ -63,8 +63,9 @@ def cached_executable(
     with _noting_lines() as lines:
         compiled = compile_step()
     # A program that JAX read from its own cache cannot be serialized again (on a CPU it would lack
-    # its functions), so only one that XLA has compiled just now is kept.
-    if path and MISSES[threading.get_ident()] > before:
+    # its functions), so only one that XLA has compiled just now is kept. Kernels of fa4-jax are
+    # known to XLA only in a process that traces them.
+    if path and MISSES[threading.get_ident()] > before and "fa4_jax" not in sys.modules:
         _write(path, compiled, lines)
     return compiled
 

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo
+from jax.extend.core import Primitive
 from jaxtrain_kernels.attention import RESULT
 from jaxtrain_kernels.dispatch import on_target
 from tiny import FEW_PARTS, build, close, tokens
 
-from jaxtrain.model.remat import INPUT
+from jaxtrain.model.remat import INPUT, matmuls
 from jaxtrain.settings import UserError
 
 pytestmark = pytest.mark.slow
@@ -133,6 +134,10 @@ def test_matmuls_results_are_those_of_attention_too(monkeypatch, attention, forw
             return str(jax.make_jaxpr(jax.grad(loss))(half)).count(forward)
 
     assert times("block") > times("dots") == times("none") > 0
+
+
+def test_matmuls_results_are_those_of_fa4_too():
+    assert matmuls(Primitive("fa4_fwd")) and not matmuls(Primitive("fa4_vjp"))
 
 
 def test_a_kind_of_layer_has_its_own_policy():

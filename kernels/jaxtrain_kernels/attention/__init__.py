@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from jaxtrain_kernels.attention import cudnn, hopper, reference, table, triton, xla
+from jaxtrain_kernels.attention import cudnn, fa4, hopper, reference, table, triton, xla
 from jaxtrain_kernels.attention.call import RESULT as RESULT
 from jaxtrain_kernels.attention.call import Call as Call
 from jaxtrain_kernels.attention.decode import Quantized as Quantized
@@ -23,7 +23,8 @@ from jaxtrain_kernels.dispatch import choose_backend, target
 # Order of preference where the table has no measured rows (documents, softcap): first the backends
 # that are fastest in its other rows, then those whose GPU tests have run.
 BACKENDS = {
-    "cudnn": cudnn, "mosaic": hopper, "xla": xla, "triton": triton, "reference": reference,
+    "cudnn": cudnn, "mosaic": hopper, "xla": xla, "triton": triton, "fa4": fa4,
+    "reference": reference,
 }  # fmt: skip
 
 
