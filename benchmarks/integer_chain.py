@@ -104,7 +104,6 @@ def chain_inputs(s: Chain, form: str, dtype: Any) -> tuple[Any, ...]:
 def joined_chain(s: Chain, form: str) -> Kernel:
     """A function of x, a gain of all norms, and codes and scales of each product -> the stream.
     There is no attention: the output's matrix reads the queries."""
-    gated = s.activation == "swiglu"
 
     def run(x_MD: jax.Array, gain_D: jax.Array, *arrays: jax.Array) -> jax.Array:
         norm = InputNorm(1e-5, gain_D)

@@ -14,8 +14,8 @@ from tiny import build
 from jaxtrain.inference.engine import Engine, Request
 from jaxtrain.model import cast
 from jaxtrain.model.stack import codes_in_fragments, unstack
-from jaxtrain.weights.joined import fragments_of
 from jaxtrain.weights.int4 import quantize_int4
+from jaxtrain.weights.joined import fragments_of
 from jaxtrain.weights.params import is_block_matrix
 from jaxtrain.weights.quantized import IntegerWeight, quantize_int8
 

@@ -367,11 +367,38 @@ def test_each_tile_equals_the_reference(op, tile, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
 @pytest.mark.parametrize(("M", "norm", "activation", "residual"), AROUND)
-@pytest.mark.parametrize("tile", [None, triton.Tile(2, 1, 1), triton.Tile(16, 2, 1)])
+@pytest.mark.parametrize(
+    ("tile", "dtype"),
+    [
+        (None, jnp.bfloat16),
+        (triton.Tile(2, 1, 1), jnp.bfloat16),
+        (triton.Tile(16, 2, 1), jnp.float16),
+    ],
+)
 def test_with_operations_it_equals_the_reference(op, M, norm, activation, residual, tile, dtype):
-    how = {"tile": tile, "dtype": dtype, "K": 2048, "group": 128}
+    how = {"tile": tile, "dtype": jnp.dtype(dtype), "K": 2048, "group": 128}
     run, whole, x = with_operations(op, M, norm, activation, residual, **how)
     assert_near(run(x), whole(x), x.dtype)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+def test_parts_are_columns_of_the_product(form, interpret):
+    op = w8a16_matmul if form == "int8" else w4a16_matmul
+    _, _, x = interpreted(op, 3, 256, 160)
+    rng = np.random.default_rng(0)
+    codes, scales = (
+        jnp.asarray(rng.integers(0, 127, s.shape[1:]) if s.dtype != jnp.bfloat16 else
+                    rng.random(s.shape[1:]), s.dtype)
+        for s in stacked(op, 256, 160)
+    )  # fmt: skip
+    if form == "int8":
+        scales = jnp.asarray(rng.random(160), jnp.float32)
+    ours = functools.partial(getattr(triton, op.__name__), interpret=interpret)
+    arrays = to_fragments(codes), scales
+    sizes = 96, 32, 32
+    parts = ours(x, *arrays, sizes=sizes)
+    assert tuple(part.shape[1] for part in parts) == sizes
+    np.testing.assert_array_equal(jnp.concatenate(parts, 1), ours(x, *arrays)[0])

@@ -78,8 +78,8 @@ def w4a16_matmul(
     fragments, int32.
     offsets_GN: float32, in units of the weights; they multiply the sum of a group's inputs in
     float32 and are not rounded. None: zeros.
-    layer, operations and errors as in `w8a16_matmul`. Each value is rounded to x's dtype first, except by
-    `triton` with codes in fragments, which multiplies by the scales after the sum.
+    layer, operations and errors as in `w8a16_matmul`. Each value is rounded to x's dtype first,
+    except by `triton` with codes in fragments, which multiplies by the scales after the sum.
     """
     arrays = (codes, scales_GN) if offsets_GN is None else (codes, scales_GN, offsets_GN)
     return _matmul("int4", x, arrays, layer, operations, None, implementation)[0]
