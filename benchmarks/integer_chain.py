@@ -5,13 +5,14 @@ are the products of an engine's layers: queries, keys and values are one, gate a
 norms, activations and residuals are in their kernels.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtrain_kernels.matmul.few_rows import InputNorm, Operations
-from jaxtrain_kernels.matmul.integers import joined_matmul, serves_fragments
+from jaxtrain_kernels.matmul.integers import joined_integer_matmul, serves_fragments
 
 from benchmarks.decode import bandwidth
 from benchmarks.integers import BACKENDS, OPS, Product, ordered, product, stack
@@ -36,10 +37,11 @@ class Chain(NamedTuple):
 
 
 CHAINS = tuple(
-    Chain(f"chain_m{M}_{model}", M, *sizes)
-    for model, *sizes in (("llama_8b", 32, 4096, 14336, 1024, "swiglu"),
-                          ("gpt_d12", 12, 768, 3072, 768, "relu2"),
-                          ("gpt_d24", 24, 1536, 6144, 1536, "relu2"))
+    Chain(f"chain_m{M}_{model}", M, layers, D, F, kv, activation)
+    for model, layers, D, F, kv, activation in (
+        ("llama_8b", 32, 4096, 14336, 1024, "swiglu"), ("gpt_d12", 12, 768, 3072, 768, "relu2"),
+        ("gpt_d24", 24, 1536, 6144, 1536, "relu2"),
+    )
     for M in (1, 8, 32)
 )  # fmt: skip
 
@@ -108,9 +110,9 @@ def joined_chain(s: Chain, form: str) -> Kernel:
     def run(x_MD: jax.Array, gain_D: jax.Array, *arrays: jax.Array) -> jax.Array:
         norm = InputNorm(1e-5, gain_D)
         matrices = zip(arrays[::2], arrays[1::2], strict=True)
-        for qkv, out, up, down in zip(*[matrices] * 4, strict=True):
+        for qkv, out, up, down in itertools.batched(matrices, 4):
             sizes = s.D, s.kv, s.kv
-            q_MD, _, _ = joined_matmul(form, x_MD, *qkv, sizes, operations=Operations(norm))
+            q_MD, _, _ = joined_integer_matmul(form, x_MD, *qkv, sizes, operations=Operations(norm))
             x_MD = OPS[form](q_MD, *out, operations=Operations(residual_MN=x_MD))
             h_MF = OPS[form](x_MD, *up, operations=Operations(norm, None, s.activation))
             x_MD = OPS[form](h_MF, *down, operations=Operations(residual_MN=x_MD))

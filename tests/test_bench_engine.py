@@ -71,7 +71,9 @@ def test_random_codes_have_the_deviation_of_random_weights(form):
     assert jax.tree.structure(w) == jax.tree.structure(jax.eval_shape(WEIGHTS[form].encode, like))
     for layer in unstack(w, 2):
         assert layer.dequantize().shape == (256, 64)
-        assert float(jnp.std(layer.dequantize().astype(jnp.float32))) == pytest.approx(0.02, rel=0.02)
+        assert float(jnp.std(layer.dequantize().astype(jnp.float32))) == pytest.approx(
+            0.02, rel=0.02
+        )
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtrain_kernels.matmul.few_rows import GATED, Operations, composed
-from jaxtrain_kernels.matmul.integers import joined_matmul, split_columns, to_fragments
+from jaxtrain_kernels.matmul.integers import columns_by_size, joined_integer_matmul, to_fragments
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.weights.contract import Weight
@@ -69,7 +69,7 @@ class JoinedWeight(Weight):
             parts = self.parts_of(m.product(x_MK, norm))
         else:
             arrays = m.codes, m.scales
-            parts = joined_matmul(m.FORM, x_MK, *arrays, self.sizes, operations=norm)
+            parts = joined_integer_matmul(m.FORM, x_MK, *arrays, self.sizes, operations=norm)
         return composed(lambda *_: parts, x_MK, operations=operations._replace(norm=None))
 
     def dequantize(self) -> Float[Array, "K N"]:
@@ -86,7 +86,7 @@ class JoinedWeight(Weight):
         """The columns of each part."""
         if self.alternating:
             return tuple(y[..., i :: len(self.sizes)] for i in range(len(self.sizes)))
-        return tuple(split_columns(y, self.sizes))
+        return tuple(columns_by_size(y, self.sizes))
 
 
 def may_join(stacks: Sequence[IntegerWeight], alternating: bool) -> bool:

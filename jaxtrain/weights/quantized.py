@@ -79,7 +79,7 @@ class IntegerWeight(QuantizedWeight):
     """Integer codes with scales; their kernels read a layer of a stack in place.
 
     layer: if set, the arrays are a whole stack, and this is the matrix of that layer. codes: int32
-    if they are in the order of kernels for a few rows (`in_fragments`).
+    if they are in the order of kernels for a few rows (`to_fragments`).
     """
 
     FORM: ClassVar[str]  # int4 or int8

@@ -16,7 +16,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Integer
 from jaxtrain_kernels.dispatch import choose_backend, target
 from jaxtrain_kernels.matmul.few_rows.operations import NOTHING, Operations
 from jaxtrain_kernels.matmul.integers import dot, reduce, reference, triton
-from jaxtrain_kernels.matmul.integers.around import split_columns, with_operations
+from jaxtrain_kernels.matmul.integers.around import columns_by_size, with_operations
 from jaxtrain_kernels.matmul.integers.fragment_order import (
     COLUMNS,
     ROWS,
@@ -26,10 +26,10 @@ from jaxtrain_kernels.matmul.integers.fragment_order import (
 )
 
 __all__ = [
+    "columns_by_size",
     "from_fragments",
-    "joined_matmul",
+    "joined_integer_matmul",
     "serves_fragments",
-    "split_columns",
     "to_fragments",
     "w4a16_matmul",
     "w8a16_matmul",
@@ -85,7 +85,7 @@ def w4a16_matmul(
     return _matmul("int4", x, arrays, layer, operations, None, implementation)[0]
 
 
-def joined_matmul(
+def joined_integer_matmul(
     form: str,
     x: Float[Array, "*B K"],
     codes: Integer[Array, "..."],
@@ -149,5 +149,5 @@ def _matmul(
         outs = run(x_MK, *arrays, operations=operations, sizes=sizes)
     else:
         out_MN = with_operations(run, x_MK, arrays, operations)
-        outs = (out_MN,) if sizes is None else split_columns(out_MN, sizes)
+        outs = (out_MN,) if sizes is None else columns_by_size(out_MN, sizes)
     return tuple(out_MN.reshape(*x.shape[:-1], -1) for out_MN in outs)

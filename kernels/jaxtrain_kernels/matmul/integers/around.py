@@ -29,6 +29,6 @@ def with_operations(
     return composed(products, x_MK, operations=operations)[0]
 
 
-def split_columns(y: Float[Array, "*B N"], sizes: Sequence[int]) -> list[Float[Array, "*B _"]]:
+def columns_by_size(y: Float[Array, "*B N"], sizes: Sequence[int]) -> list[Float[Array, "*B _"]]:
     """The columns of several matrices that are one."""
     return jnp.split(y, list(itertools.accumulate(sizes))[:-1], axis=-1)

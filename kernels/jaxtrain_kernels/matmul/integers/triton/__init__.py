@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtrain_kernels.dispatch import Target, target, triton_unsupported
 from jaxtrain_kernels.matmul.few_rows.operations import GATED, NOTHING, InputNorm, Operations
 from jaxtrain_kernels.matmul.integers import dot
-from jaxtrain_kernels.matmul.integers.around import split_columns, with_operations
+from jaxtrain_kernels.matmul.integers.around import columns_by_size, with_operations
 from jaxtrain_kernels.matmul.integers.fragment_order import COLUMNS, ROWS, from_fragments
 
 MOST_ROWS = 32
@@ -64,7 +64,7 @@ class DotTile(NamedTuple):
     stages: int
 
 
-class Plan(NamedTuple):
+class IntegerPlan(NamedTuple):
     """Compile-time constants of one call's kernel. eps: of the input's norm, None without one.
     sizes: columns of each result. early: programs of the next kernel may start beside these."""
 
@@ -78,7 +78,7 @@ class Plan(NamedTuple):
     interpret: bool
 
 
-class Operands(NamedTuple):
+class IntegerOperands(NamedTuple):
     """Arrays of one call, or the kernel's references to them; [L, ..] for L layers. layer_1: index
     of the layer, None if there is one."""
 
@@ -197,7 +197,7 @@ def _product(
     eps = None if norm is None else norm.eps
     columns = sizes or (N // 2 if activation in GATED else N,)
     early = (target().compute_capability or (0, 0)) >= DEPENDENT_LAUNCH
-    plan = Plan(form, x_MK.dtype.name, tile, eps, activation, columns, early, interpret)
+    plan = IntegerPlan(form, x_MK.dtype.name, tile, eps, activation, columns, early, interpret)
 
     def formula(x_MK, arrays, layer_1, gain_K, residual_MN):
         codes, *others = arrays if layer_1 is None else [array[layer_1[0]] for array in arrays]
@@ -206,7 +206,7 @@ def _product(
         norm = None if eps is None else InputNorm(eps, gain_K)
         around = Operations(norm, None, activation, residual_MN)
         y_MN = with_operations(FORMULAS[form], x_MK, (codes, *others), around)
-        return tuple(split_columns(y_MN, columns))
+        return tuple(columns_by_size(y_MN, columns))
 
     @jax.custom_vjp
     def product(x_MK, arrays, *rest):
@@ -216,7 +216,7 @@ def _product(
             codes = arrays[0].reshape(-1, *shape)
             scales, *offsets = (array.reshape(len(codes), -1, N) for array in arrays[1:])
             given = x_MK, codes, scales, offsets[0] if offsets else None, *rest
-            return tuple(kernels.call(plan, Operands(*given)))
+            return tuple(kernels.call(plan, IntegerOperands(*given)))
 
         return jax.custom_batching.sequential_vmap(call)(x_MK, arrays, *rest)
 

@@ -125,7 +125,7 @@ def _waited(words: list[str]) -> list[str]:
     return [f"mov.b32 t, {words[0]};", *ors, "mov.u32 z, %ctaid.z;"]
 
 
-def scaled(words, gains, more_gains, dtype: str, interpret: bool):
+def scale_inputs(words, gains, more_gains, dtype: str, interpret: bool):
     """Inputs times gains, rounded to dtype. gains: float32, of the inputs of a lane's first two
     words; more_gains: of its last two."""
     if interpret:

@@ -57,14 +57,14 @@ class _Lanes:
         codes = [self.refs.codes[self.layer, self.panel, first + i, lane_word] for i in loads]
         count = self.tile.loads * per_block
 
-        def place(i):
+        def position(i):
             """Index of word i, of a lane's `count`, in a row of x."""
             i = jax.lax.rem(i, jnp.int32(count))
             block, word = jax.lax.div(i, jnp.int32(per_block)), jax.lax.rem(i, jnp.int32(per_block))
             return ((first + block) * 4 + self.q) * per_block + word
 
         def words(i):
-            index = jnp.minimum(self.c, self.M - 1), place(i + self.j)
+            index = jnp.minimum(self.c, self.M - 1), position(i + self.j)
             return plgpu.load(self.refs.x_MK.at[index], mask=self.c < self.M, other=0)
 
         firsts = range(0, count, 4)
@@ -72,7 +72,7 @@ class _Lanes:
         gains = None
         if self.refs.gain_K is not None:
             zero = self.j * 0
-            of_pair = lambda i: self.refs.gain_K[2 * place(zero + i) + self.j]
+            of_pair = lambda i: self.refs.gain_K[2 * position(zero + i) + self.j]
             gains = [(of_pair(i), of_pair(i + 2)) for i in firsts]
         return codes, x_words, gains
 
@@ -96,7 +96,7 @@ class _Lanes:
                 squares = fragments.gram_sums(once, squares, loaded, *self.how)
             if gains is not None:
                 pairs = zip(x_words, gains, strict=True)
-                x_words = [fragments.scaled(words, *gain, *self.how) for words, gain in pairs]
+                x_words = [fragments.scale_inputs(words, *gain, *self.how) for words, gain in pairs]
             return step(i, codes, x_words, sums), squares
 
         return jax.lax.fori_loop(0, self.steps, one, self.zeros())
@@ -118,12 +118,12 @@ class _Lanes:
             width = fragments.LANES[0] * y.shape[-1]
             m, column = 2 * q + p, c * y.shape[-1] + j
             if self.refs.residual_MN is not None:
-                place = jnp.minimum(m, self.M - 1), self.panel * width + column
-                y = add_rounded(self.refs.residual_MN[place], y)
+                index = jnp.minimum(m, self.M - 1), self.panel * width + column
+                y = add_rounded(self.refs.residual_MN[index], y)
             ends = [0, *(end // width for end in itertools.accumulate(self.plan.sizes))]
             for (begin, end), out_ref in zip(itertools.pairwise(ends), out_refs, strict=True):
-                place = pl.program_id(1), m, (self.panel - begin) * width + column
-                put = functools.partial(plgpu.store, out_ref.at[place], y, mask=m < self.M)
+                index = pl.program_id(1), m, (self.panel - begin) * width + column
+                put = functools.partial(plgpu.store, out_ref.at[index], y, mask=m < self.M)
                 if len(out_refs) == 1:
                     put()
                 else:
