@@ -133,7 +133,7 @@ def joined_inputs(s: Chain, form: str, dtype: Any) -> tuple[Any, Any, list[Any]]
         return [(codes[0], scales[0]) for codes, scales in stacks]
 
     x_MD = jax.random.normal(keys[0], (s.M, s.D), dtype)
-    return x_MD, jnp.ones(s.D), [jax.jit(layer)(key) for key in keys]
+    return x_MD, jnp.ones(s.D, dtype), [jax.jit(layer)(key) for key in keys]
 
 
 def small_chain(s: Chain) -> Chain:

@@ -154,7 +154,8 @@ JOINED = ((("q", "k", "v"), False), (("gate", "up"), True))
 def codes_in_fragments(params: Params, specs: Specs, rows: int) -> None:
     """Put the integer codes of a model's matrices in the order of the kernels for so many rows of a
     decode step, in place; join those of JOINED that may be. Layers become separate arrays
-    (`LayersApart`), so that a kernel reads no index of a layer first.
+    (`LayersApart`), so that a kernel reads no index of a layer first. Gains of norms that these
+    kernels compute are rounded to the compute dtype, as the kernels do.
     """
 
     def is_served(name: str) -> bool:
@@ -174,6 +175,16 @@ def codes_in_fragments(params: Params, specs: Specs, rows: int) -> None:
         stack = params.pop(name)
         layers = tuple(fragments_of([stack], i) for i in range(len(stack.codes)))
         params[name] = LayersApart(layers)
+    for gain, reader in (("attention_gain", "attention"), ("ffn_gain", "ffn")):
+        for leaf in jax.tree.leaves(params.get(reader), is_leaf=is_integers):
+            if params.get(gain) is not None and is_integers(leaf) and leaf.are_fragments():
+                dtype = jnp.dtype(leaf.dtype)
+                params[gain] = jax.tree.map(lambda g: g.astype(dtype), params[gain])
+                break
+
+
+def is_integers(leaf: object) -> bool:
+    return isinstance(leaf, IntegerWeight)
 
 
 def take[Tree](stack: Tree, start: int, repeats: int, size: int) -> Tree:

@@ -125,30 +125,25 @@ def _waited(words: list[str]) -> list[str]:
     return [f"mov.b32 t, {words[0]};", *ors, "mov.u32 z, %ctaid.z;"]
 
 
-def scale_inputs(words, gains, more_gains, dtype: str, interpret: bool):
-    """Inputs times gains, rounded to dtype. gains: float32, of the inputs of a lane's first two
-    words; more_gains: of its last two."""
+def scale_inputs(words, gains, dtype: str, interpret: bool):
+    """Inputs times gains, rounded to dtype; int32, two of them a word."""
     if interpret:
-        x = jax.lax.bitcast_convert_type(words, jnp.dtype(dtype))
-        both = jnp.concatenate([gains, more_gains], -1).reshape(x.shape).astype(dtype)
-        return jax.lax.bitcast_convert_type(x * both, jnp.int32)
+        x, by = (jax.lax.bitcast_convert_type(w, jnp.dtype(dtype)) for w in (words, gains))
+        return jax.lax.bitcast_convert_type(x * by, jnp.int32)
     [out] = plgpu.elementwise_inline_asm(
-        _scaled_text(dtype),
-        args=(words, gains, more_gains),
-        constraints=",".join(["=&r"] * 4 + ["r"] * 4 + ["f"] * 8),
-        pack=4,
+        _scale_text(dtype),
+        args=(words, gains),
+        constraints="=r,r,r",
+        pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.int32)],
     )
     return out
 
 
-def _scaled_text(dtype: str) -> str:
-    """Text for 4 words. A product is a sum with -0, as Ampere has no other for bfloat16."""
+def _scale_text(dtype: str) -> str:
+    """Text for a word. A product is a sum with -0, as Ampere has no other for bfloat16."""
     kind = "bf16x2" if dtype == "bfloat16" else "f16x2"
-    lines = [".reg .b32 g, z;", f"mov.b32 z, {0x80008000};"]
-    for i in range(4):
-        lines += [f"cvt.rn.{kind}.f32 g, ${9 + 2 * i}, ${8 + 2 * i};",
-                  f"fma.rn.{kind} ${i}, ${4 + i}, g, z;"]  # fmt: skip
+    lines = [".reg .b32 z;", f"mov.b32 z, {0x80008000};", f"fma.rn.{kind} $0, $1, $2, z;"]
     return "\n".join(["{", *lines, "}"])
 
 

@@ -67,14 +67,12 @@ class _Lanes:
             index = jnp.minimum(self.c, self.M - 1), position(i + self.j)
             return plgpu.load(self.refs.x_MK.at[index], mask=self.c < self.M, other=0)
 
+        def gain(i):
+            return self.refs.gain_K[position(i + self.j)]
+
         firsts = range(0, count, 4)
-        x_words = [words(i) for i in firsts]
-        gains = None
-        if self.refs.gain_K is not None:
-            zero = self.j * 0
-            of_pair = lambda i: self.refs.gain_K[2 * position(zero + i) + self.j]
-            gains = [(of_pair(i), of_pair(i + 2)) for i in firsts]
-        return codes, x_words, gains
+        gains = [gain(i) for i in firsts] if self.refs.gain_K is not None else []
+        return codes, [words(i) for i in firsts], gains
 
     def zeros(self):
         """Sums of no step: two or, for one row of x, one; and `gram_sums` for a norm."""
@@ -91,12 +89,10 @@ class _Lanes:
             codes, x_words, gains = self.load(i, per_block)
             if self.plan.eps is not None:
                 once = x_words if self.tile.loads * per_block >= 4 else [x_words[0] * (self.j < 2)]
-                as_words = lambda gain: jax.lax.bitcast_convert_type(gain, jnp.int32)
-                loaded = *codes, *(as_words(gain) for pair in gains or () for gain in pair)
-                squares = fragments.gram_sums(once, squares, loaded, *self.how)
-            if gains is not None:
+                squares = fragments.gram_sums(once, squares, [*codes, *gains], *self.how)
+            if gains:
                 pairs = zip(x_words, gains, strict=True)
-                x_words = [fragments.scale_inputs(words, *gain, *self.how) for words, gain in pairs]
+                x_words = [fragments.scale_inputs(*pair, *self.how) for pair in pairs]
             return step(i, codes, x_words, sums), squares
 
         return jax.lax.fori_loop(0, self.steps, one, self.zeros())
@@ -249,8 +245,10 @@ def call(plan, operands):
         block = None, 16 if M <= 16 else 32, tile.columns
         out_specs, stages = [pl.BlockSpec(block, lambda n, s: (s, 0, n))], tile.stages
     else:
-        words = jax.lax.bitcast_convert_type(operands.x_MK.reshape(M, K // 2, 2), jnp.int32)
-        operands = operands._replace(x_MK=words)
+        pairs = lambda x: jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.int32)
+        operands = operands._replace(x_MK=pairs(operands.x_MK))
+        if operands.gain_K is not None:
+            operands = operands._replace(gain_K=pairs(operands.gain_K.astype(dtype)))
     arrays, tree = jax.tree.flatten(operands)
 
     def kernel(*all_refs):
