@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -176,11 +177,10 @@ def codes_in_fragments(params: Params, specs: Specs, rows: int) -> None:
         layers = tuple(fragments_of([stack], i) for i in range(len(stack.codes)))
         params[name] = LayersApart(layers)
     for gain, reader in (("attention_gain", "attention"), ("ffn_gain", "ffn")):
-        for leaf in jax.tree.leaves(params.get(reader), is_leaf=is_integers):
-            if params.get(gain) is not None and is_integers(leaf) and leaf.are_fragments():
-                dtype = jnp.dtype(leaf.dtype)
-                params[gain] = jax.tree.map(lambda g: g.astype(dtype), params[gain])
-                break
+        leaves = jax.tree.leaves(params.get(reader), is_leaf=is_integers)
+        dtypes = {w.dtype for w in leaves if is_integers(w) and w.are_fragments()}
+        if len(dtypes) == 1 and params.get(gain) is not None:
+            params[gain] = jax.tree.map(operator.methodcaller("astype", *dtypes), params[gain])
 
 
 def is_integers(leaf: object) -> bool:

@@ -1,17 +1,20 @@
 """An engine puts integer codes in the order of its kernels for a few rows, and joins matrices."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_cases import GREEDY, MODELS, SINGLE, letters, prompts, run
+from engine_cases import GREEDY, MODELS, OPTIONS, SINGLE, letters, prompts, run
+from jax.sharding import AbstractDevice, AbstractMesh
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.matmul.integers import triton
 from tiny import build
 
-from jaxtrain.inference.engine import Engine, Request
+from jaxtrain.inference.engine import Engine, Request, device
+from jaxtrain.inference.engine.sampling import Sampler
 from jaxtrain.model import cast
 from jaxtrain.model.stack import codes_in_fragments, unstack
 from jaxtrain.weights.int4 import quantize_int4
@@ -20,6 +23,7 @@ from jaxtrain.weights.params import is_block_matrix
 from jaxtrain.weights.quantized import IntegerWeight, quantize_int8
 
 HOPPER = ("cuda", (9, 0))
+H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
 FORMS = {"int8": quantize_int8, "int4": lambda w: quantize_int4(w, 32)}
 
 
@@ -94,6 +98,38 @@ def test_the_text_is_that_of_matrices_apart(form, name, interpreted):
     c, graphdef, params = arranged(form, **fields)
     assert run(Engine(c, graphdef, params, letters(), options=options), requests) == expected
     assert interpreted
+
+
+def decode_text(slots, form, **fields):
+    """The program of a decode step on an H200."""
+    c, graphdef, params = arranged(form, **fields)
+    engine = Engine(c, graphdef, params, letters(), options=OPTIONS._replace(slots=slots))
+    asked, table = engine.rows.inputs(), jnp.zeros((slots, 4), jnp.int32)
+    how = {"steps": 1, "drafts": 0, "sampler": Sampler.TEMPERATURE}
+    step = functools.partial(device.decode_slots.__wrapped__, engine.models[0], **how)
+    with on_target(*HOPPER), jax.sharding.use_abstract_mesh(H200):
+        args = engine.models[1], engine.state, asked, jnp.arange(slots), table
+        return jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("slots", "form"), [(1, "int8"), (1, "int4"), (4, "int4")])
+@pytest.mark.slow
+def test_a_layer_is_six_kernels(slots, form):
+    """Queries, keys and values of the norm; their rotation and pages; attention (one part, as the
+    text is short); output, added to the stream; gate and up of the norm; down, added as well."""
+    text = decode_text(slots, form, **MODELS["llama 2"] | {"hidden": 96, "depth": 3})
+    in_rows = "uint8" if form == "int4" else "int8"
+    assert text.count("@__gpu$xla.gpu.triton") == text.count("custom_call @")
+    products = re.findall(r"call @call(?:_\d+)?\(.*tensor<1x\d+x\d+x128xi32>", text)
+    assert len(products) == 3 * 4 and in_rows not in text
+    assert len(re.findall(r"call @_rope_append(?:_\d+)?\(", text)) == 3
+    assert text.count("stablehlo.rsqrt") == 1  # of the last state
+    # Nothing else reads the stream, joined products or gains.
+    rows = f"{slots}x1x" if slots > 1 else "1x1x"
+    assert not re.findall(
+        rf"stablehlo.(?:add|multiply|slice) .*tensor<{rows}(?:64|96|192)xbf16>", text
+    )
+    assert not re.search(r"stablehlo.convert .*tensor<64xbf16>", text)
 
 
 @pytest.fixture
