@@ -53,7 +53,7 @@ def w8a16_matmul(
 
     codes: int8 [*L, K, N], or int32 in fragments (`to_fragments`).
     layer: index in a stack, which `triton` reads in place where a slice would be a copy.
-    operations: computed by the kernel of codes in fragments, else one by one; without biases. A
+    operations: computed by the kernel of codes in fragments, else one by one; no biases. A
     gated activation needs a matrix whose columns alternate, gate and up, and returns N / 2 columns.
     Each dequantized value is rounded to x's dtype first, as in training with fake quantization;
     `dot` in float32 and `triton` instead multiply by the scales after the sum. Raises ValueError
@@ -93,11 +93,16 @@ def joined_integer_matmul(
     sizes: tuple[int, ...],
     *,
     operations: Operations = NOTHING,
+    following: Int[Array, "..."] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
     """The product of `w8a16_matmul` or `w4a16_matmul`, as arrays of `sizes` columns: of several
-    matrices that are one. form: int4 or int8."""
-    return _matmul(form, x, (codes, scales), None, operations, sizes, implementation)
+    matrices that are one. form: int4 or int8. following: codes of the next product in fragments,
+    of which the kernel prefetches a part; or None.
+
+    Raises ValueError for operations with biases."""
+    arrays = codes, scales
+    return _matmul(form, x, arrays, None, operations, sizes, implementation, following)
 
 
 def serves_fragments(form: str, rows: int, dtype: DTypeLike, codes: Array, scales: Array) -> bool:
@@ -123,10 +128,13 @@ def _matmul(
     operations: Operations,
     sizes: tuple[int, ...] | None,
     implementation: str | None,
+    following: Array | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
     """Call a backend. arrays: codes, scales, and offsets if there are any. sizes: columns of each
     result; None: there is one."""
     x_MK, (codes, scales, *_) = x.reshape(-1, x.shape[-1]), arrays
+    if operations.biases is not None:
+        raise ValueError("products with integer codes take no biases")
     if operations.residual_MN is not None:
         residual_MN = operations.residual_MN.reshape(len(x_MK), -1)
         operations = operations._replace(residual_MN=residual_MN)
@@ -146,7 +154,7 @@ def _matmul(
         if codes.dtype == jnp.int32:
             arrays = from_fragments(arrays[0], form), *arrays[1:]
     if backend is triton and codes.dtype == jnp.int32:
-        outs = run(x_MK, *arrays, operations=operations, sizes=sizes)
+        outs = run(x_MK, *arrays, operations=operations, sizes=sizes, following=following)
     else:
         out_MN = with_operations(run, x_MK, arrays, operations)
         outs = (out_MN,) if sizes is None else columns_by_size(out_MN, sizes)

@@ -26,7 +26,9 @@ from jaxtrain_kernels.matmul.integers.fragment_order import COLUMNS, ROWS, from_
 MOST_ROWS = 32
 PROCESSORS = 132  # multiprocessors (SMs) of a Hopper GPU
 MOST_SPLITS = 16  # which one thread of XLA's sum reads, one after another
-DEPENDENT_LAUNCH = 9, 0  # compute capability from which on a kernel may start the next one early
+HOPPER = 9, 0  # compute capability from which on codes are prefetched into the L2 cache
+EARLY = False  # whether a kernel lets the next one start before it ends
+AHEAD, CARRIED, FOLLOWING_BYTES = 2, False, 16 << 20
 FRAGMENT_ROWS = 8  # more rows use shared memory
 LEAST_WARPS, MOST_WARPS, MOST_LOADS = 4, 32, 2  # of a program of fragments; of a warp in a step
 # Of a multiprocessor: with up to 64 registers a lane, and with 72, as the norm of int4's input has.
@@ -39,12 +41,16 @@ UNCOUNTED = range(2**31, 2**32 + 1)
 class Tile(NamedTuple):
     """A program's warps, which read different blocks of codes of the same columns.
 
-    loads: blocks of a warp per step. A program reads one of `splits` splits of the inputs.
+    loads: blocks of a warp per step. A program reads one of `splits` splits of the inputs. ahead:
+    steps whose codes are on their way to the L2 cache, besides those in registers; carried: which
+    has the codes of the next step as well.
     """
 
     warps: int
     loads: int
     splits: int
+    ahead: int = 0
+    carried: bool = False
 
     columns = COLUMNS
 
@@ -66,7 +72,8 @@ class DotTile(NamedTuple):
 
 class IntegerPlan(NamedTuple):
     """Compile-time constants of one call's kernel. eps: of the input's norm, None without one.
-    sizes: columns of each result. early: programs of the next kernel may start beside these."""
+    sizes: columns of each result. early: programs of the next kernel may start beside these.
+    following_bytes: of the next product's codes, which the kernel prefetches at its end."""
 
     form: str
     dtype: str
@@ -75,12 +82,13 @@ class IntegerPlan(NamedTuple):
     activation: str | None
     sizes: tuple[int, ...]
     early: bool
+    following_bytes: int
     interpret: bool
 
 
 class IntegerOperands(NamedTuple):
     """Arrays of one call, or the kernel's references to them; [L, ..] for L layers. layer_1: index
-    of the layer, None if there is one."""
+    of the layer, None if there is one. following: codes of the next product, in fragments."""
 
     x_MK: Any
     codes: Any
@@ -89,6 +97,7 @@ class IntegerOperands(NamedTuple):
     layer_1: Any | None
     gain_K: Any | None
     residual_MN: Any | None
+    following: Any | None
 
 
 def supports(target: Target, form: str, x_MK, codes, scales) -> str | None:
@@ -118,22 +127,24 @@ def supports(target: Target, form: str, x_MK, codes, scales) -> str | None:
 
 
 def w8a16_matmul(
-    x_MK, codes, scales_N, layer=None, operations=NOTHING, sizes=None, tile=None, interpret=False
-):
+    x_MK, codes, scales_N, layer=None, operations=NOTHING, sizes=None, following=None, tile=None,
+    interpret=False,
+):  # fmt: skip
     """Backend of the public function; returns a tuple if codes are in fragments, which alone take
-    operations and sizes. tile: one that replaces `fragment_tile`'s or `dot_tile`'s, to measure it.
-    """
-    arrays = codes, scales_N
-    return _product("int8", tile, interpret, x_MK, arrays, layer, operations, sizes)
+    operations, sizes and following. tile: one that replaces `fragment_tile`'s or `dot_tile`'s, to
+    measure it."""
+    return _product(
+        "int8", tile, interpret, x_MK, (codes, scales_N), layer, operations, sizes, following
+    )
 
 
 def w4a16_matmul(
-    x_MK, codes, scales_GN, offsets_GN=None, layer=None, operations=NOTHING, sizes=None, tile=None,
-    interpret=False,
+    x_MK, codes, scales_GN, offsets_GN=None, layer=None, operations=NOTHING, sizes=None,
+    following=None, tile=None, interpret=False,
 ):  # fmt: skip
     """Backend of the public function. Arguments and result as of `w8a16_matmul`."""
     arrays = (codes, scales_GN) if offsets_GN is None else (codes, scales_GN, offsets_GN)
-    return _product("int4", tile, interpret, x_MK, arrays, layer, operations, sizes)
+    return _product("int4", tile, interpret, x_MK, arrays, layer, operations, sizes, following)
 
 
 def fragment_tile(
@@ -157,7 +168,7 @@ def fragment_tile(
     most_splits = 1 if whole else min(most // warps, MOST_SPLITS)
     while 2 * splits * programs <= PROCESSORS and splits < most_splits:
         splits *= 2
-    return Tile(warps, loads, splits)
+    return Tile(warps, loads, splits, min(AHEAD, blocks // (loads * warps * splits)), CARRIED)
 
 
 def dot_tile(R: int, N: int, group: int | None) -> DotTile:
@@ -177,8 +188,9 @@ def _power_of_two(n: int) -> int:
 
 
 def _product(
-    form: str, tile: Tile | DotTile | None, interpret: bool, x_MK, arrays, layer, operations, sizes
-):
+    form: str, tile: Tile | DotTile | None, interpret: bool, x_MK, arrays, layer, operations, sizes,
+    following,
+):  # fmt: skip
     """Call the kernel of int4 or int8.
 
     The kernel reads the layer index from memory, so that all layers share one compiled kernel.
@@ -193,13 +205,19 @@ def _product(
     if tile is None and in_fragments:
         whole = operations != NOTHING or sizes is not None
         tile = fragment_tile(R, N, group, whole, norm is not None)
-    tile = tile or dot_tile(R, N, group)
+    elif tile is None:
+        tile = dot_tile(R, N, group)
     eps = None if norm is None else norm.eps
     columns = sizes or (N // 2 if activation in GATED else N,)
-    early = (target().compute_capability or (0, 0)) >= DEPENDENT_LAUNCH
-    plan = IntegerPlan(form, x_MK.dtype.name, tile, eps, activation, columns, early, interpret)
+    hopper = (target().compute_capability or (0, 0)) >= HOPPER
+    if isinstance(tile, Tile) and not hopper:
+        tile = tile._replace(ahead=0)
+    plan = IntegerPlan(
+        form, x_MK.dtype.name, tile, eps, activation, columns, EARLY and hopper,
+        FOLLOWING_BYTES if hopper else 0, interpret,
+    )  # fmt: skip
 
-    def formula(x_MK, arrays, layer_1, gain_K, residual_MN):
+    def formula(x_MK, arrays, layer_1, gain_K, residual_MN, following):
         codes, *others = arrays if layer_1 is None else [array[layer_1[0]] for array in arrays]
         if in_fragments:
             codes = from_fragments(codes, form)
@@ -226,5 +244,5 @@ def _product(
     product.defvjp(lambda *inputs: (product(*inputs), inputs), backward)
     layer_1 = None if layer is None else jnp.asarray(layer, jnp.int32)[None]
     gain_K = None if norm is None else norm.gain_K
-    ys = product(x_MK, arrays, layer_1, gain_K, residual_MN)
+    ys = product(x_MK, arrays, layer_1, gain_K, residual_MN, following)
     return ys if in_fragments else ys[0]

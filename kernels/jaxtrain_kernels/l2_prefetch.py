@@ -1,4 +1,4 @@
-"""Prefetch of a matrix into the L2 cache for the kernel `decode_layers`: Hopper and newer.
+"""Prefetch of a matrix into the L2 cache from a Pallas Triton kernel: Hopper and newer.
 
 A load that only warms the cache occupies a register until it returns, and the loads after it, those
 of a wait too, return behind it. `cp.async.bulk.prefetch.L2` returns nothing, and one thread of a
