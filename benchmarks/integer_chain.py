@@ -110,14 +110,14 @@ def joined_chain(s: Chain, form: str) -> Kernel:
     def run(x_MD: jax.Array, gain_D: jax.Array, *arrays: jax.Array) -> jax.Array:
         norm = InputNorm(1e-5, gain_D)
         residual = lambda x_MD: Operations(residual_MN=x_MD)
-        codes = iter((*arrays[2::2], None))
+        matrices = list(itertools.batched(arrays, 2))
+        after = iter((*matrices[1:], None))
 
         def product(x: jax.Array, weight: Any, around: Operations, *sizes: int) -> jax.Array:
             return joined_integer_matmul(
-                form, x, *weight, sizes, operations=around, following=next(codes)
+                form, x, *weight, sizes, operations=around, following=next(after)
             )[0]
 
-        matrices = zip(arrays[::2], arrays[1::2], strict=True)
         for qkv, out, up, down in itertools.batched(matrices, 4):
             q_MD = product(x_MD, qkv, Operations(norm), s.D, s.kv, s.kv)
             x_MD = product(q_MD, out, residual(x_MD), s.D)

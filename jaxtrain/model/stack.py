@@ -198,13 +198,14 @@ def is_served(w: object, spec: object, rows: int) -> bool:
 
 
 def follow(groups: Sequence[tuple[Params, tuple[str, ...]]]) -> None:
-    """Let each joined matrix know the codes of the one that a decode step multiplies next. groups:
-    modules and the names of their joined matrices, in order."""
-    codes = [[w.matrix.codes for w in inner[names[0]].layers] for inner, names in groups]
-    if len(set(map(len, codes))) != 1:  # some layers lack a module
+    """Let each joined matrix know codes and scales of the one that a decode step multiplies next.
+    groups: modules and the names of their joined matrices, in order."""
+    arrays = lambda w: (w.matrix.codes, w.matrix.scales)
+    stacks = [[arrays(w) for w in inner[names[0]].layers] for inner, names in groups]
+    if len(set(map(len, stacks))) != 1:  # some layers lack a module
         return
-    codes.append([*codes[0][1:], None])  # of the next layer
-    for (inner, names), after in zip(groups, codes[1:], strict=True):
+    stacks.append([*stacks[0][1:], None])  # of the next layer
+    for (inner, names), after in zip(groups, stacks[1:], strict=True):
         for name in names:
             layers = zip(inner[name].layers, after, strict=True)
             inner[name] = LayersApart(tuple(dataclasses.replace(w, following=c) for w, c in layers))

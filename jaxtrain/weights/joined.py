@@ -31,8 +31,8 @@ class JoinedWeight(Weight):
     """A part of the columns of a joined matrix. Every part holds the whole, as the same arrays.
 
     sizes: columns of each part. part: index of this one. alternating: column i of part p is column
-    i * len(sizes) + p of the matrix; else a part's columns are together. following: codes of the
-    matrix of the next product, of which this one's kernel prefetches a part.
+    i * len(sizes) + p of the matrix; else a part's columns are together. following: codes and
+    scales of the next product, of which this one's kernel prefetches a part.
     """
 
     matrix: Any

@@ -52,3 +52,30 @@ def _lower(ctx, pointer, begin, *, size: int, threads: int):
         args=[dialect.splat(each, row)],
     )  # fmt: skip
     return []
+
+
+each_p = Primitive("prefetch_each")
+each_p.multiple_results = True
+
+
+def prefetch_each(ref: Any, indices: Any) -> None:
+    """Prefetch the cache line of each of these elements, given by indices [n] of the flat array."""
+    each_p.bind(ref, indices)
+
+
+@each_p.def_effectful_abstract_eval
+def _each_effects(ref, indices):
+    return [], {barrier_effect}
+
+
+@lowering.register_lowering(each_p)
+def _lower_each(ctx, pointer, indices):
+    shape = ir.RankedTensorType(indices.type).shape
+    pointers = ir.RankedTensorType.get(shape, pointer.type)
+    result = ir.RankedTensorType.get(shape, ir.IntegerType.get_signless(32))
+    address = dialect.addptr(pointers, dialect.splat(pointers, pointer), indices)
+    dialect.elementwise_inline_asm(
+        [result], "prefetch.global.L2 [$1];\nmov.b32 $0, 0;", constraints="=r,l", pure=False,
+        packed_element=1, args=[address],
+    )  # fmt: skip
+    return []

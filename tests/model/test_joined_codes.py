@@ -103,7 +103,8 @@ def test_matrices_of_one_input_are_joined():
     order = [("attention", "q"), ("attention", "out"), ("ffn", "up"), ("ffn", "down")]
     parts = [params[module][name].layers[i] for i in range(2) for module, name in order]
     for one, after in itertools.pairwise(parts):
-        assert one.following is after.matrix.codes
+        codes, scales = one.following
+        assert codes is after.matrix.codes and scales is after.matrix.scales
     assert parts[-1].following is None
     k, v = params["attention"]["k"].layers[0], params["attention"]["v"].layers[0]
     assert k.following is v.following is parts[0].following

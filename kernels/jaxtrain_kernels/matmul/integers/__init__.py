@@ -93,12 +93,12 @@ def joined_integer_matmul(
     sizes: tuple[int, ...],
     *,
     operations: Operations = NOTHING,
-    following: Int[Array, "..."] | None = None,
+    following: tuple[Array, Array] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
     """The product of `w8a16_matmul` or `w4a16_matmul`, as arrays of `sizes` columns: of several
-    matrices that are one. form: int4 or int8. following: codes of the next product in fragments,
-    of which the kernel prefetches a part; or None.
+    matrices that are one. form: int4 or int8. following: codes in fragments and scales of the next
+    product, of which the kernel prefetches a part; or None.
 
     Raises ValueError for operations with biases."""
     arrays = codes, scales
@@ -128,7 +128,7 @@ def _matmul(
     operations: Operations,
     sizes: tuple[int, ...] | None,
     implementation: str | None,
-    following: Array | None = None,
+    following: tuple[Array, Array] | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
     """Call a backend. arrays: codes, scales, and offsets if there are any. sizes: columns of each
     result; None: there is one."""

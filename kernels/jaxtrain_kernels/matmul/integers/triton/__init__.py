@@ -88,7 +88,8 @@ class IntegerPlan(NamedTuple):
 
 class IntegerOperands(NamedTuple):
     """Arrays of one call, or the kernel's references to them; [L, ..] for L layers. layer_1: index
-    of the layer, None if there is one. following: codes of the next product, in fragments."""
+    of the layer, None if there is one. following: codes in fragments
+    and scales of the next product."""
 
     x_MK: Any
     codes: Any
@@ -233,7 +234,11 @@ def _product(
 
             codes = arrays[0].reshape(-1, *shape)
             scales, *offsets = (array.reshape(len(codes), -1, N) for array in arrays[1:])
-            given = x_MK, codes, scales, offsets[0] if offsets else None, *rest
+            *rest, following = rest
+            if following is not None:  # without the dims of a stack
+                words, more = following
+                following = words.reshape(words.shape[-3:]), more.reshape(-1, more.shape[-1])
+            given = x_MK, codes, scales, offsets[0] if offsets else None, *rest, following
             return tuple(kernels.call(plan, IntegerOperands(*given)))
 
         return jax.custom_batching.sequential_vmap(call)(x_MK, arrays, *rest)

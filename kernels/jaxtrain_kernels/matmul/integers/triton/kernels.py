@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxtrain_kernels.l2_prefetch import prefetch_rows
+from jaxtrain_kernels.l2_prefetch import prefetch_each, prefetch_rows
 from jaxtrain_kernels.matmul.few_rows.kernel import activated, add_rounded
 from jaxtrain_kernels.matmul.few_rows.operations import GATED
 from jaxtrain_kernels.matmul.integers.fragment_order import COLUMNS, ROWS
@@ -116,16 +116,28 @@ class _Lanes:
 
         for i in range(self.tile.ahead):
             self.prefetch(i)
+        self.prefetch_scales()
         ahead = [self.codes(0)] if self.tile.carried else []
         sums, squares, *_ = jax.lax.fori_loop(0, self.steps, one, (*self.zeros(), *ahead))
         self.prefetch_following()
         return sums, squares
 
-    def prefetch_following(self):
-        """Ask for the first part of each panel of the next product's codes, a piece a warp."""
-        ref, warps = self.refs.following, self.tile.warps
-        if ref is None or self.plan.interpret:
+    def prefetch_scales(self):
+        """Ask for the scales of the program's columns: of all groups, a thread each."""
+        scales, threads = self.refs.scales, 32 * self.tile.warps
+        _, groups, N = scales.shape
+        if groups == 1 or not self.tile.ahead or self.plan.interpret:
             return
+        for first in range(0, groups, threads):
+            group = jnp.minimum(first + jnp.arange(threads), groups - 1)
+            prefetch_each(scales, (self.layer * groups + group) * N + self.panel * COLUMNS)
+
+    def prefetch_following(self):
+        """Ask for the first part of each panel of the next product's codes, a piece a warp, and for
+        its scales."""
+        if self.refs.following is None or not self.plan.following_bytes or self.plan.interpret:
+            return
+        (ref, scales), warps = self.refs.following, self.tile.warps
         panels, blocks, words = ref.shape
         programs = self.refs.scales.shape[-1] // COLUMNS
         of_panel = max(1, programs // panels)  # programs
@@ -136,6 +148,10 @@ class _Lanes:
             begin = jnp.minimum(panel, panels - 1) * (blocks * words)
             begin += jax.lax.rem(self.panel, jnp.int32(of_panel)) * (warps * size // 4)
             prefetch_rows(ref, begin, size, 32 * warps)
+        each = scales.dtype.itemsize
+        size = scales.size * each // (programs * warps) // 16 * 16
+        if size:
+            prefetch_rows(scales, self.panel * (warps * size // each), size, 32 * warps)
 
     def store(self, out_refs, sums, squares):
         """Add the warps' sums, and store them after the operations of the plan."""
@@ -200,8 +216,8 @@ def fragments_int8(plan, rows, group, layer, refs, out_refs):
     """codes in fragments, scales float32 [L, 1, N]; x: two inputs a word."""
     lanes = _Lanes(plan, rows, layer, refs)
     step = lambda i, codes, words, sums: fragments.int8_sums(codes, words, sums, *lanes.how)
-    sums, squares = lanes.loop(step, 2)
     scales = lanes.of_columns(refs.scales, 0).astype(jnp.float32)
+    sums, squares = lanes.loop(step, 2)
     lanes.store(out_refs, [total * scales for total in sums], squares)
 
 
