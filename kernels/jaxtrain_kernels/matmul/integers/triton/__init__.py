@@ -9,7 +9,10 @@ The kernels are in `kernels.py`, imported by the first call: Pallas takes a whil
 JAX 0.11.2 warns that a later version will have no Triton backend of Pallas.
 
 A copy at 4.2 TB/s moves 32 bytes per nanosecond to each of 132 multiprocessors, with a latency of
-about 1,000 ns. So 32 KiB are in flight: 2 loads of 16 bytes for each of 1,024 threads.
+about 1,000 ns. So 32 KiB are in flight: 2 loads of 16 bytes for each of 1,024 threads. A warp asks
+for nothing while it multiplies. So on Hopper it has asked for the codes of later steps before, by
+prefetches into the L2 cache, which need no registers; and at a kernel's end for the first codes of
+the next product, so that memory is busy while the next kernel starts.
 """
 
 from typing import Any, NamedTuple
