@@ -204,8 +204,8 @@ def follow(groups: Sequence[tuple[Params, tuple[str, ...]]]) -> None:
     stacks = [[arrays(w) for w in inner[names[0]].layers] for inner, names in groups]
     if len(set(map(len, stacks))) != 1:  # some layers lack a module
         return
-    stacks.append([*stacks[0][1:], None])  # of the next layer
-    for (inner, names), after in zip(groups, stacks[1:], strict=True):
+    following = [*stacks[1:], [*stacks[0][1:], None]]  # the next layer's after the last group
+    for (inner, names), after in zip(groups, following, strict=True):
         for name in names:
             layers = zip(inner[name].layers, after, strict=True)
             inner[name] = LayersApart(tuple(dataclasses.replace(w, following=c) for w, c in layers))

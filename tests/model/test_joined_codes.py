@@ -77,7 +77,7 @@ def test_operations_around_joined_products(form, bias):
         np.testing.assert_allclose(y, w.matmul(norm.of(x)) + shift, rtol=0.02, atol=0.02)
 
 
-def joined(rows=8, **arrays):
+def joined(**arrays):
     """Put stacks of a layer's matrices in fragments. Returns the parameters, the names of joined
     matrices and of all in fragments."""
     axes, zero = ("layers", None, None), constant(0.0)
@@ -88,7 +88,7 @@ def joined(rows=8, **arrays):
         params[module][name] = w
         specs[module][name] = matrix(w).get_metadata()["spec"]
     with on_target(*HOPPER):
-        codes_in_fragments(params, specs, rows)
+        codes_in_fragments(params, specs, 8)
     found = {n: w.layers[0] for inner in params.values() for n, w in inner.items() if is_apart(w)}
     sizes = {n: len(w.sizes) for n, w in found.items() if isinstance(w, JoinedWeight)}
     return params, {n for n in sizes if sizes[n] > 1}, set(found)

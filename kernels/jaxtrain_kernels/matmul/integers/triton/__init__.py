@@ -237,12 +237,13 @@ def _product(
 
             codes = arrays[0].reshape(-1, *shape)
             scales, *offsets = (array.reshape(len(codes), -1, N) for array in arrays[1:])
-            *rest, following = rest
+            layer_1, gain_K, residual_MN, following = rest
             if following is not None:  # without the dims of a stack
                 words, more = following
                 following = words.reshape(words.shape[-3:]), more.reshape(-1, more.shape[-1])
-            given = x_MK, codes, scales, offsets[0] if offsets else None, *rest, following
-            return tuple(kernels.call(plan, IntegerOperands(*given)))
+            offsets_GN, around = offsets[0] if offsets else None, (gain_K, residual_MN, following)
+            given = IntegerOperands(x_MK, codes, scales, offsets_GN, layer_1, *around)
+            return tuple(kernels.call(plan, given))
 
         return jax.custom_batching.sequential_vmap(call)(x_MK, arrays, *rest)
 
