@@ -193,10 +193,12 @@ def bench_engine(
                 except jax.errors.JaxRuntimeError as error:  # experimental: other rows continue
                     row = {"name": "decode_layers", "failed": failure(error)}
                 rows.append(row)
-        if form is not None and max(batches) < CONCURRENT:
-            continue  # codes in the order of a few rows' kernels: more rows restore it in each step
-        first = first_tokens(one, kept, prompt)
-        rows.append(label | {"name": "first_token", "shape": f"{CONCURRENT} x {prompt}"} | first)
+        # More rows than a few would restore the order of the codes in each step.
+        if form is None or max(batches) >= CONCURRENT:
+            first = first_tokens(one, kept, prompt)
+            rows.append(
+                label | {"name": "first_token", "shape": f"{CONCURRENT} x {prompt}"} | first
+            )
         yield record | {"rows": with_peer_rows(rows, peers), "floor": limits._asdict()}
 
 
