@@ -56,7 +56,7 @@ def test_rates_and_first_tokens(tmp_path, monkeypatch, capsys):
 def test_weights_with_random_codes(tmp_path, monkeypatch, form):
     monkeypatch.setattr(engine, "REPEATS", 1)
     monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.001)
-    monkeypatch.setattr(engine, "attention_rows", lambda *_: [{"name": "attention"}])
+    monkeypatch.setattr(engine, "attention_rows", lambda *_: [{"name": "attention", "shape": ""}])
     argv = ["engine", "--config", "gpt_d12", *SMALL, "--batch", "1", "--prompts", "20"]
     assert main([*argv, "--new", "6", "--weights", form, "--record", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / f"engine-gpt_d12-{form}-cpu.json").read_text())["rows"]

@@ -22,7 +22,6 @@ from jaxtrain_kernels.matmul.integers import (
     w4a16_matmul,
     w8a16_matmul,
 )
-from jaxtrain_kernels.matmul.integers.triton import kernels
 
 HOPPER, TURING = (Target("cuda", cc) for cc in ((9, 0), (7, 5)))
 INT4, INT8 = (64, jnp.uint8), (128, jnp.int8)  # rows of codes for 128 inputs
@@ -269,6 +268,12 @@ def test_interpreted_with_operations_it_equals_the_reference(
     assert_near(ours, theirs, x.dtype)
 
 
+def test_products_take_no_biases():
+    x, codes, scales = jnp.ones((1, 32)), jnp.ones((32, 32), jnp.int8), jnp.ones(32)
+    with pytest.raises(ValueError, match="no biases"):
+        w8a16_matmul(x, codes, scales, operations=Operations(biases=(scales,)))
+
+
 def test_operations_leave_no_splits():
     assert triton.fragment_tile(4096, 1024, None).splits > 1
     assert triton.fragment_tile(4096, 1024, None, whole=True).splits == 1
@@ -314,53 +319,6 @@ def test_it_lowers_for_cuda_and_slices_no_codes(op, rows, in_fragments):
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("@__gpu$xla.gpu.triton(") == 1  # one kernel for all layers
         assert f"x{of_codes}x" in text and f"tensor<{of_codes}x" not in text
-
-
-@pytest.mark.parametrize("form", ["int8", "int4"])
-@pytest.mark.parametrize(("capability", "columns", "prefetched"), [
-    ((9, 0), 160, 1), ((9, 0), 480, 3), ((9, 0), 0, 0), ((8, 0), 160, 0),
-])  # fmt: skip
-def test_it_prefetches_codes_of_later_steps_and_of_the_next_product(
-    form, capability, columns, prefetched, monkeypatch
-):
-    """480 columns are 15 panels, for which 5 programs of 32 columns ask."""
-    sizes, lines = [], []
-    noted = lambda ref, begin, size, threads: sizes.append((size, threads))
-    monkeypatch.setattr(kernels, "prefetch_rows", noted)
-    monkeypatch.setattr(kernels, "prefetch_each", lambda ref, indices: lines.append(len(indices)))
-    jax.clear_caches()
-    op = w8a16_matmul if form == "int8" else w4a16_matmul
-    one = lambda N: [s.update(shape=s.shape[1:]) for s in stacked(op, 4096, N, in_fragments=True)]
-    x, arrays = jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16), one(160)
-    following = tuple(one(columns)) if columns else None
-    asked = lambda x, codes, scales, following: integers.joined_integer_matmul(
-        form, x, codes, scales, (160,), following=following, implementation="triton"
-    )
-    with on_target("cuda", capability), jax.sharding.use_abstract_mesh(H100):
-        jax.jit(asked).trace(x, *arrays, following).lower(lowering_platforms=("cuda",))
-    jax.clear_caches()
-    blocks = 4096 // (16 if form == "int8" else 32)
-    tile = triton.fragment_tile(16 * blocks, 160, None if form == "int8" else 64, whole=True)
-    own = tile.ahead + 1 if capability >= triton.HOPPER else 0  # before the loop, and in it
-    threads, piece = 32 * tile.warps, blocks * 512 // tile.warps  # of a panel of the next product
-    rest = sizes[own + prefetched :]
-    assert tile.ahead > 0 and sizes[:own] == [(512 * tile.loads, threads)] * own
-    assert sizes[own : own + prefetched] == [(piece, threads)] * prefetched
-    if form == "int4":  # 64 groups; each warp of 5 programs has a piece of the next product's
-        whole = 64 * columns * 2 // (5 * tile.warps) if prefetched else 0
-        assert rest == [(whole // 16 * 16, threads)] * (prefetched > 0)
-    assert lines == [threads] * (form == "int4" and own > 0)
-
-
-@pytest.mark.slow
-def test_prefetches_are_in_the_program():
-    x, codes, scales = (jax.ShapeDtypeStruct((1, 256), jnp.bfloat16),
-                        *stacked(w8a16_matmul, in_fragments=True))  # fmt: skip
-    for capability, expected in (((9, 0), True), ((8, 0), False)):
-        asked = functools.partial(w8a16_matmul, layer=0, implementation="triton")
-        with on_target("cuda", capability), jax.sharding.use_abstract_mesh(H100):
-            lowered = jax.jit(asked).trace(x, codes, scales).lower(lowering_platforms=("cuda",))
-        assert ("cp.async.bulk.prefetch.L2" in lowered.as_text()) is expected
 
 
 @pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
