@@ -114,9 +114,9 @@ def joined_chain(s: Chain, form: str) -> Kernel:
         after = iter((*matrices[1:], None))
 
         def product(x: jax.Array, weight: Any, around: Operations, *sizes: int) -> jax.Array:
-            return joined_integer_matmul(
-                form, x, *weight, sizes, operations=around, following=next(after)
-            )[0]
+            codes, scales = weight
+            more: dict[str, Any] = {"operations": around, "following": next(after)}
+            return joined_integer_matmul(form, x, codes, scales, sizes, **more)[0]
 
         for qkv, out, up, down in itertools.batched(matrices, 4):
             q_MD = product(x_MD, qkv, Operations(norm), s.D, s.kv, s.kv)
