@@ -109,20 +109,13 @@ def joined_chain(s: Chain, form: str) -> Kernel:
 
     def run(x_MD: jax.Array, gain_D: jax.Array, *arrays: jax.Array) -> jax.Array:
         norm = InputNorm(1e-5, gain_D)
-        residual = lambda x_MD: Operations(residual_MN=x_MD)
-        matrices = list(itertools.batched(arrays, 2))
-        after = iter((*matrices[1:], None))
-
-        def product(x: jax.Array, weight: Any, around: Operations, *sizes: int) -> jax.Array:
-            codes, scales = weight
-            more: dict[str, Any] = {"operations": around, "following": next(after)}
-            return joined_integer_matmul(form, x, codes, scales, sizes, **more)[0]
-
+        matrices = zip(arrays[::2], arrays[1::2], strict=True)
         for qkv, out, up, down in itertools.batched(matrices, 4):
-            q_MD = product(x_MD, qkv, Operations(norm), s.D, s.kv, s.kv)
-            x_MD = product(q_MD, out, residual(x_MD), s.D)
-            h_MF = product(x_MD, up, Operations(norm, None, s.activation), s.F)
-            x_MD = product(h_MF, down, residual(x_MD), s.D)
+            sizes = s.D, s.kv, s.kv
+            q_MD, _, _ = joined_integer_matmul(form, x_MD, *qkv, sizes, operations=Operations(norm))
+            x_MD = OPS[form](q_MD, *out, operations=Operations(residual_MN=x_MD))
+            h_MF = OPS[form](x_MD, *up, operations=Operations(norm, None, s.activation))
+            x_MD = OPS[form](h_MF, *down, operations=Operations(residual_MN=x_MD))
         return x_MD
 
     return run

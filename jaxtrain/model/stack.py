@@ -148,67 +148,39 @@ def transpose_large(params: Params, specs: Specs, rows: int) -> None:
         params["head"] = turn(params.pop("head"))
 
 
-# Matrices that read the same input, in the order of a layer's products, and whether the columns of
-# their joined codes alternate.
-PRODUCTS = (
-    ("attention", ("q", "k", "v"), False),
-    ("attention", ("out",), False),
-    ("ffn", ("gate", "up"), True),
-    ("ffn", ("up",), False),
-    ("ffn", ("down",), False),
-)
+# Matrices that read the same input, and whether the columns of their joined codes alternate.
+JOINED = ((("q", "k", "v"), False), (("gate", "up"), True))
 
 
 def codes_in_fragments(params: Params, specs: Specs, rows: int) -> None:
     """Put the integer codes of a model's matrices in the order of the kernels for so many rows of a
-    decode step, in place; join those of PRODUCTS that may be. Layers become separate arrays
+    decode step, in place; join those of JOINED that may be. Layers become separate arrays
     (`LayersApart`), so that a kernel reads no index of a layer first. Gains of norms that these
     kernels compute are rounded to the compute dtype, as the kernels do.
     """
-    groups = list[tuple[Params, tuple[str, ...]]]()
-    for module, names, alternating in PRODUCTS:
-        inner, of = params.get(module), specs.get(module)
-        if not isinstance(inner, dict) or not isinstance(of, dict):
-            continue
-        served = all(is_served(inner.get(name), of.get(name), rows) for name in names)
-        if served and may_join([inner[name] for name in names], alternating):
-            layers = joined_layers([inner.pop(name) for name in names], alternating)
+
+    def is_served(name: str) -> bool:
+        w, spec = params.get(name), specs.get(name)
+        stacked = isinstance(spec, ParamSpec) and spec.axes[:1] == ("layers",)
+        return isinstance(w, IntegerWeight) and stacked and w.serves_fragments(rows)
+
+    for inner in specs:
+        if isinstance(specs[inner], dict):
+            codes_in_fragments(params[inner], specs[inner], rows)
+    for names, alternating in JOINED:
+        if all(map(is_served, names)) and may_join([params[n] for n in names], alternating):
+            layers = joined_layers([params.pop(n) for n in names], alternating)
             for name, parts in zip(names, zip(*layers, strict=True), strict=True):
-                inner[name] = LayersApart(parts)
-            groups.append((inner, names))
-    follow(groups)
-    for name, spec in specs.items():
-        if isinstance(spec, dict):
-            codes_in_fragments(params[name], spec, rows)
-        elif is_served(params[name], spec, rows):
-            stack = params.pop(name)
-            each = [fragments_of([stack], i) for i in range(len(stack.codes))]
-            params[name] = LayersApart(tuple(each))
-    for module in ("attention", "ffn"):
-        leaves = jax.tree.leaves(params.get(module), is_leaf=is_integers)
+                params[name] = LayersApart(parts)
+    for name in filter(is_served, list(params)):
+        stack = params.pop(name)
+        layers = tuple(fragments_of([stack], i) for i in range(len(stack.codes)))
+        params[name] = LayersApart(layers)
+    for gain, reader in (("attention_gain", "attention"), ("ffn_gain", "ffn")):
+        leaves = jax.tree.leaves(params.get(reader), is_leaf=is_integers)
         dtypes = {w.dtype for w in leaves if is_integers(w) and w.are_fragments()}
-        if len(dtypes) == 1 and params.get(gain := f"{module}_gain") is not None:
+        if len(dtypes) == 1 and params.get(gain) is not None:
             params[gain] = jax.tree.map(operator.methodcaller("astype", *dtypes), params[gain])
-
-
-def is_served(w: object, spec: object, rows: int) -> bool:
-    """Whether these are codes of stacked layers, and kernels for so many rows multiply them."""
-    stacked = isinstance(spec, ParamSpec) and spec.axes[:1] == ("layers",)
-    return isinstance(w, IntegerWeight) and stacked and w.serves_fragments(rows)
-
-
-def follow(groups: Sequence[tuple[Params, tuple[str, ...]]]) -> None:
-    """Let each joined matrix know codes and scales of the one that a decode step multiplies next.
-    groups: modules and the names of their joined matrices, in order."""
-    arrays = lambda w: (w.matrix.codes, w.matrix.scales)
-    stacks = [[arrays(w) for w in inner[names[0]].layers] for inner, names in groups]
-    if len(set(map(len, stacks))) != 1:  # some layers lack a module
-        return
-    following = [*stacks[1:], [*stacks[0][1:], None]]  # the next layer's after the last group
-    for (inner, names), after in zip(groups, following, strict=True):
-        for name in names:
-            layers = zip(inner[name].layers, after, strict=True)
-            inner[name] = LayersApart(tuple(dataclasses.replace(w, following=c) for w, c in layers))
 
 
 def is_integers(leaf: object) -> bool:

@@ -23,7 +23,7 @@ from jaxtrain.weights.quantized import Int8Weight, IntegerWeight
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["matrix", "following"],
+    data_fields=["matrix"],
     meta_fields=["sizes", "part", "alternating"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +31,13 @@ class JoinedWeight(Weight):
     """A part of the columns of a joined matrix. Every part holds the whole, as the same arrays.
 
     sizes: columns of each part. part: index of this one. alternating: column i of part p is column
-    i * len(sizes) + p of the matrix; else a part's columns are together. following: codes and
-    scales of the next product, of which this one's kernel prefetches a part.
+    i * len(sizes) + p of the matrix; else a part's columns are together.
     """
 
     matrix: Any
     sizes: tuple[int, ...]
     part: int
     alternating: bool
-    following: Any = None
 
     def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         return self.parts_of(self.matrix.matmul(x))[self.part]
@@ -64,19 +62,14 @@ class JoinedWeight(Weight):
         others: Sequence[Array | Weight],
         operations: Operations,
     ) -> tuple[Float[Array, "M _"], ...]:
-        gated = self.alternating and operations.activation in GATED
-        whole = operations.biases is None and (gated or len(self.sizes) == 1)
-        inside = operations if whole else Operations(operations.norm)
-        sizes = self.sizes
+        if operations.biases is None and self.alternating and operations.activation in GATED:
+            return (self.matrix.product(x_MK, operations),)
+        norm, m = Operations(operations.norm), self.matrix
         if self.alternating:
-            sizes = (sum(sizes) // 2 if whole else sum(sizes),)
-        m = self.matrix
-        parts = joined_integer_matmul(
-            m.FORM, x_MK, m.codes, m.scales, sizes, operations=inside, following=self.following
-        )
-        if whole:
-            return parts
-        parts = self.parts_of(parts[0]) if self.alternating else parts
+            parts = self.parts_of(m.product(x_MK, norm))
+        else:
+            arrays = m.codes, m.scales
+            parts = joined_integer_matmul(m.FORM, x_MK, *arrays, self.sizes, operations=norm)
         return composed(lambda *_: parts, x_MK, operations=operations._replace(norm=None))
 
     def dequantize(self) -> Float[Array, "K N"]:

@@ -1,7 +1,6 @@
 """Matrices of integer codes that read the same input are one: its parts, products, and limits."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.matmul.few_rows import InputNorm, Operations
 
 from jaxtrain.model.init import constant
-from jaxtrain.model.stack import codes_in_fragments, is_apart
+from jaxtrain.model.stack import codes_in_fragments
 from jaxtrain.weights import contract
 from jaxtrain.weights.int4 import ScaledInt4Weight, quantize_int4
 from jaxtrain.weights.joined import JoinedWeight, joined_layers, may_join
@@ -77,44 +76,26 @@ def test_operations_around_joined_products(form, bias):
         np.testing.assert_allclose(y, w.matmul(norm.of(x)) + shift, rtol=0.02, atol=0.02)
 
 
-def joined(**arrays):
-    """Put stacks of a layer's matrices in fragments. Returns the parameters, the names of joined
-    matrices and of all in fragments."""
-    axes, zero = ("layers", None, None), constant(0.0)
-    matrix = lambda w: declare((2, K, w.scales.shape[-1]), axes, zero, "matrix")
-    params, specs = {"attention": {}, "ffn": {}}, {"attention": {}, "ffn": {}}
-    for name, w in arrays.items():
-        module = "ffn" if name in ("gate", "up", "down") else "attention"
-        params[module][name] = w
-        specs[module][name] = matrix(w).get_metadata()["spec"]
+def params_of(**arrays):
+    """Parameters and declarations of a module with these stacks."""
+    matrix = lambda w: declare(
+        (2, K, w.scales.shape[-1]), ("layers", None, None), constant(0.0), "matrix"
+    )
+    specs = {name: matrix(w).get_metadata()["spec"] for name, w in arrays.items()}
+    return dict(arrays), specs
+
+
+def joined(params, specs, rows=8):
     with on_target(*HOPPER):
-        codes_in_fragments(params, specs, 8)
-    found = {n: w.layers[0] for inner in params.values() for n, w in inner.items() if is_apart(w)}
-    sizes = {n: len(w.sizes) for n, w in found.items() if isinstance(w, JoinedWeight)}
-    return params, {n for n in sizes if sizes[n] > 1}, set(found)
+        codes_in_fragments(params, specs, rows)
+    kinds = {name: type(w.layers[0]).__name__ for name, w in params.items() if hasattr(w, "layers")}
+    return {name for name, kind in kinds.items() if kind == "JoinedWeight"}, kinds
 
 
 def test_matrices_of_one_input_are_joined():
-    q, k, v, out, gate, up, down = stacks("int4", 64, 32, 32, 64, 96, 96, 64)
-    arrays = {"q": q, "k": k, "v": v, "out": out, "gate": gate, "up": up, "down": down}
-    params, names, every = joined(**arrays)
-    assert names == {"q", "k", "v", "gate", "up"} and every == set(arrays)
-    # Each knows the codes of the next product, in this layer or in the next.
-    order = [("attention", "q"), ("attention", "out"), ("ffn", "up"), ("ffn", "down")]
-    parts = [params[module][name].layers[i] for i in range(2) for module, name in order]
-    for one, after in itertools.pairwise(parts):
-        codes, scales = one.following
-        assert codes is after.matrix.codes and scales is after.matrix.scales
-    assert parts[-1].following is None
-    k, v = params["attention"]["k"].layers[0], params["attention"]["v"].layers[0]
-    assert k.following is v.following is parts[0].following
-
-
-def test_products_that_some_layers_lack_are_followed_by_none():
-    q, k, v, up = stacks("int4", 64, 32, 32, 96)
-    params, _, every = joined(q=q, k=k, v=v, up=jax.tree.map(lambda x: x[:1], up))
-    assert every == {"q", "k", "v", "up"}
-    assert params["attention"]["q"].layers[0].following is None
+    q, k, v, out, gate, up = stacks("int4", 64, 32, 32, 64, 96, 96)
+    names, kinds = joined(*params_of(q=q, k=k, v=v, out=out, gate=gate, up=up))
+    assert names == {"q", "k", "v", "gate", "up"} and kinds["out"] == "Int4Weight"
 
 
 @pytest.mark.parametrize("reason", ["groups", "form", "columns", "input scales", "one is missing"])
@@ -134,9 +115,9 @@ def test_what_keeps_matrices_apart(reason):
     arrays = {"q": q, "k": k, "v": v, "gate": gate, "up": up}
     if reason == "one is missing":
         del arrays["v"], arrays["gate"]
-    _, names, every = joined(**arrays)
+    names, kinds = joined(*params_of(**arrays))
     assert names == ({"q", "k", "v"} if reason == "columns" else set())
-    assert every == set(arrays)  # in fragments, each alone
+    assert set(kinds) == set(arrays)  # in fragments, each alone
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxtrain_kernels.decode_layers.packing import ROWS, LayersShape
-from jaxtrain_kernels.l2_prefetch import prefetch_rows
+from jaxtrain_kernels.decode_layers.prefetch import prefetch_rows
 
 COLUMNS = 128  # of a tile
 MOST_CHUNKS = 8  # per part; a thread has 4 registers of weights and 8 of inputs per chunk

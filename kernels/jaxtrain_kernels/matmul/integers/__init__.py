@@ -93,16 +93,13 @@ def joined_integer_matmul(
     sizes: tuple[int, ...],
     *,
     operations: Operations = NOTHING,
-    following: tuple[Array, Array] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
     """The product of `w8a16_matmul` or `w4a16_matmul`, as arrays of `sizes` columns: of several
-    matrices that are one. form: int4 or int8. following: codes in fragments and scales of the next
-    product, of which the kernel prefetches a part; or None.
+    matrices that are one. form: int4 or int8.
 
     Raises ValueError for operations with biases."""
-    arrays = codes, scales
-    return _matmul(form, x, arrays, None, operations, sizes, implementation, following)
+    return _matmul(form, x, (codes, scales), None, operations, sizes, implementation)
 
 
 def serves_fragments(form: str, rows: int, dtype: DTypeLike, codes: Array, scales: Array) -> bool:
@@ -128,7 +125,6 @@ def _matmul(
     operations: Operations,
     sizes: tuple[int, ...] | None,
     implementation: str | None,
-    following: tuple[Array, Array] | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
     """Call a backend. arrays: codes, scales, and offsets if there are any. sizes: columns of each
     result; None: there is one."""
@@ -154,7 +150,7 @@ def _matmul(
         if codes.dtype == jnp.int32:
             arrays = from_fragments(arrays[0], form), *arrays[1:]
     if backend is triton and codes.dtype == jnp.int32:
-        outs = run(x_MK, *arrays, operations=operations, sizes=sizes, following=following)
+        outs = run(x_MK, *arrays, operations=operations, sizes=sizes)
     else:
         out_MN = with_operations(run, x_MK, arrays, operations)
         outs = (out_MN,) if sizes is None else columns_by_size(out_MN, sizes)

@@ -9,10 +9,7 @@ The kernels are in `kernels.py`, imported by the first call: Pallas takes a whil
 JAX 0.11.2 warns that a later version will have no Triton backend of Pallas.
 
 A copy at 4.2 TB/s moves 32 bytes per nanosecond to each of 132 multiprocessors, with a latency of
-about 1,000 ns. So 32 KiB are in flight: 2 loads of 16 bytes for each of 1,024 threads. A warp asks
-for nothing while it multiplies. So on Hopper it has asked for the codes of later steps before, by
-prefetches into the L2 cache, which need no registers; and at a kernel's end for the first codes of
-the next product, so that memory is busy while the next kernel starts.
+about 1,000 ns. So 32 KiB are in flight: 2 loads of 16 bytes for each of 1,024 threads.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain_kernels.dispatch import Target, target, triton_unsupported
+from jaxtrain_kernels.dispatch import Target, triton_unsupported
 from jaxtrain_kernels.matmul.few_rows.operations import GATED, NOTHING, InputNorm, Operations
 from jaxtrain_kernels.matmul.integers import dot
 from jaxtrain_kernels.matmul.integers.around import columns_by_size, with_operations
@@ -29,9 +26,6 @@ from jaxtrain_kernels.matmul.integers.fragment_order import COLUMNS, ROWS, from_
 MOST_ROWS = 32
 PROCESSORS = 132  # multiprocessors (SMs) of a Hopper GPU
 MOST_SPLITS = 16  # which one thread of XLA's sum reads, one after another
-HOPPER = 9, 0  # compute capability from which on codes are prefetched into the L2 cache
-EARLY = False  # whether a kernel lets the next one start before it ends
-AHEAD, CARRIED, FOLLOWING_BYTES = 2, False, 16 << 20
 FRAGMENT_ROWS = 8  # more rows use shared memory
 LEAST_WARPS, MOST_WARPS, MOST_LOADS = 4, 32, 2  # of a program of fragments; of a warp in a step
 # Of a multiprocessor: with up to 64 registers a lane, and with 72, as the norm of int4's input has.
@@ -44,16 +38,12 @@ UNCOUNTED = range(2**31, 2**32 + 1)
 class Tile(NamedTuple):
     """A program's warps, which read different blocks of codes of the same columns.
 
-    loads: blocks of a warp per step. A program reads one of `splits` splits of the inputs. ahead:
-    steps whose codes are on their way to the L2 cache, besides those in registers; carried: which
-    has the codes of the next step as well.
+    loads: blocks of a warp per step. A program reads one of `splits` splits of the inputs.
     """
 
     warps: int
     loads: int
     splits: int
-    ahead: int = 0
-    carried: bool = False
 
     columns = COLUMNS
 
@@ -75,8 +65,7 @@ class DotTile(NamedTuple):
 
 class IntegerPlan(NamedTuple):
     """Compile-time constants of one call's kernel. eps: of the input's norm, None without one.
-    sizes: columns of each result. early: programs of the next kernel may start beside these.
-    following_bytes: of the next product's codes, which the kernel prefetches at its end."""
+    sizes: columns of each result."""
 
     form: str
     dtype: str
@@ -84,15 +73,12 @@ class IntegerPlan(NamedTuple):
     eps: float | None
     activation: str | None
     sizes: tuple[int, ...]
-    early: bool
-    following_bytes: int
     interpret: bool
 
 
 class IntegerOperands(NamedTuple):
     """Arrays of one call, or the kernel's references to them; [L, ..] for L layers. layer_1: index
-    of the layer, None if there is one. following: codes in fragments
-    and scales of the next product."""
+    of the layer, None if there is one."""
 
     x_MK: Any
     codes: Any
@@ -101,7 +87,6 @@ class IntegerOperands(NamedTuple):
     layer_1: Any | None
     gain_K: Any | None
     residual_MN: Any | None
-    following: Any | None
 
 
 def supports(target: Target, form: str, x_MK, codes, scales) -> str | None:
@@ -131,24 +116,22 @@ def supports(target: Target, form: str, x_MK, codes, scales) -> str | None:
 
 
 def w8a16_matmul(
-    x_MK, codes, scales_N, layer=None, operations=NOTHING, sizes=None, following=None, tile=None,
-    interpret=False,
-):  # fmt: skip
+    x_MK, codes, scales_N, layer=None, operations=NOTHING, sizes=None, tile=None, interpret=False
+):
     """Backend of the public function; returns a tuple if codes are in fragments, which alone take
-    operations, sizes and following. tile: one that replaces `fragment_tile`'s or `dot_tile`'s, to
-    measure it."""
-    return _product(
-        "int8", tile, interpret, x_MK, (codes, scales_N), layer, operations, sizes, following
-    )
+    operations and sizes. tile: one that replaces `fragment_tile`'s or `dot_tile`'s, to measure it.
+    """
+    arrays = codes, scales_N
+    return _product("int8", tile, interpret, x_MK, arrays, layer, operations, sizes)
 
 
 def w4a16_matmul(
-    x_MK, codes, scales_GN, offsets_GN=None, layer=None, operations=NOTHING, sizes=None,
-    following=None, tile=None, interpret=False,
+    x_MK, codes, scales_GN, offsets_GN=None, layer=None, operations=NOTHING, sizes=None, tile=None,
+    interpret=False,
 ):  # fmt: skip
     """Backend of the public function. Arguments and result as of `w8a16_matmul`."""
     arrays = (codes, scales_GN) if offsets_GN is None else (codes, scales_GN, offsets_GN)
-    return _product("int4", tile, interpret, x_MK, arrays, layer, operations, sizes, following)
+    return _product("int4", tile, interpret, x_MK, arrays, layer, operations, sizes)
 
 
 def fragment_tile(
@@ -172,7 +155,7 @@ def fragment_tile(
     most_splits = 1 if whole else min(most // warps, MOST_SPLITS)
     while 2 * splits * programs <= PROCESSORS and splits < most_splits:
         splits *= 2
-    return Tile(warps, loads, splits, min(AHEAD, blocks // (loads * warps * splits)), CARRIED)
+    return Tile(warps, loads, splits)
 
 
 def dot_tile(R: int, N: int, group: int | None) -> DotTile:
@@ -192,9 +175,8 @@ def _power_of_two(n: int) -> int:
 
 
 def _product(
-    form: str, tile: Tile | DotTile | None, interpret: bool, x_MK, arrays, layer, operations, sizes,
-    following,
-):  # fmt: skip
+    form: str, tile: Tile | DotTile | None, interpret: bool, x_MK, arrays, layer, operations, sizes
+):
     """Call the kernel of int4 or int8.
 
     The kernel reads the layer index from memory, so that all layers share one compiled kernel.
@@ -213,15 +195,9 @@ def _product(
         tile = dot_tile(R, N, group)
     eps = None if norm is None else norm.eps
     columns = sizes or (N // 2 if activation in GATED else N,)
-    hopper = (target().compute_capability or (0, 0)) >= HOPPER
-    if isinstance(tile, Tile) and not hopper:
-        tile = tile._replace(ahead=0)
-    plan = IntegerPlan(
-        form, x_MK.dtype.name, tile, eps, activation, columns, EARLY and hopper,
-        FOLLOWING_BYTES if hopper else 0, interpret,
-    )  # fmt: skip
+    plan = IntegerPlan(form, x_MK.dtype.name, tile, eps, activation, columns, interpret)
 
-    def formula(x_MK, arrays, layer_1, gain_K, residual_MN, following):
+    def formula(x_MK, arrays, layer_1, gain_K, residual_MN):
         codes, *others = arrays if layer_1 is None else [array[layer_1[0]] for array in arrays]
         if in_fragments:
             codes = from_fragments(codes, form)
@@ -237,13 +213,8 @@ def _product(
 
             codes = arrays[0].reshape(-1, *shape)
             scales, *offsets = (array.reshape(len(codes), -1, N) for array in arrays[1:])
-            layer_1, gain_K, residual_MN, following = rest
-            if following is not None:  # without the dims of a stack
-                words, more = following
-                following = words.reshape(words.shape[-3:]), more.reshape(-1, more.shape[-1])
-            offsets_GN, around = offsets[0] if offsets else None, (gain_K, residual_MN, following)
-            given = IntegerOperands(x_MK, codes, scales, offsets_GN, layer_1, *around)
-            return tuple(kernels.call(plan, given))
+            given = x_MK, codes, scales, offsets[0] if offsets else None, *rest
+            return tuple(kernels.call(plan, IntegerOperands(*given)))
 
         return jax.custom_batching.sequential_vmap(call)(x_MK, arrays, *rest)
 
@@ -253,5 +224,5 @@ def _product(
     product.defvjp(lambda *inputs: (product(*inputs), inputs), backward)
     layer_1 = None if layer is None else jnp.asarray(layer, jnp.int32)[None]
     gain_K = None if norm is None else norm.gain_K
-    ys = product(x_MK, arrays, layer_1, gain_K, residual_MN, following)
+    ys = product(x_MK, arrays, layer_1, gain_K, residual_MN)
     return ys if in_fragments else ys[0]

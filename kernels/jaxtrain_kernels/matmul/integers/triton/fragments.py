@@ -67,23 +67,6 @@ def input_sums(x_words, dtype: str, interpret: bool):
     return _run(_wrapped(0, lines), x_words)
 
 
-def launch_dependents(zeros, interpret: bool):
-    """Zeros; lets the GPU start the programs of the next kernel, up to where they wait for this one
-    (programmatic dependent launch, which XLA enables from Hopper on)."""
-    if interpret:
-        return zeros
-    [out] = plgpu.elementwise_inline_asm(
-        "\n".join(
-            ["griddepcontrol.launch_dependents;", *(f"mov.f32 ${i}, 0f00000000;" for i in range(4))]
-        ),
-        args=(zeros,),
-        constraints=",".join(["=f"] * 4 + ["f"] * 4),
-        pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(zeros.shape, jnp.float32)],
-    )
-    return out
-
-
 def gram_sums(x_words, sums, loaded, dtype: str, interpret: bool):
     """`sums` (float32) plus products of rows of x with each other, whose diagonal is squares.
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxtrain_kernels.l2_prefetch import prefetch_each, prefetch_rows
 from jaxtrain_kernels.matmul.few_rows.kernel import activated, add_rounded
 from jaxtrain_kernels.matmul.few_rows.operations import GATED
 from jaxtrain_kernels.matmul.integers.fragment_order import COLUMNS, ROWS
@@ -50,26 +49,12 @@ class _Lanes:
         """Values [..., 4] of the lane's columns, in that row of layer `layer`."""
         return ref[self.layer, row, self.columns]
 
-    def codes(self, step):
-        """Words of a step's codes, of which a lane has 4 for each block."""
+    def load(self, step, per_block: int):
+        """Words of a step's codes; and of the lane's row of x, the words that they need, of which a
+        lane has `per_block` for a block: 4 (int4) or 2 (int8). They have the gains of a norm."""
         first, lane_word = self.first(step), (self.c * 4 + self.q) * 4 + self.j
-        blocks = [first + i for i in range(self.tile.loads)]
-        return [self.refs.codes[self.layer, self.panel, block, lane_word] for block in blocks]
-
-    def prefetch(self, step):
-        """Ask for the codes of a step, and wait for nothing."""
-        if self.tile.ahead and not self.plan.interpret:
-            ref, tile = self.refs.codes, self.tile
-            _, panels, blocks, words = ref.shape
-            begin = pl.program_id(1) * (self.steps * tile.warps * tile.loads)
-            block = (self.layer * panels + self.panel) * blocks + begin
-            block += jnp.minimum(step, self.steps - 1) * (tile.warps * tile.loads)
-            prefetch_rows(ref, block * words, tile.loads * words * 4, 32 * tile.warps)
-
-    def inputs(self, step, per_block: int):
-        """Words of the lane's row of x that a step's codes need, `per_block` for a block: 4 (int4)
-        or 2 (int8); and the gains of a norm for them."""
-        first = self.first(step)
+        loads = range(self.tile.loads)
+        codes = [self.refs.codes[self.layer, self.panel, first + i, lane_word] for i in loads]
         count = self.tile.loads * per_block
 
         def position(i):
@@ -87,71 +72,28 @@ class _Lanes:
 
         firsts = range(0, count, 4)
         gains = [gain(i) for i in firsts] if self.refs.gain_K is not None else []
-        return [words(i) for i in firsts], gains
+        return codes, [words(i) for i in firsts], gains
 
     def zeros(self):
         """Sums of no step: two or, for one row of x, one; and `gram_sums` for a norm."""
         zeros = jnp.zeros(self.shape, jnp.float32)
-        if self.plan.early:
-            zeros = fragments.launch_dependents(zeros, self.plan.interpret)
         return (zeros,) * min(2, self.M), zeros if self.plan.eps is not None else ()
 
     def loop(self, step, per_block):
         """Call step(i, codes, x_words, sums) for each step. Returns sums and `gram_sums`."""
 
         def one(i, carry):
-            sums, squares, *ahead = carry
-            self.prefetch(i + self.tile.ahead)
-            codes = ahead[0] if ahead else self.codes(i)
-            if ahead:
-                ahead = [self.codes(jnp.minimum(i + 1, self.steps - 1))]
-            x_words, gains = self.inputs(i, per_block)
+            sums, squares = carry
+            codes, x_words, gains = self.load(i, per_block)
             if self.plan.eps is not None:
                 once = x_words if self.tile.loads * per_block >= 4 else [x_words[0] * (self.j < 2)]
                 squares = fragments.gram_sums(once, squares, [*codes, *gains], *self.how)
             if gains:
                 pairs = zip(x_words, gains, strict=True)
                 x_words = [fragments.scale_inputs(*pair, *self.how) for pair in pairs]
-            return step(i, codes, x_words, sums), squares, *ahead
+            return step(i, codes, x_words, sums), squares
 
-        for i in range(self.tile.ahead):
-            self.prefetch(i)
-        self.prefetch_scales()
-        ahead = [self.codes(0)] if self.tile.carried else []
-        sums, squares, *_ = jax.lax.fori_loop(0, self.steps, one, (*self.zeros(), *ahead))
-        self.prefetch_following()
-        return sums, squares
-
-    def prefetch_scales(self):
-        """Ask for the scales of the program's columns: of all groups, a thread each."""
-        scales, threads = self.refs.scales, 32 * self.tile.warps
-        _, groups, N = scales.shape
-        if groups == 1 or not self.tile.ahead or self.plan.interpret:
-            return
-        for first in range(0, groups, threads):
-            group = jnp.minimum(first + jnp.arange(threads), groups - 1)
-            prefetch_each(scales, (self.layer * groups + group) * N + self.panel * COLUMNS)
-
-    def prefetch_following(self):
-        """Ask for the first part of each panel of the next product's codes, a piece a warp, and for
-        its scales."""
-        if self.refs.following is None or not self.plan.following_bytes or self.plan.interpret:
-            return
-        (ref, scales), warps = self.refs.following, self.tile.warps
-        panels, blocks, words = ref.shape
-        programs = self.refs.scales.shape[-1] // COLUMNS
-        of_panel = max(1, programs // panels)  # programs
-        most = min(blocks * words * 4, self.plan.following_bytes // panels)
-        size = most // (of_panel * warps) // 16 * 16  # of a piece
-        for i in range(pl.cdiv(panels, programs) if size else 0):
-            panel = jax.lax.div(self.panel, jnp.int32(of_panel)) + i * programs
-            begin = jnp.minimum(panel, panels - 1) * (blocks * words)
-            begin += jax.lax.rem(self.panel, jnp.int32(of_panel)) * (warps * size // 4)
-            prefetch_rows(ref, begin, size, 32 * warps)
-        each = scales.dtype.itemsize
-        size = scales.size * each // (programs * warps) // 16 * 16
-        if size:
-            prefetch_rows(scales, self.panel * (warps * size // each), size, 32 * warps)
+        return jax.lax.fori_loop(0, self.steps, one, self.zeros())
 
     def store(self, out_refs, sums, squares):
         """Add the warps' sums, and store them after the operations of the plan."""
@@ -216,8 +158,8 @@ def fragments_int8(plan, rows, group, layer, refs, out_refs):
     """codes in fragments, scales float32 [L, 1, N]; x: two inputs a word."""
     lanes = _Lanes(plan, rows, layer, refs)
     step = lambda i, codes, words, sums: fragments.int8_sums(codes, words, sums, *lanes.how)
-    scales = lanes.of_columns(refs.scales, 0).astype(jnp.float32)
     sums, squares = lanes.loop(step, 2)
+    scales = lanes.of_columns(refs.scales, 0).astype(jnp.float32)
     lanes.store(out_refs, [total * scales for total in sums], squares)
 
 

@@ -1,4 +1,4 @@
-"""Prefetch of a matrix into the L2 cache from a Pallas Triton kernel: Hopper and newer.
+"""Prefetch of a matrix into the L2 cache for the kernel `decode_layers`: Hopper and newer.
 
 A load that only warms the cache occupies a register until it returns, and the loads after it, those
 of a wait too, return behind it. `cp.async.bulk.prefetch.L2` returns nothing, and one thread of a
@@ -50,32 +50,5 @@ def _lower(ctx, pointer, begin, *, size: int, threads: int):
     dialect.elementwise_inline_asm(
         [result], ASSEMBLY.format(size=size), constraints="=r,l", pure=False, packed_element=1,
         args=[dialect.splat(each, row)],
-    )  # fmt: skip
-    return []
-
-
-each_p = Primitive("prefetch_each")
-each_p.multiple_results = True
-
-
-def prefetch_each(ref: Any, indices: Any) -> None:
-    """Prefetch the cache line of each of these elements, given by indices [n] of the flat array."""
-    each_p.bind(ref, indices)
-
-
-@each_p.def_effectful_abstract_eval
-def _each_effects(ref, indices):
-    return [], {barrier_effect}
-
-
-@lowering.register_lowering(each_p)
-def _lower_each(ctx, pointer, indices):
-    shape = ir.RankedTensorType(indices.type).shape
-    pointers = ir.RankedTensorType.get(shape, pointer.type)
-    result = ir.RankedTensorType.get(shape, ir.IntegerType.get_signless(32))
-    address = dialect.addptr(pointers, dialect.splat(pointers, pointer), indices)
-    dialect.elementwise_inline_asm(
-        [result], "prefetch.global.L2 [$1];\nmov.b32 $0, 0;", constraints="=r,l", pure=False,
-        packed_element=1, args=[address],
     )  # fmt: skip
     return []
