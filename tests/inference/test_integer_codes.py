@@ -1,6 +1,7 @@
 """An engine puts integer codes in the order of its kernels for a few rows, and joins matrices."""
 
 import functools
+import inspect
 import re
 
 import jax
@@ -106,7 +107,7 @@ def decode_text(slots, form, **fields):
     engine = Engine(c, graphdef, params, letters(), options=OPTIONS._replace(slots=slots))
     asked, table = engine.rows.inputs(), jnp.zeros((slots, 4), jnp.int32)
     how = {"steps": 1, "drafts": 0, "sampler": Sampler.TEMPERATURE}
-    step = functools.partial(device.decode_slots.__wrapped__, engine.models[0], **how)
+    step = functools.partial(inspect.unwrap(device.decode_slots), engine.models[0], **how)
     with on_target(*HOPPER), jax.sharding.use_abstract_mesh(H200):
         args = engine.models[1], engine.state, asked, jnp.arange(slots), table
         return jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

@@ -85,9 +85,9 @@ def params_of(**arrays):
     return dict(arrays), specs
 
 
-def joined(params, specs, rows=8):
+def joined(params, specs):
     with on_target(*HOPPER):
-        codes_in_fragments(params, specs, rows)
+        codes_in_fragments(params, specs, 8)
     kinds = {name: type(w.layers[0]).__name__ for name, w in params.items() if hasattr(w, "layers")}
     return {name for name, kind in kinds.items() if kind == "JoinedWeight"}, kinds
 
