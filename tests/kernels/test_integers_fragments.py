@@ -115,8 +115,7 @@ def test_the_lanes_of_a_warp_compute_the_formula(monkeypatch, form, loads, dtype
     sums = list(rng.standard_normal((2, 1, *fragments.LANES, 4)).astype(np.float32))
     arrays = [jnp.asarray(c) for c in codes], [jnp.asarray(w) for w in x_words]
     if form == "int4":
-        operands += words_of(sums[0])  # scales
-        product = lambda interpret: fragments.int4_sums(*arrays, sums[0], dtype, interpret)
+        product = lambda interpret: fragments.int4_sums(*arrays, dtype, interpret)
     else:
         operands += [word for tensor in sums for word in words_of(tensor)]
         product = lambda interpret: fragments.int8_sums(*arrays, sums, dtype, interpret)

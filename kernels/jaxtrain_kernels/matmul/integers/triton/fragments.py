@@ -30,19 +30,18 @@ BASE = {"bfloat16": 0x4300, "float16": 0x6400}  # bits of 128 and 1024
 ONES = {"bfloat16": 0x3F803F80, "float16": 0x3C003C00}  # two ones
 
 
-def int4_sums(loaded, x_words, scales, dtype: str, interpret: bool):
+def int4_sums(loaded, x_words, dtype: str, interpret: bool):
     """Sums of x (codes - 8) over a step's rows of codes, for rows 2q and 2q + 1 of x.
 
     loaded: int32 tensors, each with 4 rows of codes; x_words: int32 tensors, each with words of 4
-    rows of codes. scales: float32, which multiply the sums later; their load must not be later than
-    this. Returns two float32 tensors.
+    rows of codes. Returns two float32 tensors.
     """
     if interpret:
         codes = _unpacked(loaded, jnp.uint8)
         halves = jnp.stack([codes & 15, codes >> 4], 4)
         values = halves.reshape(*codes.shape[:3], -1, 4).astype(jnp.float32) - 8
         return _interpreted(values, x_words, dtype)
-    return _run(_int4_text(4 * len(loaded), dtype), (*loaded, *x_words, scales))
+    return _run(_int4_text(4 * len(loaded), dtype), (*loaded, *x_words))
 
 
 def int8_sums(loaded, x_words, sums, dtype: str, interpret: bool):
@@ -169,7 +168,7 @@ def _int4_text(each: int, dtype: str) -> str:
     base = BASE[dtype] * 0x10001
     code, x = _operands(each)
     b = [f"b{i}" for i in range(each)]
-    lines = [f"mov.b32 o, ${4 + 2 * each};", *_after(each, base, "o")]
+    lines = _after(each, base)
     for i in range(0, each, 2):  # even inputs of two rows of codes, then odd ones
         lines += [f"prmt.b32 b{i}, {x(i)}, {x(i + 1)}, 0x5410;",
                   f"prmt.b32 b{i + 1}, {x(i)}, {x(i + 1)}, 0x7632;"]  # fmt: skip
@@ -215,9 +214,9 @@ def _int8_text(each: int, dtype: str) -> str:
     return _wrapped(each, lines)
 
 
-def _after(each: int, base: int, *others: str) -> list[str]:
-    """Register f = base, which the compiler takes to depend on all rows of codes and on others."""
-    waited = _waited([*(f"${4 + i}" for i in range(each)), *others])
+def _after(each: int, base: int) -> list[str]:
+    """Register f = base, which the compiler takes to depend on every row of codes."""
+    waited = _waited([f"${4 + i}" for i in range(each)])
     return [*waited, f"lop3.b32 f, t, z, {base}, 0xEA;"]
 
 

@@ -141,7 +141,7 @@ def fragments_int4(plan, rows, group, layer, refs, out_refs):
     def step(i, codes, words, totals):
         g = jax.lax.div(lanes.first(i), jnp.int32(group // 2 // ROWS))
         scales = lanes.of_columns(refs.scales, g).astype(jnp.float32)
-        sums = fragments.int4_sums(codes, words, scales, *lanes.how)
+        sums = fragments.int4_sums(codes, words, *lanes.how)
         totals = [total + s * scales for total, s in zip(totals, sums, strict=False)]
         if refs.offsets is not None:
             offset, inputs = (
