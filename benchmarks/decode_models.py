@@ -1,6 +1,7 @@
 """Decode rates of a configuration's variants, which have smaller KV caches."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
 import time
@@ -23,12 +24,15 @@ from jaxtrain.estimate.workload import SHORT
 from jaxtrain.model import Cache, Transformer, cast, split
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.settings import UserError
+from jaxtrain.weights import WEIGHTS
 from jaxtrain.weights.contract import flatten
-from jaxtrain.weights.params import Params, Specs
+from jaxtrain.weights.params import Params, ParamSpec, Specs, is_block_matrix
+from jaxtrain.weights.quantized import QuantizedWeight
 
 BENCH = "decode_rate"
 REPEATS = 3  # repeats of a measurement
 COMPILERS = 8  # programs compiled at once: with cuBLAS only, nothing is autotuned on the GPU
+DEVIATION = 0.02  # of random weights
 COMPUTE = "compute"  # cache dtype = compute dtype
 # The switches of docs/howto/sharing.md, by variant name.
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -110,11 +114,28 @@ def make_decoder(name: str, overrides: Sequence[str], prompt: int, dtype: jnp.dt
     return Decoder(graphdef, params, weight_bytes(model, specs, params))
 
 
-def random_weights(specs: Specs, dtype: jnp.dtype) -> Params:
-    """Normal random weights in the compute dtype; made on the host, which needs no compilation."""
-    noise = np.random.default_rng(0).normal(0.0, 0.02, 1_000_003).astype(np.float32)
+def random_weights(specs: Specs, dtype: jnp.dtype, form: str | None = None) -> Params:
+    """Normal random weights in the compute dtype; made on the host, which needs no compilation.
+    form: of the blocks' matrices, `int8` or `int4`; random codes are made on the device."""
+    noise = np.random.default_rng(0).normal(0.0, DEVIATION, 1_000_003).astype(np.float32)
     like = jax.eval_shape(lambda p: cast(p, specs, dtype), shapes(specs))
-    return jax.tree.map(lambda x: jnp.asarray(np.resize(noise, x.shape).astype(x.dtype)), like)
+
+    def made(x: jax.ShapeDtypeStruct, spec: ParamSpec) -> Any:
+        if form is not None and is_block_matrix(spec):
+            return random_codes(x, form)
+        return jnp.asarray(np.resize(noise.astype(x.dtype), x.shape))
+
+    return jax.tree.map(made, like, specs)
+
+
+def random_codes(like: jax.ShapeDtypeStruct, form: str) -> QuantizedWeight:
+    """Uniform random codes of matrices, with scales that give all weights one deviation."""
+    packed = jax.eval_shape(WEIGHTS[form].encode, like)
+    steps = {"int8": 2**8, "int4": 2**4}[form] / 12**0.5  # deviation of the codes
+    codes = jax.random.bits(jax.random.key(0), packed.codes.shape, jnp.uint8)
+    scales = jnp.full(packed.scales.shape, DEVIATION / steps, packed.scales.dtype)
+    codes = jax.lax.bitcast_convert_type(codes, packed.codes.dtype)
+    return dataclasses.replace(packed, codes=codes, scales=scales)
 
 
 def shapes(specs: Specs) -> Params:

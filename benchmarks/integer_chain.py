@@ -1,12 +1,18 @@
 """Benchmark of chained matmuls with int8 and int4 weights, as in the layers of a decode step.
 
-A chain includes launch overhead and CUDA graphs, which a single matmul does not show.
+A chain includes launch overhead and CUDA graphs, which a single matmul does not show. `joined` rows
+are the products of an engine's layers: queries, keys and values are one, gate and up are one, and
+norms, activations and residuals are in their kernels.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jaxtrain_kernels.matmul.few_rows import InputNorm, Operations
+from jaxtrain_kernels.matmul.integers import joined_integer_matmul, serves_fragments
 
 from benchmarks.decode import bandwidth
 from benchmarks.integers import BACKENDS, OPS, Product, ordered, product, stack
@@ -16,19 +22,26 @@ from jaxtrain.estimate.workload import SHORT
 
 
 class Chain(NamedTuple):
-    """M rows through layers of four matrices each: D x D twice, D x F, F x D."""
+    """M rows through layers of four matrices each: D x D twice, D x F, F x D.
+
+    kv: columns of keys. activation: of the network, whose gate and up have F columns each.
+    """
 
     name: str
     M: int
     layers: int
     D: int
     F: int
+    kv: int
+    activation: str
 
 
 CHAINS = tuple(
-    Chain(f"chain_m{M}_{model}", M, layers, D, F)
-    for model, layers, D, F in (("llama_8b", 32, 4096, 14336), ("gpt_d12", 12, 768, 3072),
-                                ("gpt_d24", 24, 1536, 6144))
+    Chain(f"chain_m{M}_{model}", M, layers, D, F, kv, activation)
+    for model, layers, D, F, kv, activation in (
+        ("llama_8b", 32, 4096, 14336, 1024, "swiglu"), ("gpt_d12", 12, 768, 3072, 768, "relu2"),
+        ("gpt_d24", 24, 1536, 6144, 1536, "relu2"),
+    )
     for M in (1, 8, 32)
 )  # fmt: skip
 
@@ -50,6 +63,20 @@ def chain_rows(s: Chain, backends: set[str], dtype: Any) -> Iterator[Row]:
             row = {"name": form, "shape": s.name, "backend": backend}
             yield row | figures | {"floor_ms": size / copy_gbps / 1e6}
         del arrays
+        if form in OPS and "fragments" in backends:
+            yield from joined_rows(s, form, dtype, copy_gbps)
+
+
+def joined_rows(s: Chain, form: str, dtype: Any, copy_gbps: float) -> Iterator[Row]:
+    """The row of a layer's four products as the engine runs them, if it does."""
+    x_MD, gain_D, layers = joined_inputs(s, form, dtype)
+    if not serves_fragments(form, s.M, dtype, *layers[0][0]):
+        return
+    size = sum(array.nbytes for array in jax.tree.leaves(layers))
+    inputs = [(x_MD, gain_D, *jax.tree.leaves(layers))]
+    figures = bandwidth(joined_chain(s, form), inputs, size, copy_gbps)
+    row = {"name": f"{form}, joined", "shape": s.name, "backend": "fragments"}
+    yield row | figures | {"floor_ms": size / copy_gbps / 1e6}
 
 
 def chained(s: Chain, matmul: Kernel, each: int) -> Kernel:
@@ -76,5 +103,38 @@ def chain_inputs(s: Chain, form: str, dtype: Any) -> tuple[Any, ...]:
     return stacks[0][0], *(array for _, *arrays in stacks for array in arrays)
 
 
+def joined_chain(s: Chain, form: str) -> Kernel:
+    """A function of x, a gain of all norms, and codes and scales of each product -> the stream.
+    There is no attention: the output's matrix reads the queries."""
+
+    def run(x_MD: jax.Array, gain_D: jax.Array, *arrays: jax.Array) -> jax.Array:
+        norm = InputNorm(1e-5, gain_D)
+        matrices = zip(arrays[::2], arrays[1::2], strict=True)
+        for qkv, out, up, down in itertools.batched(matrices, 4):
+            sizes = s.D, s.kv, s.kv
+            q_MD, _, _ = joined_integer_matmul(form, x_MD, *qkv, sizes, operations=Operations(norm))
+            x_MD = OPS[form](q_MD, *out, operations=Operations(residual_MN=x_MD))
+            h_MF = OPS[form](x_MD, *up, operations=Operations(norm, None, s.activation))
+            x_MD = OPS[form](h_MF, *down, operations=Operations(residual_MN=x_MD))
+        return x_MD
+
+    return run
+
+
+def joined_inputs(s: Chain, form: str, dtype: Any) -> tuple[Any, Any, list[Any]]:
+    """x, the gain of all norms, and the (codes, scales) of each layer's four products."""
+    up = s.F * (2 if s.activation == "swiglu" else 1)
+    shapes = ((s.D, s.D + 2 * s.kv), (s.D, s.D), (s.D, up), (s.F, s.D))
+    keys = jax.random.split(jax.random.key(0), s.layers)
+    one = lambda K, N, key: stack(Product(s.name, s.M, K, N), form, 1, dtype, key)
+
+    def layer(key: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        stacks = [ordered(one(*shape, key)[1:], "fragments") for shape in shapes]
+        return [(codes[0], scales[0]) for codes, scales in stacks]
+
+    x_MD = jax.random.normal(keys[0], (s.M, s.D), dtype)
+    return x_MD, jnp.ones(s.D, dtype), [jax.jit(layer)(key) for key in keys]
+
+
 def small_chain(s: Chain) -> Chain:
-    return s._replace(name=f"{s.name}_small", layers=2, D=256, F=512)
+    return s._replace(name=f"{s.name}_small", layers=2, D=256, F=512, kv=128)

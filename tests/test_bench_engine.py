@@ -3,11 +3,16 @@
 import importlib
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 from tiny import FEW_PARTS, assignments
 
 from benchmarks import engine, engine_profile, timing
+from benchmarks.decode_models import random_codes
 from benchmarks.profile import Event
+from jaxtrain.model.stack import unstack
+from jaxtrain.weights import WEIGHTS
 
 main = importlib.import_module("benchmarks.__main__").main
 SMALL = [
@@ -44,6 +49,32 @@ def test_rates_and_first_tokens(tmp_path, monkeypatch, capsys):
     assert (first["alone_steps"], first["joining_steps"]) == (1, 1)
     assert 0 < first["alone_host_ms"] <= first["alone_p99_ms"]
     assert "engine gpt_d12" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_weights_with_random_codes(tmp_path, monkeypatch, form):
+    monkeypatch.setattr(engine, "REPEATS", 1)
+    monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.001)
+    monkeypatch.setattr(engine, "attention_rows", lambda *_: [{"name": "attention", "shape": ""}])
+    argv = ["engine", "--config", "gpt_d12", *SMALL, "--batch", "1", "--prompts", "20"]
+    assert main([*argv, "--new", "6", "--weights", form, "--record", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / f"engine-gpt_d12-{form}-cpu.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["engine", "attention"]
+    rate = rows[0]
+    assert 0 < rate["ms"] and rate["preemptions"] == 0
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_random_codes_have_the_deviation_of_random_weights(form):
+    like = jax.ShapeDtypeStruct((2, 256, 64), jnp.bfloat16)
+    w = random_codes(like, form)
+    assert jax.tree.structure(w) == jax.tree.structure(jax.eval_shape(WEIGHTS[form].encode, like))
+    for layer in unstack(w, 2):
+        assert layer.dequantize().shape == (256, 64)
+        assert float(jnp.std(layer.dequantize().astype(jnp.float32))) == pytest.approx(
+            0.02, rel=0.02
+        )
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,8 @@ from jaxtrain.parallel.axes import current_mesh
 from jaxtrain.settings import UserError
 from jaxtrain.weights import WEIGHTS
 from jaxtrain.weights.contract import is_weight
-from jaxtrain.weights.params import Params, Specs, is_block_matrix, path_name
+from jaxtrain.weights.joined import fragments_of, joined_layers, may_join
+from jaxtrain.weights.params import Params, ParamSpec, Specs, is_block_matrix, path_name
 from jaxtrain.weights.quantized import IntegerWeight
 from jaxtrain.weights.transposed import TransposedWeight
 
@@ -146,14 +148,43 @@ def transpose_large(params: Params, specs: Specs, rows: int) -> None:
         params["head"] = turn(params.pop("head"))
 
 
+# Matrices that read the same input, and whether the columns of their joined codes alternate.
+JOINED = ((("q", "k", "v"), False), (("gate", "up"), True))
+
+
 def codes_in_fragments(params: Params, specs: Specs, rows: int) -> None:
     """Put the integer codes of a model's matrices in the order of the kernels for so many rows of a
-    decode step, in place and one stack at a time."""
-    for name, spec in specs.items():
-        if isinstance(spec, dict):
-            codes_in_fragments(params[name], spec, rows)
-        elif isinstance(params[name], IntegerWeight) and "experts" not in spec.axes:
-            params[name] = params.pop(name).in_fragments(rows)
+    decode step, in place; join those of JOINED that may be. Layers become separate arrays
+    (`LayersApart`), so that a kernel reads no index of a layer first. Gains of norms that these
+    kernels compute are rounded to the compute dtype, as the kernels do.
+    """
+
+    def is_served(name: str) -> bool:
+        w, spec = params.get(name), specs.get(name)
+        stacked = isinstance(spec, ParamSpec) and spec.axes[:1] == ("layers",)
+        return isinstance(w, IntegerWeight) and stacked and w.serves_fragments(rows)
+
+    for inner in specs:
+        if isinstance(specs[inner], dict):
+            codes_in_fragments(params[inner], specs[inner], rows)
+    for names, alternating in JOINED:
+        if all(map(is_served, names)) and may_join([params[n] for n in names], alternating):
+            layers = joined_layers([params.pop(n) for n in names], alternating)
+            for name, parts in zip(names, zip(*layers, strict=True), strict=True):
+                params[name] = LayersApart(parts)
+    for name in filter(is_served, list(params)):
+        stack = params.pop(name)
+        layers = tuple(fragments_of([stack], i) for i in range(len(stack.codes)))
+        params[name] = LayersApart(layers)
+    for gain, reader in (("attention_gain", "attention"), ("ffn_gain", "ffn")):
+        leaves = jax.tree.leaves(params.get(reader), is_leaf=is_integers)
+        dtypes = {w.dtype for w in leaves if is_integers(w) and w.are_fragments()}
+        if len(dtypes) == 1 and params.get(gain) is not None:
+            params[gain] = jax.tree.map(operator.methodcaller("astype", *dtypes), params[gain])
+
+
+def is_integers(leaf: object) -> bool:
+    return isinstance(leaf, IntegerWeight)
 
 
 def take[Tree](stack: Tree, start: int, repeats: int, size: int) -> Tree:

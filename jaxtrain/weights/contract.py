@@ -17,6 +17,7 @@ from jaxtrain_kernels import Fp8Input, GradientCast
 from jaxtrain_kernels.matmul.few_rows import (
     MANY,
     InputNorm,
+    Operations,
     few_rows_matmul,
     takes_operations,
 )
@@ -56,6 +57,28 @@ class Weight(abc.ABC):
     ) -> MatmulOutput | None:
         """x times this and other matrices, concatenated by columns; None if the form cannot."""
         return None
+
+    def matmul_each(
+        self, x: Float[Array, "*B K"], others: "Sequence[Array | Weight]"
+    ) -> tuple[Float[Array, "*B _"], ...] | None:
+        """x times this and times each other matrix, by one matmul; None if the form cannot."""
+        return None
+
+    def takes_operations(
+        self, rows: int, dtype: jnp.dtype, others: "Sequence[Array | Weight]"
+    ) -> bool:
+        """Whether one kernel computes so many rows of `dtype` times these matrices, and the
+        operations around the products."""
+        return False
+
+    def matmul_fused(
+        self,
+        x_MK: Float[Array, "M K"],
+        others: "Sequence[Array | Weight]",
+        operations: Operations,
+    ) -> tuple[Float[Array, "M _"], ...]:
+        """The products and the operations around them; of forms that take them."""
+        raise NotImplementedError(f"{type(self).__name__} takes no operations")
 
     def input_amax(self) -> Array | None:
         """The amax with which the norm that computes the matmul's input may cast it to float8; None
@@ -116,13 +139,16 @@ def fuses_operations(x: Array | DeferredNorm, *params: nnx.Param) -> bool:
     """Whether one kernel computes the matmuls with these matrices and the operations around them:
     the input's RMS norm, biases, activation, residual. x: has the rows and the dtype of the input.
     """
-    rows, found = x.shape[:-1], few_rows_arrays(*(param.get_value() for param in params))
-    if not params or math.prod(rows) >= MANY or found is None:
+    if not params:
         return False
-    arrays, transposed = found
+    first, *others = matrices = [param.get_value() for param in params]
     x = x.x if isinstance(x, DeferredNorm) else x
-    input = jax.ShapeDtypeStruct((*rows, arrays[0].shape[int(transposed)]), x.dtype)
-    return takes_operations(input, *arrays, transposed=transposed)
+    rows = math.prod(x.shape[:-1])
+    if (found := few_rows_arrays(*matrices)) is None:
+        return isinstance(first, Weight) and first.takes_operations(rows, x.dtype, others)
+    arrays, transposed = found
+    input = jax.ShapeDtypeStruct((rows, arrays[0].shape[int(transposed)]), x.dtype)
+    return rows < MANY and takes_operations(input, *arrays, transposed=transposed)
 
 
 def dense_fused(
@@ -132,18 +158,24 @@ def dense_fused(
     activation: str | None = None,
     residual: Float[Array, "*B N"] | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
-    """`few_rows_matmul` of x and of modules' matrices, which have `few_rows_arrays`."""
+    """x times modules' matrices, and the operations around the products (`fuses_operations`)."""
     x, norm = x if isinstance(x, DeferredNorm) else (x, None)
-    found = few_rows_arrays(*(param.get_value() for param in params))
-    assert found is not None
-    matrices, transposed = found
+    first, *others = matrices = [param.get_value() for param in params]
     vectors = tuple(None if bias is None else bias[...] for bias in biases)
+    vectors = vectors if any(bias is not None for bias in vectors) else None
+    if (found := few_rows_arrays(*matrices)) is None:
+        assert isinstance(first, Weight)
+        residual_MN = None if residual is None else residual.reshape(-1, residual.shape[-1])
+        operations = Operations(norm, vectors, activation, residual_MN)
+        ys = first.matmul_fused(x.reshape(-1, x.shape[-1]), others, operations)
+        return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
+    arrays, transposed = found
     return few_rows_matmul(
         x,
-        *matrices,
+        *arrays,
         transposed=transposed,
         norm=norm,
-        biases=vectors or None,
+        biases=vectors,
         activation=activation,
         residual=residual,
     )
@@ -252,11 +284,16 @@ def dense_of(
 ) -> Callable[[nnx.Param], Array]:
     """`dense` of x as a function of any of these matrices, plus its bias if there are biases. The
     matrices' dims have the same logical axes. If x has few rows, one kernel call computes all."""
-    matrices = [param.get_value() for param in params]
+    first, *others = matrices = [param.get_value() for param in params]
+    each = None
+    if isinstance(first, Weight) and isinstance(x, Array):
+        each = first.matmul_each(x, others)
     if isinstance(x, DeferredNorm) or (has_few_rows(x) and few_rows_arrays(*matrices) is not None):
         products = dense_fused(x, *params, biases=biases)
     else:
-        if any(map(is_weight, matrices)):
+        if each is not None:
+            products = each
+        elif any(map(is_weight, matrices)):
             products = [dense(x, param, cast) for param in params]
         else:
             products = parallel.tensor_matmuls(x, matrices, matrix_axes(params[0]))

@@ -9,15 +9,17 @@ of the even input, as in compressed-tensors.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, override
 
 import jax
 import jax.numpy as jnp
+from jaxtrain_kernels.matmul.few_rows.operations import NOTHING, Operations
 from jaxtrain_kernels.matmul.integers import w4a16_matmul
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.settings import UserError
+from jaxtrain.weights.contract import Weight
 from jaxtrain.weights.quantized import IntegerWeight, QuantizedWeight
 
 GROUP = 128
@@ -42,10 +44,13 @@ class Int4Weight(IntegerWeight):
         return int4_values(self.integers(), self.scales).astype(self.dtype)
 
     @override
-    def product(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+    def product(
+        self, x: Float[Array, "*B K"], operations: Operations = NOTHING
+    ) -> Float[Array, "*B N"]:
         if self.is_experts():
-            return super().product(x)
-        return w4a16_matmul(x, self.codes, self.scales, layer=self.layer)
+            return x @ self.dequantize()
+        arrays = self.codes, self.scales
+        return w4a16_matmul(x, *arrays, layer=self.layer, operations=operations)
 
     def integers(self) -> Int[Array, "*E K N"]:
         """The codes, int8, from -8 to 7."""
@@ -78,9 +83,18 @@ class ScaledInt4Weight(IntegerWeight):
         return (scaled / self.input_scales[..., None].astype(jnp.float32)).astype(self.dtype)
 
     @override
-    def product(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+    def takes_operations(
+        self, rows: int, dtype: jnp.dtype, others: Sequence[Array | Weight]
+    ) -> bool:
+        return False
+
+    @override
+    def product(
+        self, x: Float[Array, "*B K"], operations: Operations = NOTHING
+    ) -> Float[Array, "*B N"]:
+        assert operations == NOTHING
         if self.is_experts():
-            return super().product(x)
+            return x @ self.dequantize()
         own = self.input_scales if self.layer is None else self.input_scales[self.layer]
         input_scales = jnp.expand_dims(own, tuple(range(x.ndim - 1)))
         divided = x.astype(jnp.float32) / input_scales.astype(jnp.float32)

@@ -9,16 +9,17 @@ per 256 of them.
 import abc
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, override
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtrain_kernels.matmul.few_rows import Operations, are_fused, composed
+from jaxtrain_kernels.matmul.few_rows.operations import NOTHING
 from jaxtrain_kernels.matmul.integers import (
     from_fragments,
     serves_fragments,
-    to_fragments,
     w8a16_matmul,
 )
 from jaxtyping import Array, DTypeLike, Float, Int
@@ -78,7 +79,7 @@ class IntegerWeight(QuantizedWeight):
     """Integer codes with scales; their kernels read a layer of a stack in place.
 
     layer: if set, the arrays are a whole stack, and this is the matrix of that layer. codes: int32
-    if they are in the order of kernels for a few rows (`in_fragments`).
+    if they are in the order of kernels for a few rows (`to_fragments`).
     """
 
     FORM: ClassVar[str]  # int4 or int8
@@ -89,6 +90,30 @@ class IntegerWeight(QuantizedWeight):
     @abc.abstractmethod
     def values(self) -> Float[Array, "*E K N"]:
         """Dequantized values, for a matrix without `layer`."""
+
+    @abc.abstractmethod
+    def product(
+        self, x: Float[Array, "*B K"], operations: Operations = NOTHING
+    ) -> Float[Array, "*B N"]:
+        """Forward computation of `matmul`, and of the operations around it, without biases."""
+
+    def takes_operations(
+        self, rows: int, dtype: jnp.dtype, others: Sequence[Array | Weight]
+    ) -> bool:
+        if others or not self.are_fragments() or not are_fused():
+            return False
+        return serves_fragments(self.FORM, rows, dtype, self.codes, self.scales)
+
+    def matmul_fused(
+        self,
+        x_MK: Float[Array, "M K"],
+        others: Sequence[Array | Weight],
+        operations: Operations,
+    ) -> tuple[Float[Array, "M _"], ...]:
+        if operations.biases is None:
+            return (self.product(x_MK, operations),)
+        y_MN = self.product(x_MK, Operations(operations.norm))
+        return composed(lambda *_: (y_MN,), x_MK, operations=operations._replace(norm=None))
 
     def dequantize(self) -> Float[Array, "*E K N"]:
         return self.alone().values()
@@ -102,12 +127,11 @@ class IntegerWeight(QuantizedWeight):
             return w
         return dataclasses.replace(w, codes=from_fragments(w.codes, self.FORM))
 
-    def in_fragments(self, rows: int) -> "IntegerWeight":
-        """The same matrix or stack, not of experts, with its codes in the order of the kernels for
-        so many rows, if these serve it. Other products restore the order first."""
-        if not serves_fragments(self.FORM, rows, jnp.dtype(self.dtype), self.codes, self.scales):
-            return self
-        return dataclasses.replace(self, codes=jax.jit(to_fragments)(self.codes))
+    def serves_fragments(self, rows: int) -> bool:
+        """Whether kernels for so many rows multiply codes [.., R, N] of one matrix a layer in the
+        order of `to_fragments`. Other products restore the order first."""
+        args = self.FORM, rows, jnp.dtype(self.dtype), self.codes, self.scales
+        return not self.are_fragments() and self.codes.ndim == 3 and serves_fragments(*args)
 
     def are_fragments(self) -> bool:
         return self.codes.dtype == jnp.int32
@@ -168,10 +192,13 @@ class Int8Weight(IntegerWeight):
         return int8_values(self.codes, self.scales).astype(self.dtype)
 
     @override
-    def product(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+    def product(
+        self, x: Float[Array, "*B K"], operations: Operations = NOTHING
+    ) -> Float[Array, "*B N"]:
         if self.is_experts():
-            return super().product(x)
-        return w8a16_matmul(x, self.codes, self.scales, layer=self.layer)
+            return x @ self.dequantize()
+        arrays = self.codes, self.scales
+        return w8a16_matmul(x, *arrays, layer=self.layer, operations=operations)
 
 
 def nearest(x: Array, values: np.ndarray) -> Array:

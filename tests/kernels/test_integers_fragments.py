@@ -47,14 +47,15 @@ def lop3(a, b, c, table):
     return (a & b) | c
 
 
-OPS = {"mov": lambda a: a, "xor": np.bitwise_xor, "or": np.bitwise_or, "shr": np.right_shift,
-       "prmt": lambda a, b, selector: prmt(a, b, int(selector[0])), "lop3": lop3}  # fmt: skip
+OPS = {"mov": lambda a: a, "xor": np.bitwise_xor, "or": np.bitwise_or, "and": np.bitwise_and,
+       "shr": np.right_shift, "prmt": lambda a, b, selector: prmt(a, b, int(selector[0])),
+       "lop3": lop3}  # fmt: skip
 
 
-def emulate(text, operands, dtype):
-    """Run the text on a warp. operands: [lanes] words each, after 4 results; returns two float32
-    [lanes, 4]."""
-    values = {f"${4 + i}": words for i, words in enumerate(operands)}
+def emulate(text, operands, dtype, results=4):
+    """Run the text on a warp. operands: [lanes] words each, after so many results. Returns the
+    registers, and two float32 [lanes, 4] of those with 64 bits."""
+    values = {f"${results + i}": words for i, words in enumerate(operands)}
     values["%ctaid.z"] = np.zeros(32, WORD)
 
     def read(name):
@@ -63,7 +64,7 @@ def emulate(text, operands, dtype):
         number = int(name[2:], 16) if name.startswith("0f") else int(name, 0)
         return np.full(32, number, WORD)
 
-    results = np.zeros((2, 32, 4), np.float32)
+    wide = np.zeros((2, 32, 4), np.float32)
     for line in text.strip("{}\n").split("\n"):
         name, _, rest = line.partition(" ")
         names = [part.strip("{}").split(",") for part in re.findall(r"\{[^}]*\}|[^,{}; ]+", rest)]
@@ -75,10 +76,15 @@ def emulate(text, operands, dtype):
             values |= dict(zip(names[0], new, strict=True))
         elif name == "mov.b64":
             for p, source in enumerate(names[1]):
-                results[p, :, int(names[0][0][1:])] = values[source].view(np.float32)
+                wide[p, :, int(names[0][0][1:])] = values[source].view(np.float32)
+        elif name.startswith("fma"):
+            assert name == f"fma.rn.{'bf16' if dtype == 'bfloat16' else 'f16'}x2"
+            x, by, plus = (floats(read(n), dtype) for [n] in names[1:])
+            rounded = (x * by + plus).astype(jnp.dtype(dtype))
+            values[names[0][0]] = np.ascontiguousarray(rounded).view(WORD)[:, 0]
         else:
             values[names[0][0]] = OPS[name.partition(".")[0]](*(read(n) for [n] in names[1:]))
-    return results
+    return values, wide
 
 
 def words_of(tensor):
@@ -114,7 +120,7 @@ def test_the_lanes_of_a_warp_compute_the_formula(monkeypatch, form, loads, dtype
         operands += [word for tensor in sums for word in words_of(tensor)]
         product = lambda interpret: fragments.int8_sums(*arrays, sums, dtype, interpret)
     expected = product(True)
-    monkeypatch.setattr(fragments, "_run", lambda text, args: emulate(text, operands, dtype))
+    monkeypatch.setattr(fragments, "_run", lambda text, args: emulate(text, operands, dtype)[1])
     assert_equal(product(False), expected)
 
 
@@ -123,8 +129,50 @@ def test_the_lanes_of_a_warp_add_the_inputs(monkeypatch, loads):
     x_words = inputs(np.random.default_rng(0), loads, "bfloat16")
     operands = [word for tensor in x_words for word in words_of(tensor)]
     expected = fragments.input_sums([jnp.asarray(w) for w in x_words], "bfloat16", True)
-    monkeypatch.setattr(fragments, "_run", lambda text, args: emulate(text, operands, "bfloat16"))
+    run = lambda text, args: emulate(text, operands, "bfloat16")[1]
+    monkeypatch.setattr(fragments, "_run", run)
     assert_equal(fragments.input_sums(x_words, "bfloat16", False), expected)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """`elementwise_inline_asm` of texts with one result, in a warp."""
+
+    def run(text, *, args, constraints, pack, result_shape_dtypes):
+        words = [np.asarray(x).view(WORD).reshape(32, 4).T for x in args]
+        assert constraints.count(",") == pack * (1 + len(args)) - 1
+        out = np.zeros((4, 32), WORD)
+        for first in range(0, 4, pack):
+            operands = [word for tensor in words for word in tensor[first : first + pack]]
+            values, _ = emulate(text, operands, "bfloat16", pack)
+            out[first : first + pack] = [values[f"${i}"] for i in range(pack)]
+        [result] = result_shape_dtypes
+        return [np.ascontiguousarray(out.T).view(result.dtype).reshape(result.shape)]
+
+    monkeypatch.setattr(fragments.plgpu, "elementwise_inline_asm", run)
+
+
+@pytest.mark.parametrize("loads", [1, 2])
+def test_the_lanes_of_a_warp_multiply_rows_with_each_other(emulated, loads):
+    """Squares of rows, besides products that nobody reads."""
+    rng = np.random.default_rng(0)
+    x_words = [jnp.asarray(w) for w in inputs(rng, loads, "bfloat16")]
+    sums = rng.standard_normal((1, *fragments.LANES, 4)).astype(np.float32)
+    sums[..., 2:] = 0
+    args = x_words, jnp.asarray(sums), draw(rng, 3), "bfloat16"
+    ours, expected = (fragments.gram_sums(*args, interpret) for interpret in (False, True))
+    assert_equal([ours], [expected])
+    x = np.concatenate([np.asarray(w).view(jnp.bfloat16) for w in x_words], -1)
+    squares = np.square(x.astype(np.float32)).sum((0, 2, 3)) + 0
+    c = np.arange(8)
+    np.testing.assert_allclose((ours - sums)[0, c, c // 2, c % 2], squares, rtol=1e-5)
+
+
+def test_the_lanes_of_a_warp_multiply_inputs_by_gains(emulated):
+    words, gains = inputs(np.random.default_rng(0), 2, "bfloat16")
+    args = jnp.asarray(words), jnp.asarray(gains), "bfloat16"
+    ours, expected = (fragments.scale_inputs(*args, interpret) for interpret in (False, True))
+    np.testing.assert_array_equal(ours, expected)
 
 
 def assert_equal(ours, expected):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain_kernels import dispatch
 from jaxtrain_kernels.dispatch import Target, mesh_devices, on_target
 from jaxtrain_kernels.matmul import integers
+from jaxtrain_kernels.matmul.few_rows.operations import InputNorm, Operations
 from jaxtrain_kernels.matmul.integers import (
     from_fragments,
     reference,
@@ -174,7 +175,12 @@ def interpreted(
     if M <= triton.FRAGMENT_ROWS and not isinstance(tile, triton.DotTile):
         given[0] = to_fragments(codes)
     whole = lambda x: theirs(x, *(array[1] for array in arrays))
-    return lambda x: ours(x, *given, layer=layer, tile=tile, interpret=interpret), whole, x
+
+    def run(x):
+        out = ours(x, *given, layer=layer, tile=tile, interpret=interpret)
+        return out if isinstance(out, jax.Array) else out[0]
+
+    return run, whole, x
 
 
 def assert_near(out, expected, dtype):
@@ -211,6 +217,66 @@ def test_interpreted_it_equals_the_reference(op, M, K, N, how):
 def test_interpreted_it_equals_the_reference_in_more_shapes(op, M, K, N, how):
     run, whole, x = interpreted(op, M, K, N, **how)
     assert_near(run(x), whole(x), x.dtype)
+
+
+def with_operations(op, M, norm, activation, residual, *, K=256, N=192, group=64, **how):
+    """A product with operations by the kernel, and by the reference: functions of x; and x."""
+    rng = np.random.default_rng(1)
+    random = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    dtype = how.pop("dtype", jnp.bfloat16)
+    x = random(M, K).astype(dtype)
+    if op is w8a16_matmul:
+        codes = jnp.asarray(rng.integers(-128, 128, (K, N)), jnp.int8)
+        scales = jnp.asarray(rng.random(N) / (80 * K**0.5), jnp.float32)
+    else:
+        codes = jnp.asarray(rng.integers(0, 256, (K // 2, N)), jnp.uint8)
+        scales = jnp.asarray(rng.random((K // group, N)) / (5 * K**0.5), jnp.bfloat16)
+    gain = {"norm": None, "gain": random(K).astype(dtype).astype(jnp.float32)}
+    operations = Operations(
+        InputNorm(1e-5, gain[norm]) if norm else None, None, activation,
+        random(M, N // 2 if activation == "swiglu" else N).astype(dtype) if residual else None,
+    )  # fmt: skip
+    run = lambda module: getattr(module, op.__name__)
+    fused = lambda x, operations: run(triton)(
+        x, to_fragments(codes), scales, operations=operations, **how
+    )[0]
+    whole = lambda x, operations: run(integers)(
+        x, codes, scales, operations=operations, implementation="reference"
+    )
+    return lambda x: fused(x, operations), lambda x: whole(x, operations), x
+
+
+AROUND = (
+    (1, "gain", "swiglu", False),
+    (3, "gain", None, True),
+    (8, "norm", "gelu", True),
+    (2, None, "relu2", False),
+    (8, "gain", "geglu", False),
+)
+
+
+@pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
+@pytest.mark.parametrize(("M", "norm", "activation", "residual"), AROUND)
+@pytest.mark.parametrize("tile", [None, triton.Tile(2, 1, 1)])
+def test_interpreted_with_operations_it_equals_the_reference(
+    op, M, norm, activation, residual, tile
+):
+    how = {"tile": tile, "interpret": True}
+    run, whole, x = with_operations(op, M, norm, activation, residual, **how)
+    assert_near(run(x), whole(x), x.dtype)
+    (ours,), (theirs,) = (jax.vjp(f, x)[1](whole(x)) for f in (run, whole))
+    assert_near(ours, theirs, x.dtype)
+
+
+def test_products_take_no_biases():
+    x, codes, scales = jnp.ones((1, 32)), jnp.ones((32, 32), jnp.int8), jnp.ones(32)
+    with pytest.raises(ValueError, match="no biases"):
+        w8a16_matmul(x, codes, scales, operations=Operations(biases=(scales,)))
+
+
+def test_operations_leave_no_splits():
+    assert triton.fragment_tile(4096, 1024, None).splits > 1
+    assert triton.fragment_tile(4096, 1024, None, whole=True).splits == 1
 
 
 @pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
@@ -304,3 +370,41 @@ def test_each_tile_equals_the_reference(op, tile, dtype):
     shape = {"group": 128, "offsets": op is w4a16_matmul, "tile": triton.Tile(*tile)}
     run, whole, x = interpreted(op, 5, 1024, 512, dtype=dtype, interpret=False, **shape)
     assert_near(run(x), whole(x), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
+@pytest.mark.parametrize(("M", "norm", "activation", "residual"), AROUND)
+@pytest.mark.parametrize(
+    ("tile", "dtype"),
+    [
+        (None, jnp.bfloat16),
+        (triton.Tile(2, 1, 1), jnp.bfloat16),
+        (triton.Tile(16, 2, 1), jnp.float16),
+    ],
+)
+def test_with_operations_it_equals_the_reference(op, M, norm, activation, residual, tile, dtype):
+    how = {"tile": tile, "dtype": jnp.dtype(dtype), "K": 2048, "group": 128}
+    run, whole, x = with_operations(op, M, norm, activation, residual, **how)
+    assert_near(run(x), whole(x), x.dtype)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+def test_parts_are_columns_of_the_product(form, interpret):
+    op = w8a16_matmul if form == "int8" else w4a16_matmul
+    _, _, x = interpreted(op, 3, 256, 160)
+    rng = np.random.default_rng(0)
+    codes, scales = (
+        jnp.asarray(rng.integers(0, 127, s.shape[1:]) if s.dtype != jnp.bfloat16 else
+                    rng.random(s.shape[1:]), s.dtype)
+        for s in stacked(op, 256, 160)
+    )  # fmt: skip
+    if form == "int8":
+        scales = jnp.asarray(rng.random(160), jnp.float32)
+    ours = functools.partial(getattr(triton, op.__name__), interpret=interpret)
+    arrays = to_fragments(codes), scales
+    sizes = 96, 32, 32
+    parts = ours(x, *arrays, sizes=sizes)
+    assert tuple(part.shape[1] for part in parts) == sizes
+    np.testing.assert_array_equal(jnp.concatenate(parts, 1), ours(x, *arrays)[0])

@@ -19,7 +19,14 @@ from jaxtyping import Array, Float
 
 from jaxtrain_kernels.dispatch import choose_backend, target
 from jaxtrain_kernels.matmul.few_rows import padded, reference, triton, xla
-from jaxtrain_kernels.matmul.few_rows.operations import InputNorm, Operations, composed
+from jaxtrain_kernels.matmul.few_rows.operations import (
+    GATED as GATED,
+)
+from jaxtrain_kernels.matmul.few_rows.operations import (
+    InputNorm,
+    Operations,
+    composed,
+)
 from jaxtrain_kernels.matmul.few_rows.triton import LARGE as LARGE
 
 MANY = 8  # from this number of rows on, XLA is the default

@@ -72,11 +72,11 @@ def _tile_of_products(plan, refs, group, n, out_ref):
         ys = [y.astype(out_ref.dtype) for y in of_matrices]
         if refs.biases is not None:
             biases = [refs.biases[g] for g in group]
-            plus = lambda y, bias: _add(y, bias[columns].astype(y.dtype))
+            plus = lambda y, bias: add_rounded(y, bias[columns].astype(y.dtype))
             ys = [y if bias is None else plus(y, bias) for y, bias in zip(ys, biases)]
-        y = _activated(plan.activation, *ys)
+        y = activated(plan.activation, *ys)
         if refs.residual_MN is not None:
-            y = _add(refs.residual_MN[m, columns], y)
+            y = add_rounded(refs.residual_MN[m, columns], y)
         out_ref[m, columns] = y
 
 
@@ -88,12 +88,12 @@ def _inverse_rms(x_ref, m, eps):
     return jax.lax.rsqrt((x_K * x_K).sum(0) / K + eps)
 
 
-def _add(a, b):
+def add_rounded(a, b):
     """The sum, rounded once to the dtype of both."""
     return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
 
 
-def _activated(activation, y, *up):
+def activated(activation, y, *up):
     """An activation in float32, times the product of the second matrix if it is gated."""
     if activation is None:
         return y

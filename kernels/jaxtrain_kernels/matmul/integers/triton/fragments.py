@@ -66,6 +66,70 @@ def input_sums(x_words, dtype: str, interpret: bool):
     return _run(_wrapped(0, lines), x_words)
 
 
+def gram_sums(x_words, sums, loaded, dtype: str, interpret: bool):
+    """`sums` (float32) plus products of rows of x with each other, whose diagonal is squares.
+
+    A lane's first two results are those of row c with rows 2q and 2q + 1; the others are 0.
+    loaded: int32 tensors of a step, whose loads must not be later than this.
+    """
+    if interpret:
+        pairs = jax.lax.bitcast_convert_type(jnp.concatenate(x_words, -1), jnp.dtype(dtype))
+        x = pairs.reshape(*pairs.shape[:3], -1).astype(jnp.float32)
+        products = jnp.einsum("wmqk,wnqk->wmn", x, x, precision="highest")
+        both = products.reshape(*products.shape[:2], 4, 2)
+        return sums + jnp.pad(both, ((0, 0),) * 3 + ((0, 2),))
+    words = 4 * (len(x_words) + len(loaded))
+    [out] = plgpu.elementwise_inline_asm(
+        _gram_text(4 * len(x_words), len(loaded), dtype),
+        args=(sums, *x_words, *loaded),
+        constraints=",".join(["=&f"] * 4 + ["f"] * 4 + ["r"] * words),
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(sums.shape, jnp.float32)],
+    )
+    return out
+
+
+def _gram_text(count: int, loads: int, dtype: str) -> str:
+    """Text for `count` words of x, which waits for the first word of each load."""
+    four = lambda first: "{" + ",".join(f"${first + i}" for i in range(4)) + "}"
+    firsts = [f"${8 + count + 4 * i}" for i in range(loads)]
+    lines = [".reg .b32 t, z;", *_waited(firsts), "and.b32 z, t, z;"]
+    for i in range(8, 8 + count, 2):
+        left, before = f"{{${i},z,${i + 1},z}}", four(4 if i == 8 else 0)
+        lines.append(_mma(dtype, four(0), left, f"${i}", f"${i + 1}", before))
+    return "\n".join(["{", *lines, "}"])
+
+
+def _waited(words: list[str]) -> list[str]:
+    """Registers t, which depends on these words, and z = 0, which ptxas does not know: the third
+    grid index. Without such a use, ptxas delays loads to save registers, and few bytes are in
+    flight."""
+    ors = [f"or.b32 t, t, {word};" for word in words[1:]]
+    return [f"mov.b32 t, {words[0]};", *ors, "mov.u32 z, %ctaid.z;"]
+
+
+def scale_inputs(words, gains, dtype: str, interpret: bool):
+    """Inputs times gains, rounded to dtype; int32, two of them a word."""
+    if interpret:
+        x, by = (jax.lax.bitcast_convert_type(w, jnp.dtype(dtype)) for w in (words, gains))
+        return jax.lax.bitcast_convert_type(x * by, jnp.int32)
+    [out] = plgpu.elementwise_inline_asm(
+        _scale_text(dtype),
+        args=(words, gains),
+        constraints="=r,r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.int32)],
+    )
+    return out
+
+
+def _scale_text(dtype: str) -> str:
+    """Text for a word. A product is a sum with -0, as Ampere has no other for bfloat16."""
+    kind = "bf16x2" if dtype == "bfloat16" else "f16x2"
+    lines = [".reg .b32 z;", f"mov.b32 z, {0x80008000};", f"fma.rn.{kind} $0, $1, $2, z;"]
+    return "\n".join(["{", *lines, "}"])
+
+
 def _unpacked(loaded, dtype):
     """Codes [warps, 8, 4, rows, 4 columns] of words."""
     return jnp.concatenate([jax.lax.bitcast_convert_type(w, dtype) for w in loaded], 3)
@@ -151,18 +215,14 @@ def _int8_text(each: int, dtype: str) -> str:
 
 
 def _after(each: int, base: int) -> list[str]:
-    """Register f = base, which the compiler takes to depend on every row of codes.
-
-    Without this, ptxas delays loads to save registers, and few bytes are in flight. The third grid
-    index is 0, which ptxas does not know.
-    """
-    lines = ["or.b32 t, $4, $5;", *(f"or.b32 t, t, ${4 + i};" for i in range(2, each))]
-    return [*lines, "mov.u32 f, %ctaid.z;", f"lop3.b32 f, t, f, {base}, 0xEA;"]
+    """Register f = base, which the compiler takes to depend on every row of codes."""
+    waited = _waited([f"${4 + i}" for i in range(each)])
+    return [*waited, f"lop3.b32 f, t, z, {base}, 0xEA;"]
 
 
 def _wrapped(words_of_x: int, lines: list[str]) -> str:
     """Declare the registers, and pack the sums d of each column into a 64-bit result."""
-    registers = [f".reg .b32 f, o, p, t, a<4>, s<4>, b<{words_of_x + 1}>;",
+    registers = [f".reg .b32 f, o, p, t, z, a<4>, s<4>, b<{words_of_x + 1}>;",
                  ".reg .f32 n<4>, d<8>;"]  # fmt: skip
     results = [f"mov.b64 ${j}, {{d{j},d{4 + j}}};" for j in range(4)]
     return "\n".join(["{", *registers, *lines, *results, "}"])
