@@ -6,7 +6,7 @@ neither sorted before they are sent, nor again where they arrive (Megatron-LM's 
 dispatcher). Partial sums return by all-to-all, and their device adds them in float32.
 
 A device has as many copies as the load gives it. The first pass has room for a balanced load and a
-sixteenth more; further passes, as many as needed, run the rest.
+sixteenth more; further passes of a balanced load, as many as needed, run the rest.
 """
 
 import functools
@@ -17,9 +17,6 @@ import jax
 import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 from jaxtyping import Array, Float, Int
-
-# Each further pass has room for 1 / PARTS of a balanced load.
-PARTS = 8
 
 
 class LocalPass(NamedTuple):
@@ -83,14 +80,13 @@ def local_experts(
     """Sums over the copies of each token that are rows of this device, [G, D].
 
     tokens: x_GD and weights_Gk. row: -1 for copies of other devices. The backward pass repeats the
-    computation; XLA instead keeps what the forward pass computed, except in the loop.
+    computation; XLA instead keeps what the forward pass computed, except in further passes.
     """
 
-    def one(part: LocalPass, sums: Array | None) -> Array:
-        y_SD = network(*permuted_tokens(tokens, part), ups, down_eFD, part.sizes_e)
-        return sum_of_passes(sums, kernels.sum_rows(y_SD, part.row_Gk))
-
-    return for_each_pass(one, row_Gk, sizes_e)
+    run = lambda part: network(*permuted_tokens(tokens, part), ups, down_eFD, part.sizes_e)
+    return for_each_pass(
+        run, lambda y_SD, part: kernels.sum_rows(y_SD, part.row_Gk), row_Gk, sizes_e
+    )
 
 
 def permuted_tokens(tokens: tuple[Array, Array], part: LocalPass) -> tuple[Array, Array]:
@@ -101,28 +97,41 @@ def permuted_tokens(tokens: tuple[Array, Array], part: LocalPass) -> tuple[Array
     return rows_SD, kernels.gather_rows(weights_Gk.reshape(-1, 1), part.copy_S)
 
 
-def sum_of_passes[Sums](sums: Sums | None, more: Sums) -> Sums:
-    """The sum of two trees of arrays, each in float32 and in its dtype."""
-    if sums is None:
-        return more
-    return jax.tree.map(lambda a, b: (in_float32(a) + in_float32(b)).astype(a.dtype), sums, more)
-
-
 def in_float32(x: Array) -> Array:
     """16-bit arrays in float32."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def for_each_pass[State](
-    one: Callable[[LocalPass, State | None], State], row_Gk: Array, sizes_e: Array
-) -> State:
-    """Run all passes; the first is not in a loop."""
-    balanced = row_Gk.size // jax.lax.axis_size("expert")
-    width, more = min(row_Gk.size, balanced + balanced // 16), -(-balanced // PARTS)
-    state = one(local_pass(0, width, row_Gk, sizes_e), None)
-    left = jnp.maximum(jnp.sum(sizes_e) - width, 0)
-    next_one = lambda i, state: one(local_pass(width + i * more, more, row_Gk, sizes_e), state)
-    return jax.lax.fori_loop(0, -(-left // more), next_one, state)
+def for_each_pass[Rows, Sums](
+    run: Callable[[LocalPass], Rows],
+    sums_of: Callable[[Rows, LocalPass], Sums],
+    row_Gk: Array,
+    sizes_e: Array,
+) -> Sums:
+    """Run all passes and add their sums in float32: one pass always, others if rows are left.
+
+    `sums_of` the first pass's rows is in the branches, since a branch that changes nothing copies
+    it. With two devices at most one pass is left, and nothing is in a loop. XLA puts branches into
+    a CUDA graph; a loop's condition is read by the host, which waits for the GPU.
+    """
+    balanced, count = row_Gk.size // jax.lax.axis_size("expert"), jnp.sum(sizes_e)
+    width = min(row_Gk.size, balanced + balanced // 16)
+    first = local_pass(0, width, row_Gk, sizes_e)
+
+    def add(i: Array | int, total: Sums) -> Sums:
+        part = local_pass(width + i * balanced, balanced, row_Gk, sizes_e)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, sums_of(run(part), part))
+
+    def with_others(rows: Rows) -> Sums:
+        sums = sums_of(rows, first)
+        total = jax.tree.map(in_float32, sums)
+        if row_Gk.size <= width + balanced:
+            total = add(0, total)
+        else:
+            total = jax.lax.fori_loop(0, -(-(count - width) // balanced), add, total)
+        return jax.tree.map(lambda a, b: a.astype(b.dtype), total, sums)
+
+    return jax.lax.cond(count > width, with_others, lambda rows: sums_of(rows, first), run(first))
 
 
 def local_pass(first: Array | int, width: int, row_Gk: Array, sizes_e: Array) -> LocalPass:
@@ -145,18 +154,18 @@ def _backward(network: Callable[..., Array], given: Any, g_GD: Array) -> Any:
     tokens, row_Gk, sizes_e, *matrices = given
     k = row_Gk.shape[1]
 
-    def one(part: LocalPass, sums: Any) -> Any:
-        run = lambda rows, ups, down: network(*rows, ups, down, part.sizes_e)
-        pull = jax.vjp(run, permuted_tokens(tokens, part), *matrices)[1]
-        (drows_SD, dweights_S1), *dw = pull(kernels.gather_rows(g_GD, part.copy_S // k))
+    def run(part: LocalPass) -> Any:
+        layer = lambda rows, ups, down: network(*rows, ups, down, part.sizes_e)
+        pull = jax.vjp(layer, permuted_tokens(tokens, part), *matrices)[1]
+        return pull(kernels.gather_rows(g_GD, part.copy_S // k))
+
+    def sums_of(gradients: Any, part: LocalPass) -> Any:
+        (drows_SD, dweights_S1), *dw = gradients
         dx_GD = kernels.sum_rows(drows_SD, part.row_Gk)
         dweights_M1 = kernels.gather_rows(dweights_S1, part.row_Gk.reshape(-1))
-        return sum_of_passes(
-            sums, (dx_GD, dweights_M1.reshape(-1, k), jax.tree.map(in_float32, dw))
-        )
+        return dx_GD, dweights_M1.reshape(-1, k), dw
 
-    dx_GD, dweights_Gk, dw = for_each_pass(one, row_Gk, sizes_e)
-    dw = jax.tree.map(lambda total, w: total.astype(w.dtype), dw, matrices)
+    dx_GD, dweights_Gk, dw = for_each_pass(run, sums_of, row_Gk, sizes_e)
     return (dx_GD, dweights_Gk), None, None, *dw
 
 
