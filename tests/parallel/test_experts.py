@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import close, mesh_of
 
-from jaxtrain.parallel import experts, moe_dispatch_combine
+from jaxtrain.parallel import experts, gathered_experts, moe_dispatch_combine
 
 B, T, D, F, E, K = 8, 4, 6, 10, 8, 3
 
@@ -175,17 +175,30 @@ def with_choices(picks):
 def test_a_second_pass_takes_the_rows_that_the_first_had_no_room_for():
     """Two devices gather 64 copies. The second has 48 of them, three quarters of both experts of
     each token: a pass of 34 rows, which would take an even load and a sixteenth more, and one of
-    32. The first has 16. The backward pass computes them again."""
+    32. The first has 16. The backward pass computes them again, a second pass once for tokens and
+    once for matrices."""
     picks = np.where(np.arange(B * T)[:, None] % 4 == 0, [0, 1], [5, 6])
-    assert rows_of_networks(with_choices(picks)) == sorted(2 * [(34, 16), (34, 34), (32, 14)])
+    expected = 2 * [(34, 16), (34, 34)] + 3 * [(32, 14)]
+    assert rows_of_networks(with_choices(picks)) == sorted(expected)
 
 
 @pytest.mark.slow
 def test_one_of_four_devices_may_get_all_rows_or_none():
     """Four devices gather 128 copies, all for the last one's two experts. An even load is 32."""
     picks = np.broadcast_to([6, 7, 6, 7], (B * T, 4))
-    expected = 2 * [*3 * [(34, 0)], (34, 34), *2 * [(32, 32)], (32, 30)]
+    expected = 2 * [*3 * [(34, 0)], (34, 34)] + 3 * [*2 * [(32, 32)], (32, 30)]
     assert rows_of_networks(with_choices(picks), 4) == sorted(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", ["even", "uneven"])
+def test_chunks_of_tokens_have_the_sums_of_all(monkeypatch, chosen):
+    """Two chunks of 16 tokens a device. All of one chunk may be for one device."""
+    monkeypatch.setattr(gathered_experts, "MIN_CHUNK", 8)
+    even = np.random.default_rng(2).integers(0, E, (B * T, 2))
+    picks = even if chosen == "even" else np.where(np.arange(B * T)[:, None] % 16 < 8, 1, [5, 6])
+    args = with_choices(picks)
+    close(ours(args, mesh_of(expert=2)), by_loop(*args), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -198,11 +211,11 @@ def test_what_no_row_was_put_into_is_not_read(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "loops", "products"), [({}, 0, 11), ({"expert": 2}, 0, 24), ({"expert": 4}, 2, 36)]
+    ("sizes", "loops", "products"), [({}, 0, 11), ({"expert": 2}, 0, 33), ({"expert": 4}, 2, 36)]
 )
 def test_what_an_expert_made_is_not_made_again_for_the_backward_pass(sizes, loops, products):
     """Three grouped matmuls forward, six for the gradients; recomputed, the two that read the token
-    (between devices all three, in a pass and a branch or in two rounds and a loop: the backward
+    (between devices all three, in a pass and two branches or in two rounds and a loop: the backward
     pass computes each by itself, and nothing else is recomputed)."""
     x, chosen, *weights = jax.tree.map(jnp.asarray, arguments())[:-1]
     x, *weights = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *weights))
