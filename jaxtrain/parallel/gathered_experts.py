@@ -66,8 +66,9 @@ def _forward(network: Network, x_ND: Array, chosen_Nk: Array, *given: Any) -> tu
         sums_of = lambda y_SD, part: kernels.sum_rows(y_SD, part.row_Gk)
         return sum_of_passes([run], sums_of, [run(first_pass(chunk))], [chunk])
 
-    xs, sums = in_turn([functools.partial(local_sums, chunk) for chunk in chunks], xs)
-    return jnp.concatenate([sum_partials(y_GD) for y_GD in sums]), (xs, chunks, matrices)
+    runs = [functools.partial(local_sums, chunk) for chunk in chunks]
+    xs, y_nMD = in_turn(runs, xs, sum_partials)
+    return jnp.concatenate(y_nMD), (xs, chunks, matrices)
 
 
 def _backward(network: Network, given: Any, g_ND: Array) -> Any:
@@ -95,14 +96,14 @@ def _backward(network: Network, given: Any, g_ND: Array) -> Any:
         return sum_of_passes([lambda part: run(part)[0]], sums_of, [drows], [chunk])
 
     came = [gather_tokens(g_MD) for g_MD in jnp.split(g_ND, len(chunks))]
-    each = zip(chunks, xs, strict=True)
-    _, sums = in_turn([functools.partial(local_sums, chunk, x_GD) for chunk, x_GD in each], came)
-    dx = [sum_partials(dx_GD) for dx_GD, _ in sums]
+    runs = [functools.partial(local_sums, *given) for given in zip(chunks, xs, strict=True)]
+    _, sums = in_turn(runs, came, lambda sums: (sum_partials(sums[0]), sums[1]))
     # Gradients of matrices hide the last exchange of tokens. Only then, weights': they are small.
-    dx, sums, dw_firsts = jax.lax.optimization_barrier((dx, sums, dw_firsts))
+    sums, dw_firsts = jax.lax.optimization_barrier((sums, dw_firsts))
+    dx, dweights = zip(*sums, strict=True)
     devices, k = jax.lax.axis_size("expert"), chunks[0].row_Gk.shape[1]
-    dweights = [dweights_Gk.reshape(devices, -1, k) for _, dweights_Gk in sums]
-    dweights_Nk = sum_partials(jnp.concatenate(dweights, axis=1).reshape(-1, k))
+    dweights_WNk = jnp.concatenate([d.reshape(devices, -1, k) for d in dweights], axis=1)
+    dweights_Nk = sum_partials(dweights_WNk.reshape(-1, k))
     dw = sum_of_passes(dw_of, lambda dw, _: dw, dw_firsts, chunks)
     return jnp.concatenate(dx), None, dweights_Nk, *dw
 
@@ -129,19 +130,24 @@ def gather_chunks(
     ]
 
 
-def in_turn[Sums](
-    runs: Sequence[Callable[[Array], Sums]], came: Sequence[Array]
-) -> tuple[list[Array], list[Sums]]:
-    """Call each function with what came from other devices for it; return these and the results.
+def in_turn[Sums, Sent](
+    runs: Sequence[Callable[[Array], Sums]],
+    came: Sequence[Array],
+    send: Callable[[Sums], Sent],
+) -> tuple[list[Array], list[Sent]]:
+    """Call each function with what came from other devices for it, and send its result; return what
+    came and what was sent.
 
-    Barriers make XLA run one after the other: what the next one takes may come meanwhile.
+    Barriers make XLA run one function after the other: while one runs, what the next one takes
+    comes, and what the one before returned is sent.
     """
-    came, sums = list(came), []
-    for i, run in enumerate(runs):
-        if i:
-            came[i], sums[-1] = jax.lax.optimization_barrier((came[i], sums[-1]))
-        sums.append(run(came[i]))
-    return came, sums
+    came, sent = list(came), []
+    sums = runs[0](came[0])
+    for i, run in enumerate(runs[1:], 1):
+        came[i], sums = jax.lax.optimization_barrier((came[i], sums))
+        sent.append(send(sums))
+        sent[-1], sums = jax.lax.optimization_barrier((sent[-1], run(came[i])))
+    return came, [*sent, send(sums)]
 
 
 def rows_of_device(chosen_Gk: Array, local: int) -> tuple[Array, Array]:
