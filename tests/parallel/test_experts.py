@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import close, mesh_of
 
-from jaxtrain.parallel import experts, gathered_experts, moe_dispatch_combine
+from jaxtrain.parallel import experts, moe_dispatch_combine
 
 B, T, D, F, E, K = 8, 4, 6, 10, 8, 3
 
@@ -188,17 +188,6 @@ def test_one_of_four_devices_may_get_all_rows_or_none():
     picks = np.broadcast_to([6, 7, 6, 7], (B * T, 4))
     expected = 2 * [*3 * [(34, 0)], (34, 34)] + 3 * [*2 * [(32, 32)], (32, 30)]
     assert rows_of_networks(with_choices(picks), 4) == sorted(expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chosen", ["even", "uneven"])
-def test_chunks_of_tokens_have_the_sums_of_all(monkeypatch, chosen):
-    """Two chunks of 16 tokens a device. All of one chunk may be for one device."""
-    monkeypatch.setattr(gathered_experts, "MIN_CHUNK", 8)
-    even = np.random.default_rng(2).integers(0, E, (B * T, 2))
-    picks = even if chosen == "even" else np.where(np.arange(B * T)[:, None] % 16 < 8, 1, [5, 6])
-    args = with_choices(picks)
-    close(ours(args, mesh_of(expert=2)), by_loop(*args), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
