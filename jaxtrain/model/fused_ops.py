@@ -20,6 +20,8 @@ from jaxtrain.parallel.axes import current_mesh
 from jaxtrain.settings import UserError
 
 PLAIN = FusedOps.model_validate("xla")
+# Mesh axes that leave attention's matrices whole or split them by heads.
+HEAD_AXES = ("data", "expert", "tensor")
 
 
 def fastest(fused: FusedOps, c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStruct) -> FusedOps:
@@ -45,8 +47,8 @@ def gains_by_joining(
 ) -> bool:
     """Whether one joint QKV array is faster, by our measurements.
 
-    That is with bf16 matmuls and no recomputation, on one device, or with weights that are
-    replicated or sharded over `tensor` by heads.
+    That is with bf16 matmuls and no recomputation, on one device, or with attention weights that
+    are replicated or sharded over `tensor` by heads.
     """
     chosen = c.attention or fused.rope or c.fp8 or c.weight_form or c.deterministic_attention
     remat = {c.remat, c.remat_short or c.remat} != {"none"}
@@ -55,7 +57,7 @@ def gains_by_joining(
     mesh, shards = current_mesh(), 1
     if mesh is not None:
         shards = mesh.shape["tensor"]
-        others = any(n > 1 for axis, n in mesh.shape.items() if axis not in ("data", "tensor"))
+        others = any(n > 1 for axis, n in mesh.shape.items() if axis not in HEAD_AXES)
         if others or (shards > 1 and not splits_heads(x_BTD, c.heads, c.kv_heads)):
             return False
     B, T, _ = x_BTD.shape

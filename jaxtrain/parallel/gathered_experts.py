@@ -5,8 +5,11 @@ all-gather of tokens over top_k devices. Up to that number the all-gather is che
 neither sorted before they are sent, nor again where they arrive (Megatron-LM's `allgather` token
 dispatcher). Partial sums return by all-to-all, and their device adds them in float32.
 
+Barriers tell XLA's scheduler what runs beside exchanges: the router beside the gathering of tokens,
+and gradients of matrices beside the sending of tokens' gradients.
+
 A device has as many copies as the load gives it. The first pass has room for a balanced load and a
-sixteenth more; further passes, as many as needed, run the rest.
+sixteenth more; further passes of a balanced load, as many as needed, run the rest.
 """
 
 import functools
@@ -18,8 +21,17 @@ import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 from jaxtyping import Array, Float, Int
 
-# Each further pass has room for 1 / PARTS of a balanced load.
-PARTS = 8
+# (rows [M, D], their weights [M, 1], ups, down, sizes_e) -> rows [M, D]
+Network = Callable[..., Array]
+
+
+class Copies(NamedTuple):
+    """The tokens of all devices of `expert`, and where their copies are on this device."""
+
+    x_GD: Array
+    weights_Gk: Array
+    row_Gk: Array  # row of each copy, sorted by expert; -1 for copies of other devices
+    sizes_e: Array  # number of rows of each expert of this device
 
 
 class LocalPass(NamedTuple):
@@ -30,8 +42,9 @@ class LocalPass(NamedTuple):
     sizes_e: Array  # number of rows of each expert of this device
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gathered_experts(
-    network: Callable[..., Array],
+    network: Network,
     x_ND: Float[Array, "N D"],
     chosen_Nk: Int[Array, "N k"],
     weights_Nk: Float[Array, "N k"],
@@ -39,27 +52,67 @@ def gathered_experts(
     down_eFD: Float[Array, "e F D"],
 ) -> Float[Array, "N D"]:
     """Sum over a token's experts, on whatever device of `expert` they are, of weight x network."""
-    local, devices = len(down_eFD), jax.lax.axis_size("expert")
-    chosen_Gk = jax.lax.all_gather(chosen_Nk, "expert", tiled=True)
-    row_Gk, sizes_E = kernels.row_id_map(chosen_Gk, devices * local)
+    return _forward(network, x_ND, chosen_Nk, weights_Nk, ups_eDF, down_eFD)[0]
+
+
+def _forward(network: Network, x_ND: Array, chosen_Nk: Array, *given: Any) -> tuple[Array, Any]:
+    weights_Nk, *matrices = given
+    # The tokens come while the router computes; what it chose comes later.
+    x_GD, chosen_Nk, weights_Nk = jax.lax.optimization_barrier(
+        (gather_tokens(x_ND), chosen_Nk, weights_Nk)
+    )
+    rows = rows_of_device(gather_tokens(chosen_Nk), len(matrices[1]))
+    copies = Copies(x_GD, gather_tokens(weights_Nk), *rows)
+    run = lambda part: network(*permuted_tokens(copies, part), *matrices, part.sizes_e)
+    sums_of = lambda y_SD, part: kernels.sum_rows(y_SD, part.row_Gk)
+    y_GD = sum_of_passes(run, sums_of, run(first_pass(copies)), copies)
+    return sum_partials(y_GD), (copies, matrices)
+
+
+def _backward(network: Network, given: Any, g_ND: Array) -> Any:
+    """Gradients of tokens, weights and matrices. It repeats the forward computation; XLA instead
+    keeps what the forward pass computed, except in further passes."""
+    copies, matrices = given
+    g_GD = gather_tokens(g_ND)
+
+    def run(part: LocalPass) -> Any:
+        layer = lambda rows, *matrices: network(*rows, *matrices, part.sizes_e)
+        pull = jax.vjp(layer, permuted_tokens(copies, part), *matrices)[1]
+        drows, *dw = pull(kernels.gather_rows(g_GD, part.copy_S // copies.row_Gk.shape[1]))
+        return drows, tuple(dw)
+
+    def sums_of(drows: tuple[Array, Array], part: LocalPass) -> tuple[Array, Array]:
+        drows_SD, dweights_S1 = drows
+        dweights_Gk = kernels.gather_rows(dweights_S1, part.row_Gk.reshape(-1))
+        return kernels.sum_rows(drows_SD, part.row_Gk), dweights_Gk.reshape(part.row_Gk.shape)
+
+    drows, dw = run(first_pass(copies))
+    dx_GD, dweights_Gk = sum_of_passes(lambda part: run(part)[0], sums_of, drows, copies)
+    # Gradients of matrices hide the exchange of tokens. Only then, weights': they are small.
+    dx_ND, dweights_Gk, dw = jax.lax.optimization_barrier((sum_partials(dx_GD), dweights_Gk, dw))
+    dw = sum_of_passes(lambda part: run(part)[1], lambda dw, _: dw, dw, copies)
+    return dx_ND, None, sum_partials(dweights_Gk), *dw
+
+
+gathered_experts.defvjp(_forward, _backward)
+
+
+def rows_of_device(chosen_Gk: Array, local: int) -> tuple[Array, Array]:
+    """`Copies.row_Gk` and `Copies.sizes_e`."""
+    experts = jnp.arange(jax.lax.axis_size("expert") * local)
+    row_Gk, sizes_E = kernels.row_id_map(chosen_Gk, len(experts))
     mine = jax.lax.axis_index("expert") * local
-    own_E = (jnp.arange(devices * local) >= mine) & (jnp.arange(devices * local) < mine + local)
-    before = jnp.sum(jnp.where(jnp.arange(devices * local) < mine, sizes_E, 0))
-    count = jnp.sum(jnp.where(own_E, sizes_E, 0))
+    before = jnp.sum(jnp.where(experts < mine, sizes_E, 0))
+    count = jnp.sum(jnp.where((experts >= mine) & (experts < mine + local), sizes_E, 0))
     row_Gk = jnp.where((row_Gk >= before) & (row_Gk < before + count), row_Gk - before, -1)
-    sizes_e = jax.lax.dynamic_slice(sizes_E, (mine,), (local,))
-    tokens = gather_tokens(x_ND), gather_tokens(weights_Nk)
-    y_GD = local_experts(network, tokens, row_Gk, sizes_e, tuple(ups_eDF), down_eFD)
-    return sum_partials(y_GD)
+    return row_Gk, jax.lax.dynamic_slice(sizes_E, (mine,), (local,))
 
 
-@jax.custom_vjp
 def gather_tokens(x_ND: Array) -> Array:
-    """The tokens of all devices of `expert`. The gradient is `sum_partials`."""
+    """The tokens of all devices of `expert`."""
     return jax.lax.all_gather(x_ND, "expert", tiled=True)
 
 
-@jax.custom_vjp
 def sum_partials(y_GD: Array) -> Array:
     """Sum of all devices' partial sums for this device's tokens, in float32, in y's dtype."""
     came_GD = jax.lax.all_to_all(y_GD, "expert", 0, 0, tiled=True)
@@ -67,45 +120,11 @@ def sum_partials(y_GD: Array) -> Array:
     return jnp.sum(came_WND, axis=0, dtype=jnp.float32).astype(y_GD.dtype)
 
 
-gather_tokens.defvjp(lambda x: (gather_tokens(x), None), lambda _, g: (sum_partials(g),))
-sum_partials.defvjp(lambda y: (sum_partials(y), None), lambda _, g: (gather_tokens(g),))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def local_experts(
-    network: Callable[..., Array],
-    tokens: tuple[Array, Array],
-    row_Gk: Array,
-    sizes_e: Array,
-    ups: tuple[Array, ...],
-    down_eFD: Array,
-) -> Array:
-    """Sums over the copies of each token that are rows of this device, [G, D].
-
-    tokens: x_GD and weights_Gk. row: -1 for copies of other devices. The backward pass repeats the
-    computation; XLA instead keeps what the forward pass computed, except in the loop.
-    """
-
-    def one(part: LocalPass, sums: Array | None) -> Array:
-        y_SD = network(*permuted_tokens(tokens, part), ups, down_eFD, part.sizes_e)
-        return sum_of_passes(sums, kernels.sum_rows(y_SD, part.row_Gk))
-
-    return for_each_pass(one, row_Gk, sizes_e)
-
-
-def permuted_tokens(tokens: tuple[Array, Array], part: LocalPass) -> tuple[Array, Array]:
+def permuted_tokens(copies: Copies, part: LocalPass) -> tuple[Array, Array]:
     """Tokens and weights of a pass's rows; zeros in empty ones."""
-    x_GD, weights_Gk = tokens
-    k = weights_Gk.shape[1]
-    rows_SD = kernels.gather_rows(x_GD, part.copy_S // k)
-    return rows_SD, kernels.gather_rows(weights_Gk.reshape(-1, 1), part.copy_S)
-
-
-def sum_of_passes[Sums](sums: Sums | None, more: Sums) -> Sums:
-    """The sum of two trees of arrays, each in float32 and in its dtype."""
-    if sums is None:
-        return more
-    return jax.tree.map(lambda a, b: (in_float32(a) + in_float32(b)).astype(a.dtype), sums, more)
+    k = copies.weights_Gk.shape[1]
+    rows_SD = kernels.gather_rows(copies.x_GD, part.copy_S // k)
+    return rows_SD, kernels.gather_rows(copies.weights_Gk.reshape(-1, 1), part.copy_S)
 
 
 def in_float32(x: Array) -> Array:
@@ -113,51 +132,51 @@ def in_float32(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def for_each_pass[State](
-    one: Callable[[LocalPass, State | None], State], row_Gk: Array, sizes_e: Array
-) -> State:
-    """Run all passes; the first is not in a loop."""
-    balanced = row_Gk.size // jax.lax.axis_size("expert")
-    width, more = min(row_Gk.size, balanced + balanced // 16), -(-balanced // PARTS)
-    state = one(local_pass(0, width, row_Gk, sizes_e), None)
-    left = jnp.maximum(jnp.sum(sizes_e) - width, 0)
-    next_one = lambda i, state: one(local_pass(width + i * more, more, row_Gk, sizes_e), state)
-    return jax.lax.fori_loop(0, -(-left // more), next_one, state)
+def first_pass(copies: Copies) -> LocalPass:
+    """Room for a balanced load and a sixteenth more."""
+    balanced = copies.row_Gk.size // jax.lax.axis_size("expert")
+    return local_pass(0, min(copies.row_Gk.size, balanced + balanced // 16), copies)
 
 
-def local_pass(first: Array | int, width: int, row_Gk: Array, sizes_e: Array) -> LocalPass:
+def sum_of_passes[Rows, Sums](
+    run: Callable[[LocalPass], Rows],
+    sums_of: Callable[[Rows, LocalPass], Sums],
+    first: Rows,
+    copies: Copies,
+) -> Sums:
+    """Sums of the first pass, and in float32 of the other passes if rows are left for them.
+
+    first: `run` of the first pass. `sums_of` it is in the branches, since a branch that changes
+    nothing copies it. With two devices at most one pass is left, and nothing is in a loop. XLA puts
+    branches into a CUDA graph; a loop's condition is read by the host, which waits for the GPU.
+    """
+    part, number = first_pass(copies), copies.row_Gk.size
+    balanced, width = number // jax.lax.axis_size("expert"), len(part.copy_S)
+    count = jnp.sum(copies.sizes_e)
+
+    def add(i: Array | int, total: Sums) -> Sums:
+        other = local_pass(width + i * balanced, balanced, copies)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, sums_of(run(other), other))
+
+    def with_others(first: Rows) -> Sums:
+        sums = sums_of(first, part)
+        total = jax.tree.map(in_float32, sums)
+        if number <= width + balanced:
+            total = add(0, total)
+        else:
+            total = jax.lax.fori_loop(0, -(-(count - width) // balanced), add, total)
+        return jax.tree.map(lambda a, b: a.astype(b.dtype), total, sums)
+
+    return jax.lax.cond(count > width, with_others, lambda first: sums_of(first, part), first)
+
+
+def local_pass(first: Array | int, width: int, copies: Copies) -> LocalPass:
     """The pass of rows first .. first + width - 1."""
-    row_Gk = row_Gk - first
+    row_Gk = copies.row_Gk - first
     row_Gk = jnp.where((row_Gk >= 0) & (row_Gk < width), row_Gk, width)
     copy_M = jnp.arange(row_Gk.size, dtype=jnp.int32)
     empty_S = jnp.full(width, row_Gk.size, jnp.int32)
     copy_S = empty_S.at[row_Gk.reshape(-1)].set(copy_M, mode="drop")
-    ends_e = jnp.cumsum(sizes_e) - first
+    ends_e = jnp.cumsum(copies.sizes_e) - first
     inside = lambda ends: jnp.clip(ends, 0, width)
-    return LocalPass(copy_S, row_Gk, inside(ends_e) - inside(ends_e - sizes_e))
-
-
-def _forward(network: Callable[..., Array], *given: Any) -> tuple[Array, Any]:
-    return local_experts(network, *given), given
-
-
-def _backward(network: Callable[..., Array], given: Any, g_GD: Array) -> Any:
-    tokens, row_Gk, sizes_e, *matrices = given
-    k = row_Gk.shape[1]
-
-    def one(part: LocalPass, sums: Any) -> Any:
-        run = lambda rows, ups, down: network(*rows, ups, down, part.sizes_e)
-        pull = jax.vjp(run, permuted_tokens(tokens, part), *matrices)[1]
-        (drows_SD, dweights_S1), *dw = pull(kernels.gather_rows(g_GD, part.copy_S // k))
-        dx_GD = kernels.sum_rows(drows_SD, part.row_Gk)
-        dweights_M1 = kernels.gather_rows(dweights_S1, part.row_Gk.reshape(-1))
-        return sum_of_passes(
-            sums, (dx_GD, dweights_M1.reshape(-1, k), jax.tree.map(in_float32, dw))
-        )
-
-    dx_GD, dweights_Gk, dw = for_each_pass(one, row_Gk, sizes_e)
-    dw = jax.tree.map(lambda total, w: total.astype(w.dtype), dw, matrices)
-    return (dx_GD, dweights_Gk), None, None, *dw
-
-
-local_experts.defvjp(_forward, _backward)
+    return LocalPass(copy_S, row_Gk, inside(ends_e) - inside(ends_e - copies.sizes_e))

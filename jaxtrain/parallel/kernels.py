@@ -265,13 +265,16 @@ def embedding_grad(
         )
 
     mesh, split = current_mesh(), embedding_spec((size, rows_BTD.shape[-1]))
-    if mesh is not None and split is not None and places_BT.ndim == 2:
+    if mesh is None or places_BT.ndim != 2:
+        return sums(rows_BTD, places_BT)
+    if split is not None:
         return sharded_embedding_grad(rows_BTD, places_BT, size, dtype, split)
-    if mesh is None or mesh.shape["data"] != mesh.size or places_BT.ndim != 2:
+    if prod(mesh.shape[name] for name in ("data", "expert", "context")) != mesh.size:
         return sums(rows_BTD, places_BT)  # XLA shards it like the table
-    (batch,) = partition_spec(("batch",), places_BT.shape[:1], mesh)
-    local = lambda *arrays: jax.lax.psum(sums(*arrays), batch) if batch else sums(*arrays)
-    return shard_map(local, (P(batch), P(batch)), P())(rows_BTD, places_BT)
+    texts = partition_spec(("batch", "tokens"), places_BT.shape, mesh)
+    apart = mesh_axes_in(texts[0]) + mesh_axes_in(texts[1])
+    local = lambda *arrays: jax.lax.psum(sums(*arrays), apart) if apart else sums(*arrays)
+    return shard_map(local, (P(*texts, None), texts), P())(rows_BTD, places_BT)
 
 
 def sharded_embedding_grad(

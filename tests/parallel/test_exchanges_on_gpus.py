@@ -4,6 +4,8 @@ Run it with NCCL_CTA_POLICY=2 and with 0 in the environment: with 2, as in train
 send what is in symmetric memory. NCCL reads that once, so one process cannot try both.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import jaxtrain_kernels as kernels
@@ -27,9 +29,11 @@ def arrays(*shapes):
     ]
 
 
-def expert_layer(x, up, down):
+def expert_layer(x, up, down, first=0):
+    """first: no token chooses an expert before it."""
     key = jax.random.key(1)
-    chosen, weights = jax.random.randint(key, (B, T, 2), 0, E), jax.random.uniform(key, (B, T, 2))
+    chosen = jax.random.randint(key, (B, T, 2), first, E)
+    weights = jax.random.uniform(key, (B, T, 2))
 
     def network(rows, weights, ups, down, sizes):
         return kernels.grouped_feed_forward_relu2(rows, ups[0], down, weights, sizes)
@@ -45,19 +49,22 @@ def tensor_layer(x, q, out, up, down):
     return jnp.sum(jnp.sin(z.astype(jnp.float32)))
 
 
+MATRICES = (E, D, F), (E, F, D)
 LAYERS = {
-    "expert": (expert_layer, ((B, T, D), (E, D, F), (E, F, D))),
-    "tensor": (tensor_layer, ((B, T, D), (D, D), (D, D), (D, 2 * F), (2 * F, D))),
+    "even": ("expert", expert_layer, ((B, T, D), *MATRICES)),
+    # The second device has all rows, and the branch that runs what the first pass leaves.
+    "uneven": ("expert", functools.partial(expert_layer, first=E // 2), ((B, T, D), *MATRICES)),
+    "tensor": ("tensor", tensor_layer, ((B, T, D), (D, D), (D, D), (D, 2 * F), (2 * F, D))),
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("symmetric", [False, True], ids=["plain", "symmetric"])
-@pytest.mark.parametrize("axis", LAYERS)
-def test_a_layer_over_two_gpus_is_that_of_one(axis, symmetric):
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_over_two_gpus_is_that_of_one(kind, symmetric):
     if jax.device_count() < 2:
         pytest.skip("needs two GPUs")
-    layer, shapes = LAYERS[axis]
+    axis, layer, shapes = LAYERS[kind]
     given = arrays(*shapes)
     run = jax.value_and_grad(layer, tuple(range(len(given))))
     expected = jax.jit(run)(*given)

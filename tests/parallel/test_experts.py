@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import close, mesh_of
 
-from jaxtrain.parallel import experts, gathered_experts, moe_dispatch_combine
+from jaxtrain.parallel import experts, moe_dispatch_combine
 
 B, T, D, F, E, K = 8, 4, 6, 10, 8, 3
 
@@ -136,8 +136,8 @@ def test_nothing_is_dropped_when_all_tokens_want_the_same_experts():
     assert found[0][1].tolist() == [0, 0, 0, 0, B * T, B * T, 0, B * T]
 
 
-def rows_of_networks(args):
-    """Rows that each call of the network has room for and that it has, on two devices. The result
+def rows_of_networks(args, devices=2):
+    """Rows that each call of the network has room for and that it has, on all devices. The result
     equals the loop's."""
     seen = []
 
@@ -145,7 +145,8 @@ def rows_of_networks(args):
         jax.debug.callback(lambda rows: seen.append((len(x_MD), int(rows))), others[-1].sum())
         return network(x_MD, *others)
 
-    close(ours(args, mesh_of(expert=2), network=watched), by_loop(*args), rtol=1e-5, atol=1e-5)
+    found = ours(args, mesh_of(expert=devices), network=watched)
+    close(found, by_loop(*args), rtol=1e-5, atol=1e-5)
     jax.effects_barrier()
     return sorted(seen)
 
@@ -163,15 +164,30 @@ def test_there_are_as_many_rounds_as_the_longest_list_takes():
     )
 
 
+def with_choices(picks):
+    """Arguments whose tokens chose `picks`, [tokens, k]."""
+    k = picks.shape[1]
+    args = arguments(picks.reshape(B, T, k))
+    return *args[:2], np.random.default_rng(1).normal(size=(B, T, k)), *args[3:]
+
+
 @pytest.mark.slow
-def test_there_are_as_many_passes_as_the_rows_of_a_device_take():
+def test_a_second_pass_takes_the_rows_that_the_first_had_no_room_for():
     """Two devices gather 64 copies. The second has 48 of them, three quarters of both experts of
-    each token: a pass of 34 rows, which would take an even load and a sixteenth more, and four of
-    4. The first has 16. The backward pass computes them again."""
+    each token: a pass of 34 rows, which would take an even load and a sixteenth more, and one of
+    32. The first has 16. The backward pass computes them again, a second pass once for tokens and
+    once for matrices."""
     picks = np.where(np.arange(B * T)[:, None] % 4 == 0, [0, 1], [5, 6])
-    args = arguments(picks.reshape(B, T, 2))
-    args = *args[:2], args[2][..., :2], *args[3:]
-    assert rows_of_networks(args) == sorted(2 * [(34, 16), (34, 34), *3 * [(4, 4)], (4, 2)])
+    expected = 2 * [(34, 16), (34, 34)] + 3 * [(32, 14)]
+    assert rows_of_networks(with_choices(picks)) == sorted(expected)
+
+
+@pytest.mark.slow
+def test_one_of_four_devices_may_get_all_rows_or_none():
+    """Four devices gather 128 copies, all for the last one's two experts. An even load is 32."""
+    picks = np.broadcast_to([6, 7, 6, 7], (B * T, 4))
+    expected = 2 * [*3 * [(34, 0)], (34, 34)] + 3 * [*2 * [(32, 32)], (32, 30)]
+    assert rows_of_networks(with_choices(picks), 4) == sorted(expected)
 
 
 @pytest.mark.slow
@@ -184,12 +200,12 @@ def test_what_no_row_was_put_into_is_not_read(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "loops", "products"), [({}, 0, 11), ({"expert": 2}, 2, 24), ({"expert": 4}, 2, 36)]
+    ("sizes", "loops", "products"), [({}, 0, 11), ({"expert": 2}, 0, 33), ({"expert": 4}, 2, 36)]
 )
 def test_what_an_expert_made_is_not_made_again_for_the_backward_pass(sizes, loops, products):
     """Three grouped matmuls forward, six for the gradients; recomputed, the two that read the token
-    (between devices all three, in a pass or two rounds, and in a loop: the backward pass computes
-    each by itself, and nothing else is recomputed)."""
+    (between devices all three, in a pass and two branches or in two rounds and a loop: the backward
+    pass computes each by itself, and nothing else is recomputed)."""
     x, chosen, *weights = jax.tree.map(jnp.asarray, arguments())[:-1]
     x, *weights = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *weights))
     run = jax.checkpoint(lambda x, *weights: moe_dispatch_combine(network, x, chosen, *weights)[0])
@@ -200,17 +216,14 @@ def test_what_an_expert_made_is_not_made_again_for_the_backward_pass(sizes, loop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copies", [1, 2])
-def test_gradients_in_bfloat16_are_summed_over_rounds_in_float32(monkeypatch, copies):
-    """512 tokens, all alike, for one of two devices: one large round or pass, then two rows or a
-    few at a time. In bfloat16 a sum of hundreds would not notice two more."""
+def test_gradients_in_bfloat16_are_summed_over_rounds_in_float32(monkeypatch):
+    """512 tokens, all alike, for one of two devices: one large round, then two rows at a time. In
+    bfloat16 a sum of hundreds would not notice two more."""
     monkeypatch.setattr(experts, "ROUNDS", 1)
     monkeypatch.setattr(experts, "PARTS", 256)
-    monkeypatch.setattr(gathered_experts, "PARTS", 256)
     alike = lambda *shape: np.random.default_rng(0).uniform(0.9, 1.1, shape)
     ups = alike(E, D, F) / D, alike(E, D, F) / D
-    chosen = np.broadcast_to(np.arange(copies), (B, 64, copies))
-    given = alike(B, 64, D), chosen, alike(B, 64, copies), ups, alike(E, F, D) / F
+    given = alike(B, 64, D), np.zeros((B, 64, 1), int), alike(B, 64, 1), ups, alike(E, F, D) / F
     args = *given, alike(B, 64, D)
     x, chosen, weights, ups, down, g = jax.tree.map(jnp.asarray, args)
     narrow = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)

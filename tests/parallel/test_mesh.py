@@ -170,13 +170,16 @@ def test_masters_and_states_are_split_at_every_stage(one_device, zero):
         assert on_one < 0.15 * sum(x.nbytes for x in arrays)
 
 
-def test_devices_add_an_embeddings_gradient_in_its_dtype():
+@pytest.mark.parametrize(
+    "axes", [{"data": 8}, {"expert": 8}, {"data": 2, "expert": 2, "context": 2}], ids=str
+)
+def test_devices_add_an_embeddings_gradient_in_its_dtype(axes):
     """Each sums its own rows in float32; what they send has the table's dtype."""
     table = jnp.zeros((64, 16), jnp.bfloat16)
     tokens, weights = jnp.arange(8 * 32).reshape(8, 32) % 7, jnp.arange(16.0)
     loss = lambda t: jnp.sum(lookup(t, tokens).astype(jnp.float32) @ weights)
     alone = jax.grad(loss)(table)
-    with jax.set_mesh(mesh_of(data=8)):
+    with jax.set_mesh(mesh_of(**axes)):
         trace = str(jax.make_jaxpr(jax.grad(loss))(table))
         np.testing.assert_allclose(jax.jit(jax.grad(loss))(table), alone, rtol=2**-7)
     assert "bf16[64,16] = psum" in trace and "f32[64,16] = psum" not in trace
