@@ -117,7 +117,7 @@ def moe_tile(
     """`moe_on_device` for one tile of tokens: x_ND, chosen_Nk and weights_Nk."""
     x_ND, chosen_Nk, weights_Nk = tokens
     if 1 < num_shards <= chosen_Nk.shape[1]:
-        y_ND = gathered_experts(network, *tokens, tuple(ups), down_EFD)
+        y_ND = gathered_experts(network, x_ND, chosen_Nk, weights_Nk, ups, down_EFD)
         return y_ND, count_copies(chosen_Nk, num_shards * down_EFD.shape[0])
     if num_shards > 1:
         order_M, sizes_E = sort_by_expert(chosen_Nk, num_shards * down_EFD.shape[0])

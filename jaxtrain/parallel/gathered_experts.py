@@ -42,7 +42,6 @@ class LocalPass(NamedTuple):
     sizes_e: Array  # number of rows of each expert of this device
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gathered_experts(
     network: Network,
     x_ND: Float[Array, "N D"],
@@ -52,6 +51,18 @@ def gathered_experts(
     down_eFD: Float[Array, "e F D"],
 ) -> Float[Array, "N D"]:
     """Sum over a token's experts, on whatever device of `expert` they are, of weight x network."""
+    return _gathered(network, x_ND, chosen_Nk, weights_Nk, tuple(ups_eDF), down_eFD)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(
+    network: Network,
+    x_ND: Array,
+    chosen_Nk: Array,
+    weights_Nk: Array,
+    ups_eDF: tuple[Array, ...],
+    down_eFD: Array,
+) -> Array:
     return _forward(network, x_ND, chosen_Nk, weights_Nk, ups_eDF, down_eFD)[0]
 
 
@@ -94,7 +105,7 @@ def _backward(network: Network, given: Any, g_ND: Array) -> Any:
     return dx_ND, None, sum_partials(dweights_Gk), *dw
 
 
-gathered_experts.defvjp(_forward, _backward)
+_gathered.defvjp(_forward, _backward)
 
 
 def rows_of_device(chosen_Gk: Array, local: int) -> tuple[Array, Array]:

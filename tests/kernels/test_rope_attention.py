@@ -1,6 +1,7 @@
 """Rotation, norm and attention as one op: backends against the reference, interpreted, lowered."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -202,6 +203,8 @@ def test_one_array_changes_neither_the_loss_nor_its_gradient(more, monkeypatch):
         ({}, {}, "mosaic"),
         ({}, {"data": 2}, "mosaic"),
         ({}, {"data": 1, "tensor": 2}, "mosaic"),
+        ({}, {"data": 2, "expert": 2}, "mosaic"),
+        ({}, {"data": 1, "fsdp": 2}, "xla"),  # its matrices are gathered layer by layer
         ({}, {"data": 1, "tensor": 4}, "xla"),  # two heads
         ({}, {"data": 4, "tensor": 2}, "xla"),  # four rows
         ({"fp8": "blocks"}, {}, "xla"),
@@ -218,7 +221,7 @@ def test_one_array_is_the_default_where_it_is_faster(changes, mesh, chosen):
     fields = {"depth": 2, "width": 128, "head_dim": 64, "window_pattern": "SL"} | changes
     c = resolve_model(ModelConfig.model_validate(fields), 128)
     x_BTD = jax.ShapeDtypeStruct((4, 128, c.width), BF16)
-    count = mesh.get("data", 1) * mesh.get("tensor", 1)
+    count = math.prod(mesh.values())
     devices = parallel.MeshConfig.model_validate(mesh or {"data": 1})
     made = parallel.make_mesh(devices, jax.devices()[:count])
     with jax.set_mesh(made), on_target(*HOPPER):
@@ -229,15 +232,16 @@ def test_one_array_is_the_default_where_it_is_faster(changes, mesh, chosen):
 
 
 @pytest.mark.slow
-def test_each_device_has_its_own_rows():
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 1, "expert": 2}], ids=str)
+def test_each_device_has_its_own_rows(mesh):
     given = arrays(4, 16, 2, 1, 8, True, jnp.float32)
     x, cos, sin, value, _ = given
     run = lambda x, value: parallel.rope_attention(
         x, cos, sin, value, None, heads=2, eps=EPS, scale=0.3, implementation="reference"
     )
     expected = run(x, value)
-    mesh = parallel.make_mesh(parallel.MeshConfig.model_validate({"data": 2}), jax.devices()[:2])
-    with jax.set_mesh(mesh):
+    made = parallel.make_mesh(parallel.MeshConfig.model_validate(mesh), jax.devices()[:2])
+    with jax.set_mesh(made):
         np.testing.assert_allclose(jax.jit(run)(x, value), expected, atol=1e-6)
 
 

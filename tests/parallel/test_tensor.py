@@ -102,7 +102,9 @@ def attention(x, q, k, v, out, *, heads=8):
     return jnp.sum(jnp.cos(parallel.constrain(y, "batch", "sequence", None)))
 
 
-@pytest.mark.parametrize("mesh", [dict(data=2, tensor=4), dict(tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [dict(data=2, tensor=4), dict(tensor=2), dict(expert=2, tensor=2)], ids=str
+)
 @pytest.mark.quick("{'data': 2, 'tensor': 4}")
 def test_joined_heads_over_a_mesh_are_those_of_one_device(mesh):
     shapes = (16, 8, 32), (32, 64), (32, 32), (32, 32), (64, 32)

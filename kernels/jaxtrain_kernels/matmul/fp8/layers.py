@@ -45,14 +45,15 @@ def quantize_layers(*stacks: Float[Array, "L K _"], interpret: bool = False) -> 
     amax_L = functools.reduce(jnp.maximum, (jax.vmap(fp8_amax)(w_LKN) for w_LKN in wide))
     scale_L = fp8_scale(amax_L, E4M3)
     index = functools.partial(jnp.full, (1,), dtype=jnp.int32)
-    return [
-        Fp8(*cast_layer(interpret, 1 / scale_L, index(layer), *wide), scale_L[layer])
-        for layer in range(len(amax_L))
-    ]
+    layers = []
+    for layer in range(len(amax_L)):
+        q_KN, q_NK = cast_layer(interpret, 1 / scale_L, index(layer), wide)
+        layers.append(Fp8(q_KN, q_NK, scale_L[layer]))
+    return layers
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def cast_layer(interpret: bool, multiplier_L, layer_1, *stacks):
+def cast_layer(interpret: bool, multiplier_L, layer_1, stacks):
     """Return a layer's concatenated matrices times its multiplier in e4m3, and their transpose."""
     K, columns = stacks[0].shape[1], [w_LKN.shape[2] for w_LKN in stacks]
     N, ends = sum(columns), list(itertools.accumulate(columns))
