@@ -1,8 +1,8 @@
 """Integer codes of matrices that read the same input, joined to one matrix for a decode step.
 
-A kernel that multiplies a few rows takes several microseconds besides those in which it reads its
-codes. So queries, keys and values are one product, and so are a gate and up, whose columns
-alternate: a program then has both products of a hidden unit, and multiplies them.
+Queries, keys and values are one product, and so are a gate and up, whose columns alternate: a
+program then has both products of a hidden unit, and multiplies them. A layer has fewer kernels, and
+they read their codes at a higher rate.
 """
 
 import dataclasses
