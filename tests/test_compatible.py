@@ -9,7 +9,8 @@ import pytest
 
 from jaxtrain.config import Config, fields, load_config, tag_of, variants_of
 from jaxtrain.config.check_compatible import refusals
-from jaxtrain.config.compatible import AXES, EVERYWHERE, FEATURES, REFUSALS
+from jaxtrain.config.compatible import EVERYWHERE, REFUSALS
+from jaxtrain.config.features import AXES, FEATURES
 from jaxtrain.config.resolve import resolve
 from jaxtrain.config.support_matrix import cell, overrides_of, page, rows, split_example
 from jaxtrain.estimate.dry_run import facts_of, lower_step, trace_step, with_replicas

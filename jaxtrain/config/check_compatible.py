@@ -1,4 +1,4 @@
-"""Check of a configuration against the table in `compatible.py`."""
+"""Check of a configuration against the tables of `features.py` and `compatible.py`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from jaxtrain.cluster.runtime import compute_dtype
-from jaxtrain.config.compatible import FEATURES, REFUSALS
-from jaxtrain.config.features import Refusal
+from jaxtrain.config.compatible import REFUSALS, Refusal
+from jaxtrain.config.features import FEATURES
 from jaxtrain.config.tree import Sections
 from jaxtrain.data import sources_of
 from jaxtrain.settings import UserError

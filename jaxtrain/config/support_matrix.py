@@ -6,8 +6,8 @@
 import functools
 
 from jaxtrain.config.check_compatible import refusals
-from jaxtrain.config.compatible import AXES, FEATURES, REFUSALS
-from jaxtrain.config.features import Refusal
+from jaxtrain.config.compatible import REFUSALS, Refusal
+from jaxtrain.config.features import AXES, FEATURES
 from jaxtrain.config.load import load_config
 from jaxtrain.config.tree import Config
 

@@ -26,7 +26,7 @@ from tiny import (
     weights_of,
 )
 
-from jaxtrain.config.compatible import MASKS
+from jaxtrain.config.features import MASKS
 from jaxtrain.main import main
 from jaxtrain.optim import OptimConfig, make_optimizer
 from jaxtrain.optim.dynamic_sparsity import RigLConfig, weights_left

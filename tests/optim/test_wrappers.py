@@ -19,7 +19,7 @@ from tiny import (
     same,
 )
 
-from jaxtrain.config.compatible import MASKS
+from jaxtrain.config.features import MASKS
 from jaxtrain.main import main
 from jaxtrain.model import ParamSpec
 from jaxtrain.model.init import constant
