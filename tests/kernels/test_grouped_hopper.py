@@ -112,7 +112,7 @@ def test_warpgroups_may_share_a_tile_of_rows_and_not_one_of_a_matrix():
 def test_each_row_of_a_group_is_in_one_tile(sizes, M):
     tiles, position_M = row_tiles(jnp.asarray(sizes), M, 64)
     seen, places = [], []
-    pairs = np.asarray(tiles.pairs_P4)[: int(tiles.count_1[0])]
+    pairs = np.asarray(tiles.pairs_P4)[: int(tiles.counts_2[1])]
     for n, (row, group, start, end) in enumerate(pairs):
         assert row % 64 == 0
         rows = range(max(row, start), min(row + 64, end, M))
