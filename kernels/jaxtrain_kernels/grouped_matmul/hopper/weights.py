@@ -25,6 +25,7 @@ from jaxtrain_kernels.matmul.hopper.gemm import PART, STEP, WARPGROUPS, GemmPlan
 
 MOST_PARTS = 3  # of a group's rows
 FEWEST_ROWS = 8192  # of a group that is split: below, sums cost as much as is gained
+PART_COST = 0.1  # of the time: sums of a part more
 
 
 class WeightsArrays(NamedTuple):
@@ -137,7 +138,8 @@ def best_parts(rows: int, tiles: int, clusters: int) -> int:
     tiles: of all groups, which the clusters compute in rounds."""
     if rows < FEWEST_ROWS:
         return 1
-    return min(range(1, MOST_PARTS + 1), key=lambda parts: -(-tiles * parts // clusters) / parts)
+    rounds = lambda parts: -(-tiles * parts // clusters) / parts
+    return min(range(1, MOST_PARTS + 1), key=lambda p: rounds(p) * (1 + PART_COST * (p - 1)))
 
 
 def _position(work: WeightsWork, t: Index) -> jax.Array:
