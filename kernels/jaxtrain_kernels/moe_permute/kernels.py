@@ -101,6 +101,40 @@ def sum_rows(interpret: bool, y_MD, row_Nk, weights_M1=None):
 
 
 @functools.partial(jax.jit, static_argnums=0)
+def sum_rows_with_product(interpret: bool, y_MD, row_Nk, factors_NE, matrix_ED):
+    """Return the sum of each token's rows, all of which exist, plus factors matrix, in float32."""
+    (N, k), (E, D) = row_Nk.shape, matrix_ED.shape
+
+    def kernel(y_ref, row_ref, factors_ref, matrix_ref, sums_ref):
+        token_R, inside_R = _tokens(N)
+        rows_of = [plgpu.load(row_ref.at[token_R, j], mask=inside_R, other=0) for j in range(k)]
+        for part in parts_of_row(D):
+            at_W = _part(part)
+            given = [
+                plgpu.load(y_ref.at[row_R[:, None], at_W[None]], mask=inside_R[:, None], other=0)
+                for row_R in rows_of
+            ]
+
+            def add_product(e, sum_RW, at_W=at_W):
+                factor_R = plgpu.load(factors_ref.at[token_R, e], mask=inside_R, other=0)
+                return sum_RW + factor_R[:, None] * plgpu.load(matrix_ref.at[e, at_W])[None]
+
+            # The rows are on the way meanwhile.
+            zero_RW = jnp.zeros((len(token_R), len(at_W)), jnp.float32)
+            product_RW = jax.lax.fori_loop(0, E, add_product, zero_RW)
+            sum_RW = functools.reduce(jnp.add, (y_RW.astype(jnp.float32) for y_RW in given))
+            plgpu.store(
+                sums_ref.at[token_R[:, None], at_W[None]],
+                (sum_RW + product_RW).astype(sums_ref.dtype),
+                mask=inside_R[:, None],
+            )
+
+    out = jax.ShapeDtypeStruct((N, D), y_MD.dtype)
+    given = y_MD, row_Nk, factors_NE, matrix_ED
+    return _call(kernel, "moe_sum_rows_with_product", (pl.cdiv(N, TOKENS),), out, interpret, given)
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def gather_rows(interpret: bool, x_ND, row_S):
     """Return x[row], zeros where there is no such row."""
     (N, D), S = x_ND.shape, len(row_S)
