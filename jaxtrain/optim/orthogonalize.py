@@ -65,7 +65,7 @@ def normalize(
     return x_in_out * (factor / (norm * 1.01 + 1e-6))
 
 
-def line_squares(x_in_out: Float[Array, "*L i o"], axis: int) -> Float[Array, "*L i o"]:
+def line_squares(x_in_out: Float[Array, "*L i o"], axis: int) -> Float[Array, "*L #i #o"]:
     """Sums of squares over one axis, at least in float32.
 
     XLA would make a sum of these sums one over both axes, which is a further pass over the matrix.
