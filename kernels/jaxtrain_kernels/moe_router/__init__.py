@@ -31,8 +31,11 @@ class Routing(NamedTuple):
 
 
 class PermutedRouting(NamedTuple):
-    """Tokens and weights in the rows of their experts: those of all B sequences together, in order
-    of the experts and then of the tokens, in M = T k rows for each sequence. Sums as in `Routing`."""
+    """Tokens and weights in the rows of their experts, and the sums of `Routing`.
+
+    The rows of all B sequences together are sorted by expert and, within an expert, by token;
+    M = T k rows for each sequence.
+    """
 
     rows_BMD: Array
     weights_BM1: Array  # float32; of each row

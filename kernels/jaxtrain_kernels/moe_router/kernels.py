@@ -144,8 +144,8 @@ def route(top_k: int, score_function: str, interpret: bool, x_ND, router_DE, bia
 def logits_gradient(score_function: str, interpret: bool, *arrays):
     """Return the gradient of the logits [N, E].
 
-    arrays: logits, chosen; the gradients of weights [N, k], shares [n, E] and z [n]. Or the weights'
-    are [N k, 1], and each copy's row there [N, k] is the last array.
+    arrays: logits, chosen; the gradients of weights [N, k], shares [n, E] and z [n]. Or the weights
+    are in rows [N k, 1], and each copy's row [N, k] is the last array.
     """
     (N, E), k = arrays[0].shape, arrays[1].shape[1]
 

@@ -1,4 +1,4 @@
-"""Triton backend: one launch forward, three backward; with permuted tokens, three and three; Hopper.
+"""Triton backend: one launch forward, three backward; Hopper.
 
 The float32 matrix is split into three bfloat16 parts, whose products with x are exact, so tensor
 cores compute the float32 logits. The kernels are in `kernels.py`, imported by the first call:
@@ -110,7 +110,8 @@ def _router_permute(top_k, score_function, interpret, *arrays):
 
 def _permute_forward(top_k, score_function, interpret, x_BTD, router_DE, bias_E):
     routing, saved = _forward(top_k, score_function, interpret, x_BTD, router_DE, bias_E)
-    (_, chosen_BTk, weights_BTk, *sums), (B, T, D) = routing, x_BTD.shape
+    _, chosen_BTk, weights_BTk, *sums = routing
+    B, T, _ = x_BTD.shape
     flat = lambda a: a.reshape(B * T, -1)
     row_Nk, _ = permute.row_id_map(flat(chosen_BTk), router_DE.shape[1], interpret=interpret)
     rows_MD, weights_M1 = permute.moe_permute(
@@ -133,9 +134,7 @@ def _permute_backward(top_k, score_function, interpret, saved, gradients):
         score_function, interpret, logits_NE, chosen_Nk, flat(dweights_BM1), flat(dshares_BbE),
         dz_Bb.reshape(-1), row_Nk,
     )  # fmt: skip
-    dx_ND = rows.sum_rows_with_product(
-        interpret, flat(drows_BMD), row_Nk, dlogits_NE, router_DE.T
-    )
+    dx_ND = rows.sum_rows_with_product(interpret, flat(drows_BMD), row_Nk, dlogits_NE, router_DE.T)
     drouter_DE = kernels.router_gradient(interpret, flat(x_BTD), dlogits_NE)
     return dx_ND.reshape(x_BTD.shape), drouter_DE, None
 

@@ -3,9 +3,9 @@
 As in `matmul/hopper/gemm.py`, two warpgroups alternate, each with its own tile [K, N] of a group.
 A step contracts 64 rows, and starts at a multiple of 64. In a group's first and last step, the
 warpgroup zeros the rows of other groups in shared memory, in both operands: those rows may be any
-values. If few groups leave many multiprocessors idle in the last round, a group's rows are split,
-and XLA sums the parts' products. Tiles of large groups come first, and every second round is in reverse order, so that blocks
-end at about the same time.
+values. Tiles of large groups come first, and every second round is in reverse order, so that blocks
+end at about the same time. If few groups would leave many blocks idle in the last round, a group's
+rows are split, and XLA sums the parts' products.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from jaxtrain_kernels.grouped_matmul.hopper.table import largest_first
 from jaxtrain_kernels.hopper import Index, Ref
 from jaxtrain_kernels.matmul.hopper import gemm
 from jaxtrain_kernels.matmul.hopper.gemm import PART, STEP, WARPGROUPS, GemmPlan, GemmTiling
-
 
 MOST_PARTS = 3  # of a group's rows
 FEWEST_ROWS = 8192  # of a group that is split: below, sums cost as much as is gained
@@ -134,8 +133,10 @@ def weights_matmul(
 
 
 def best_parts(rows: int, tiles: int, clusters: int) -> int:
-    """The fewest parts of each group's rows whose rounds take the least time. rows: mean of a group;
-    tiles: of all groups, which the clusters compute in rounds."""
+    """Number of parts of each group's rows whose rounds take the least time.
+
+    rows: mean of a group. tiles: of all groups, which the clusters compute in rounds.
+    """
     if rows < FEWEST_ROWS:
         return 1
     rounds = lambda parts: -(-tiles * parts // clusters) / parts
