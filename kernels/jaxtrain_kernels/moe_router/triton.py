@@ -60,7 +60,9 @@ def _router(top_k, score_function, interpret, *arrays):
     return _forward(top_k, score_function, interpret, *arrays)[0]
 
 
-def _forward(top_k, score_function, interpret, x_BTD, router_DE, bias_E):
+def _forward(
+    top_k, score_function, interpret, x_BTD, router_DE, bias_E
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     from jaxtrain_kernels.moe_router import kernels
 
     B, T, D = x_BTD.shape
