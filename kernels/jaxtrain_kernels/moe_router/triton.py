@@ -111,14 +111,14 @@ def _router_permute(top_k, score_function, interpret, *arrays):
 
 
 def _permute_forward(top_k, score_function, interpret, x_BTD, router_DE, bias_E):
+    from jaxtrain_kernels.moe_permute import kernels
+
     routing, saved = _forward(top_k, score_function, interpret, x_BTD, router_DE, bias_E)
     _, chosen_BTk, weights_BTk, *sums = routing
     B, T, _ = x_BTD.shape
     flat = lambda a: a.reshape(B * T, -1)
     row_Nk, _ = permute.row_id_map(flat(chosen_BTk), router_DE.shape[1], interpret=interpret)
-    rows_MD, weights_M1 = permute.moe_permute(
-        flat(x_BTD), flat(weights_BTk), row_Nk, interpret=interpret
-    )
+    rows_MD, weights_M1 = kernels.copy_rows(interpret, flat(x_BTD), row_Nk, flat(weights_BTk))
     by_sequence = lambda a, length: a.reshape(B, length, -1)
     M = T * top_k
     rows = by_sequence(rows_MD, M), by_sequence(weights_M1, M), by_sequence(row_Nk, T)
