@@ -29,7 +29,7 @@ ALONE = {
 }
 FP8 = ("model.fp8=blocks",)
 EPILOGUE, NORMS = ("model.fp8_epilogue=true",), ("model.fp8_norms=true",)
-GRADIENTS = ("model.fp8_gradients=true",)
+GRADIENTS, FAST = ("model.fp8_gradients=true",), ("model.fp8_fast_accum=true",)
 QKV, HEAD = ("model.kernels.qkv=mosaic",), ("model.kernels.loss=fp8_head",)
 # In addition to all kernels.
 MORE = {
@@ -53,7 +53,9 @@ def variants() -> dict[str, tuple[str, ...]]:
     more |= {"fp8_delayed and all with epilogue": (*every, *EPILOGUE)}
     more |= {"fp8_delayed and all with norms": (*every, *NORMS)}
     more |= {"fp8_delayed and all with both": (*every, *EPILOGUE, *NORMS)}
-    more |= {"fp8_delayed and everything": (*every, *EPILOGUE, *NORMS, *GRADIENTS)}
+    everything = (*every, *EPILOGUE, *NORMS, *GRADIENTS)
+    more |= {"fp8_delayed and everything": everything}
+    more |= {"fp8_delayed and everything with fast_accum": (*everything, *FAST)}
     return {"bf16": (), "xla": NONE, **alone, "fp8": FP8, "fp8_delayed": delayed, **more}
 
 

@@ -25,6 +25,7 @@ from jaxtrain.runs.saved import save_model
 from jaxtrain.train.float8_scaling import Float8
 from jaxtrain.train.loss_scale import DynamicLossScale
 from jaxtrain.train.step import StepSpec, init_state, make_step, state_shardings
+from jaxtrain.weights.float8 import Fp8Options
 
 VOCAB, T = 61, 32
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[1] / "configs").glob("*.yaml"))
@@ -116,8 +117,8 @@ def make_spec(c=None, optim=None, steps=100, dtype=jnp.float32, **changes):
     optim = optim or AdamWConfig.model_validate({"schedule": {"name": "constant"}})
     optimizer = make_optimizer(optim, specs, steps)
     bytes_V = jnp.full(VOCAB, 2.0)
-    casts = c.fp8_epilogue, c.fp8_norms, c.fp8_gradients
-    transforms = [Float8(c.fp8_history, not c.fp8_hidden, *casts)] if c.fp8 else []
+    options = Fp8Options(*(getattr(c, f"fp8_{name}") for name in Fp8Options._fields))
+    transforms = [Float8(c.fp8_history, options)] if c.fp8 else []
     transforms += [DynamicLossScale()] if dtype == jnp.float16 else []
     objective = make_next_token(options=LossOptions(head="fp8" if c.fp8 == "all" else None))
     spec = StepSpec(

@@ -17,7 +17,8 @@ Option = bool | int | str
 
 SETS: dict[str, dict[str, Option]] = {
     # All matmuls by cuBLAS, without autotuning a Triton kernel for each fused matmul. Autotuning
-    # takes minutes for float8, and a third to a half of a decoder's compile time (LOG.md).
+    # takes minutes for float8, and a third to a half of a step's compile time, and its kernels win
+    # nothing there (LOG.md).
     "cublas": {"xla_gpu_enable_triton_gemm": False},
     # A matmul whose result a loop both stores and uses runs once. By default it runs twice, the
     # second time to write the result into the loop's stacked output.

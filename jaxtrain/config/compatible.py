@@ -102,6 +102,9 @@ FEATURES = {
     "fp8_gradients": Feature("float8 casts in the backward pass of RoPE", "model.fp8_gradients",
                              given, "model.fp8_gradients=true model.fp8=blocks model.fp8_history=2 "
                              "model.kernels.qkv=mosaic", "GPU (Hopper)"),
+    "fp8_fast_accum": Feature("float8 gradients of inputs in 14 bits", "model.fp8_fast_accum",
+                              given, "model.fp8_fast_accum=true model.fp8=blocks",
+                              "GPU (Hopper or later)"),
     "qkv apart": Feature("", "model.kernels.qkv", lambda name: name in (None, "xla"),
                          "model.kernels.qkv=xla"),
     "no fp8_history": Feature("", "model.fp8_history", absent, "model.fp8_history=null"),
@@ -276,6 +279,7 @@ REFUSALS = (
     Refusal("fp8_hidden", "other ffn", "the root of a squared ReLU's copy is its input",
             "model.fp8_hidden=false"),
     Refusal("fp8_hidden", "ffn_bias", "biases take the unfused path", "model.ffn_bias=false"),
+    Refusal("fp8_fast_accum", "no fp8", "nothing is in float8", "model.fp8_fast_accum=false"),
     Refusal("fp8_epilogue", "no fp8_history", "a product casts by scales known before it",
             "model.fp8_history=16"),
     Refusal("fp8_epilogue", "other ffn", "its kernel has the squared ReLU", NO_EPILOGUE),

@@ -24,7 +24,7 @@ from jaxtrain.settings import UserError
 EXECUTION = {
     "init", "base_width", "embedding_dtype", "attention", "deterministic_attention", "kernels",
     "scan_layers", "fp8", "fp8_hidden", "fp8_epilogue", "fp8_norms", "fp8_gradients",
-    "fp8_history", "remat",
+    "fp8_fast_accum", "fp8_history", "remat",
     "remat_short", "stochastic_depth", "frozen_layers", "token_dropping", "ffn_tiles",
     "document_mask",
 }  # fmt: skip

@@ -231,6 +231,11 @@ class ModelFields[Size: int | None](Settings):
         description="the backward pass of RoPE casts the gradients of queries, keys and values to "
         "float8 itself (needs fp8_history and kernels.qkv)",
     )
+    fp8_fast_accum: bool = Field(
+        False,
+        description="sum gradients of float8 matmuls' inputs with the tensor cores' 14 bits, as "
+        "the forward pass does (torch: use_fast_accum); those of weights are summed in float32",
+    )
     fp8_history: int | None = Field(
         None,
         ge=1,

@@ -47,7 +47,7 @@ ANY = {
     "logit_softcap", "value_embeddings", "bigram_rows", "smear", "backout", "document_mask",
     "base_width", "embedding_dtype", "attention", "deterministic_attention", "kernels",
     "scan_layers", "fp8", "fp8_hidden", "fp8_epilogue", "fp8_norms", "fp8_gradients",
-    "fp8_history", "mtp",
+    "fp8_fast_accum", "fp8_history", "mtp",
     "remat", "remat_short", "stochastic_depth", "frozen_layers", "token_dropping", "ffn_tiles",
 }  # fmt: skip
 

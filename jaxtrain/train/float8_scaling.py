@@ -12,8 +12,10 @@ from jaxtyping import PyTree
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.train.transforms import StepTransform
 from jaxtrain.weights.float8 import (
+    PLAIN,
     AmaxHistory,
     Fp8Copies,
+    Fp8Options,
     amax_from_history,
     fp8_weights,
     init_amax_history,
@@ -25,10 +27,7 @@ from jaxtrain.weights.params import Params, Specs
 
 class Float8(StepTransform):
     """history: length of the amax history in steps (delayed scaling); None: current scaling.
-    keep_hidden: the backward pass reads hidden activations in 16 bits. epilogue: the GEMM that
-    computes a hidden activation casts it in its epilogue. norms: norms cast what they compute.
-    gradients: RoPE's backward pass casts the gradients of queries, keys and values. unrolled,
-    joined: as of `fp8_weights`."""
+    unrolled, joined: as of `fp8_weights`."""
 
     name = "amax_history"
     rewinds = True
@@ -36,14 +35,11 @@ class Float8(StepTransform):
     def __init__(
         self,
         history: int | None = None,
-        keep_hidden: bool = True,
-        epilogue: bool = False,
-        norms: bool = False,
-        gradients: bool = False,
+        options: Fp8Options = PLAIN,
         unrolled: bool = False,
         joined: bool = False,
     ):
-        self.history, self.options = history, (keep_hidden, epilogue, norms, gradients)
+        self.history, self.options = history, options
         self.has_state, self.layers = history is not None, (unrolled, joined)
 
     def init(self, params: Params, specs: Specs) -> AmaxHistory | None:
@@ -58,7 +54,7 @@ class Float8(StepTransform):
     def wrap_params(
         self, params: Params, specs: Specs, prepared: Fp8Copies, statistics: AmaxHistory | None
     ) -> Params:
-        return with_fp8(params, prepared, specs, statistics, *self.options)
+        return with_fp8(params, prepared, specs, statistics, self.options)
 
     def after_gradients(
         self, state: AmaxHistory | None, seen: AmaxHistory, grad_scale: jax.Array
@@ -71,6 +67,6 @@ class Float8(StepTransform):
 
 def float8(c: Resolved, dtype: jnp.dtype) -> Float8 | None:
     m = c.model
-    options = not m.fp8_hidden, m.fp8_epilogue, m.fp8_norms, m.fp8_gradients
+    options = Fp8Options(*(getattr(m, f"fp8_{name}") for name in Fp8Options._fields))
     layers = not m.scan_layers, m.kernels.qkv not in (None, "xla")
-    return Float8(m.fp8_history, *options, *layers) if m.fp8 else None
+    return Float8(m.fp8_history, options, *layers) if m.fp8 else None

@@ -65,8 +65,9 @@ def compile_step(
     the compiled step is kept on disk.
     """
     check_options(c.train.compiler_options)
-    fp8 = c.model.fp8 or c.model.kernels.loss in FP8_LOSSES
-    names = ("cublas",) * bool(fp8) + ("once",) * c.model.scan_layers
+    # A frozen base may be quantized: Triton's products read its codes, cuBLAS's only 16 bits.
+    plain = frozen is None or c.model.kernels.loss in FP8_LOSSES
+    names = ("cublas",) * plain + ("once",) * c.model.scan_layers
     names += ("symmetric",) * have_symmetric_memory(jax.sharding.get_mesh())
     options = known_options(names) | c.train.compiler_options
 

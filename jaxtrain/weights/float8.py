@@ -50,38 +50,51 @@ class AmaxHistory(NamedTuple):
     gradients: dict[str, Array]  # of the matrices' output gradients, by the matrix's name
 
 
+class Fp8Options(NamedTuple):
+    """How a step computes in float8: the fields `model.fp8_*` of the same names.
+
+    hidden: hidden layers are saved for the backward pass in float8 alone. epilogue: they are cast
+    in the epilogue of the matmuls that produce them. norms: the norm that produces a matmul's input
+    casts it. gradients: the op that computes an output's gradient casts it, if it has a kernel for
+    that. fast_accum: gradients of inputs are summed with the tensor cores' 14 bits, as outputs are.
+    """
+
+    hidden: bool = False
+    epilogue: bool = False
+    norms: bool = False
+    gradients: bool = False
+    fast_accum: bool = False
+
+
+PLAIN = Fp8Options()
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["w_KN", "fp8", "amax", "joined", "cast"],
-    meta_fields=["keep_hidden", "epilogue", "norms", "gradients"],
+    meta_fields=["options"],
 )
 @dataclasses.dataclass(frozen=True)
 class Fp8Weight(Weight):
     """A matrix, or a stack of them: the array that receives the gradient, and its float8 copy.
 
     fp8: None: made when it is needed. joined: of this and others, concatenated, if there is one.
-    amax: with delayed scaling, of the input and of the output's gradient. keep_hidden: hidden
-    layers are saved for the backward pass in 16 bits, not in float8 alone. epilogue: hidden layers
-    are cast in the epilogue of the matmuls that produce them. norms: the norm that produces the
-    input casts it. gradients: the op that computes the output's gradient casts it, if it has a
-    kernel for that. cast: of the input, if it has been cast.
+    amax: with delayed scaling, of the input and of the output's gradient. cast: of the input, if it
+    has been cast.
     """
 
     w_KN: Any
     fp8: Any  # a kernels.Fp8 or None
     amax: Any = None
     joined: kernels.Fp8 | None = None
-    keep_hidden: bool = True
-    epilogue: bool = False
-    norms: bool = False
-    gradients: bool = False
+    options: Fp8Options = PLAIN
     cast: kernels.Fp8Input | None = None
 
     def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         amax_2 = None if self.amax is None else jnp.stack(self.amax)
         y_MN = kernels.fp8_matmul(
             x.reshape(-1, x.shape[-1]), self.w_KN, w_fp8=self.fp8, amax_2=amax_2,
-            x_cast=self.cast, implementation=cast_backend(),
+            x_cast=self.cast, fast_accum=self.options.fast_accum, implementation=cast_backend(),
         )  # fmt: skip
         return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
 
@@ -90,13 +103,13 @@ class Fp8Weight(Weight):
 
         Raises UserError on a mesh.
         """
-        if not self.gradients or self.amax is None:
+        if not self.options.gradients or self.amax is None:
             return MatmulOutput(self.matmul(x))
         if current_mesh() is not None:
             raise UserError("model.fp8_gradients runs on one device: set it to false on a mesh")
         y_MN, gradient = kernels.fp8_matmul_for_cast(
             x.reshape(-1, x.shape[-1]), self.w_KN, w_fp8=self.fp8, amax_2=jnp.stack(self.amax),
-            x_cast=self.cast,
+            x_cast=self.cast, fast_accum=self.options.fast_accum,
         )  # fmt: skip
         return MatmulOutput(y_MN.reshape(*x.shape[:-1], y_MN.shape[-1]), gradient)
 
@@ -114,12 +127,12 @@ class Fp8Weight(Weight):
         x, w_KN = gradients_together(x, w_KN)
         seen = [matrix.amax for matrix in matrices if matrix.amax is not None]
         amax = tuple(map(shared_maximum, zip(*seen))) if len(seen) == len(matrices) else None
-        joined = Fp8Weight(w_KN, self.joined, amax, gradients=self.gradients, cast=self.cast)
+        joined = Fp8Weight(w_KN, self.joined, amax, options=self.options, cast=self.cast)
         return joined.matmul_for_cast(x)
 
     def input_amax(self) -> Array | None:
         """With `norms`, that of earlier steps. Raises UserError on a mesh."""
-        if not self.norms or self.amax is None:
+        if not self.options.norms or self.amax is None:
             return None
         if current_mesh() is not None:
             raise UserError("model.fp8_norms runs on one device: set it to false on a mesh")
@@ -148,17 +161,19 @@ class Fp8Weight(Weight):
         amax_22 = None
         if self.amax is not None and down.amax is not None:
             amax_22 = jnp.stack([jnp.stack(self.amax), jnp.stack(down.amax)])
-        if self.epilogue and current_mesh() is not None:
+        epilogue = self.options.epilogue
+        if epilogue and current_mesh() is not None:
             raise UserError("model.fp8_epilogue runs on one device: set it to false on a mesh")
         run = functools.partial(
             kernels.fp8_feed_forward_relu2, x, self.w_KN, down.w_KN, copies=(self.fp8, down.fp8),
-            amax_22=amax_22, x_cast=self.cast, constrain=pinned, keep_hidden=self.keep_hidden,
+            amax_22=amax_22, x_cast=self.cast, constrain=pinned,
+            keep_hidden=not self.options.hidden, fast_accum=self.options.fast_accum,
             implementation=cast_backend() or implementation,
         )  # fmt: skip
         try:
-            return run(epilogue="mosaic" if self.epilogue else None)
+            return run(epilogue="mosaic" if epilogue else None)
         except NotImplementedError as error:
-            if self.epilogue:
+            if epilogue:
                 raise UserError(f"model.fp8_epilogue: {error}; leave it out") from None
             raise UserError(f"model.kernels.ffn: {error}; xla takes XLA's") from None
 
@@ -230,16 +245,13 @@ def with_fp8(
     copies: Fp8Copies,
     specs: Specs,
     amax: AmaxHistory | None = None,
-    keep_hidden: bool = True,
-    epilogue: bool = False,
-    norms: bool = False,
-    gradients: bool = False,
+    options: Fp8Options = PLAIN,
 ) -> Params:
-    """The parameters, with an Fp8Weight, with the given options, for each that has a copy.
+    """The parameters, with an Fp8Weight for each that has a copy.
 
     Among matrices with the same input, one reports its amax: the gradients of several would add up.
     """
-    reported, options = set(), (keep_hidden, epilogue, norms, gradients)
+    reported: set[str] = set()
 
     def put(path: tuple[Any, ...], param: Array, spec: ParamSpec, copy: Any) -> Any:
         if copy is None:
@@ -247,14 +259,14 @@ def with_fp8(
         joined = copy.fp8 if isinstance(copy, JoinedCopy) else None
         own = None if isinstance(copy, JoinedCopy) else copy
         if amax is None:
-            return Fp8Weight(param, own, None, joined, *options)
+            return Fp8Weight(param, own, None, joined, options)
         name = path_name(path)
         tensor = reads(name, spec)
         most_L = amax.inputs[tensor]
         most_L = jax.lax.stop_gradient(most_L) if tensor in reported else most_L
         reported.add(tensor)
         maxima = most_L, amax.gradients[name]
-        return Fp8Weight(param, own, maxima, joined, *options)
+        return Fp8Weight(param, own, maxima, joined, options)
 
     return jax.tree_util.tree_map_with_path(put, params, specs, copies)
 

@@ -46,19 +46,22 @@ def bits(outs):
 
 
 @pytest.mark.parametrize(
-    ("M", "N", "K", "gradient", "keep", "tiling"),
+    ("M", "N", "K", "gradient", "exact", "tiling"),
     [
         (256, 256, 128, False, False, TURNS),
-        (384, 256, 256, False, True, TURNS._replace(columns=192, parts=2, cluster=2, blocks=2)),
-        (384, 256, 384, True, False, SHARED),
+        (384, 256, 256, False, False, TURNS._replace(columns=192, parts=2, cluster=2, blocks=2)),
+        (384, 256, 384, True, True, SHARED),
+        (768, 256, 640, True, True, SHARED._replace(cluster=2, blocks=2)),
+        (384, 256, 128, True, False, SHARED),
         (768, 256, 640, True, False, SHARED._replace(cluster=2, blocks=2)),
     ],
-    ids=["small", "turns", "shared", "cluster"],
+    ids=["small", "turns", "shared", "cluster", "fast, one step", "fast"],
 )
 @pytest.mark.quick("small")
-def test_mosaic_is_the_reference_bit_for_bit_without_races(M, N, K, gradient, keep, tiling, capfd):
+def test_mosaic_is_the_reference_bit_for_bit_without_races(M, N, K, gradient, exact, tiling, capfd):
     """Sizes that cut tiles off; some values saturate."""
-    given = options_of(gradient, keep), operands(M, N, K, gradient)
+    keep = tiling.parts == 2
+    given = options_of(gradient, keep)._replace(exact=exact), operands(M, N, K, gradient)
     scales = jnp.float32(2.0**-4), jnp.float32(2.0**12 if gradient else 4)
     outs = hopper.product_quantized(*given, *scales, tiling=tiling, interpret=INTERPRET)
     wanted = reference.product_quantized(*given, *scales)
@@ -86,15 +89,18 @@ def test_xla_is_the_reference(gradient):
     assert (found.product_MN is None) == gradient
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.quick("True")
-def test_mosaic_lowers_for_hopper_at_the_models_sizes(gradient):
+@pytest.mark.parametrize(
+    ("gradient", "exact"), [(False, False), (True, False), (True, True)],
+    ids=["forward", "fast", "exact"],
+)  # fmt: skip
+@pytest.mark.quick("exact")
+def test_mosaic_lowers_for_hopper_at_the_models_sizes(gradient, exact):
     M, N, K = 32768, 6144, 1536  # gpt_d24's hidden layer
     shapes = [((M, K), E5M2 if gradient else E4M3), ((N, K), E4M3)]
     shapes += [((M, N), BF16)] * gradient
     arrays = [jax.ShapeDtypeStruct(*one) for one in shapes]
     scale = jax.ShapeDtypeStruct((), jnp.float32)
-    options = options_of(gradient, keep=not gradient)
+    options = options_of(gradient, keep=not gradient)._replace(exact=exact)
 
     def run(scale, multiplier, *arrays):
         return hopper.product_quantized(options, arrays, scale, multiplier)
@@ -170,15 +176,15 @@ def test_an_epilogue_without_known_scales_is_an_error():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("gradient", [False, True])
-def test_on_a_gpu_mosaic_is_xla(gradient):
+@pytest.mark.parametrize(("gradient", "exact"), [(False, False), (True, False), (True, True)])
+def test_on_a_gpu_mosaic_is_xla(gradient, exact):
     """At a size with several tiles a block; but for sums in another order."""
     a, b, *others = operands(4096, 3072, 768, gradient, fractions=True)
     function, dtype, amax = (relu2_grad, E5M2, 400.0) if gradient else (relu2, E4M3, 1e4)
     run = jax.jit(
         functools.partial(
             fp8_product_quantized, function=function, dtype=dtype, product_dtype=BF16,
-            keep=not gradient, exact=gradient,
+            keep=not gradient, exact=exact,
         ),
         static_argnames=("implementation",),
     )  # fmt: skip
@@ -196,10 +202,11 @@ def test_on_a_gpu_mosaic_is_xla(gradient):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("gradient", [False, True])
-def test_on_a_gpu_mosaic_is_the_reference_bit_for_bit(gradient):
+@pytest.mark.parametrize(("gradient", "exact"), [(False, False), (True, False), (True, True)])
+def test_on_a_gpu_mosaic_is_the_reference_bit_for_bit(gradient, exact):
     """Where each value lies in registers: no CPU runs that. Sizes that cut tiles off."""
-    given = options_of(gradient, keep=not gradient), operands(1152, 1408, 768, gradient)
+    options = options_of(gradient, keep=not gradient)._replace(exact=exact)
+    given = options, operands(1152, 1408, 768, gradient)
     scales = jnp.float32(2.0**-5), jnp.float32(4)
     for out, like in zip(
         bits(hopper.product_quantized(*given, *scales)),

@@ -169,6 +169,7 @@ ROWS = {
     "fp8_epilogue": Row(True, STEP),
     "fp8_norms": Row(True, STEP),
     "fp8_gradients": Row(True, STEP),
+    "fp8_fast_accum": Row(True, STEP),
     "qk_head_dim": Row(6, parameters),
     "weight_form": Row("fake_int4", outputs),
     "weight_form.name": Row("nvfp4", training, {"weight_form": {"name": "mxfp4"}}),

@@ -73,6 +73,24 @@ def test_all_three_products_of_each_matrix_are_in_float8(which, head):
     assert not any(is_fp8(v) for e in equations(traced()) for v in e.outvars)
 
 
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    "changes",
+    [{"ffn": "relu2"}, {"ffn": "swiglu"}, {"fp8_history": 2, "kernels": {"qkv": "reference"}}],
+    ids=["relu2", "swiglu", "one array"],
+)
+@pytest.mark.quick("relu2")
+def test_with_fast_accum_gradients_of_weights_alone_are_summed_in_float32(changes):
+    """Two of three products of a matrix by default, one of three with it."""
+    exact = []
+    for fast in (False, True):
+        jaxpr = traced("blocks", fp8_fast_accum=fast, fp8_gradients="kernels" in changes, **changes)
+        dots = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
+        products = [e.params["precision"] for e in dots if all(map(is_fp8, e.invars))]
+        exact.append(sum("HIGHEST" in str(precision) for precision in products))
+    assert len(products) == 3 * exact[1] and exact[0] == 2 * exact[1] > 0
+
+
 def test_the_three_products_of_the_head_alone_are_in_float8():
     jaxpr = traced(kernels={"loss": "fp8_head"})
     dots = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]

@@ -35,21 +35,25 @@ def test_flags_of_no_such_set():
         next(bench_flags("quickstart", [], "fast"))
 
 
-def test_a_scan_is_compiled_to_run_its_matmuls_once(monkeypatch):
+def test_a_step_has_the_sets_that_its_config_needs(monkeypatch):
+    """cuBLAS, unless a frozen base may be quantized; a scan runs its matmuls once."""
     seen, compiled = [], jax.jit(lambda: None).lower().compile()
     note = lambda self, compiler_options: seen.append(compiler_options) or compiled
     monkeypatch.setattr(jax.stages.Lowered, "compile", note)
 
-    def options(*overrides):
+    def options(*overrides, frozen=None):
         config = resolve(load_config(None, list(overrides)), 512)
-        compile_step(jax.jit(lambda *given: None), None, None, None, config)
+        compile_step(jax.jit(lambda *given: None), None, None, None, config, frozen)
         return seen[-1]
 
-    assert options("model.scan_layers=false") is None
-    assert options("model.scan_layers=true") == SETS["once"]
+    unrolled, base = "model.scan_layers=false", {"w": 1.0}
+    assert options(unrolled) == SETS["cublas"]
+    assert options(unrolled, frozen=base) is None
+    assert options(unrolled, "model.kernels.loss=fp8_head", frozen=base) == SETS["cublas"]
+    assert options("model.scan_layers=true", frozen=base) == SETS["once"]
     name = "xla_gpu_enable_dynamic_slice_fusion"
     given = f"train.compiler_options={{{name}: true}}"
-    assert options("model.scan_layers=true", given) == {name: True}
+    assert options("model.scan_layers=true", given) == SETS["cublas"] | {name: True}
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def fp8_feed_forward_relu2(
     constrain: Callable[[Array], Array] = lambda h: h,
     keep_hidden: bool = True,
     epilogue: str | None = None,
+    fast_accum: bool = False,
     implementation: Implementation = None,
 ) -> Float[Array, "*M D"]:
     """relu(x W_up)^2 W_down in x's dtype, with all six matmuls in float8 as in `fp8_matmul`.
@@ -53,6 +54,7 @@ def fp8_feed_forward_relu2(
     and the gradient's factor is off by at most 1/32 (before its own cast, off by up to 1/8).
     epilogue: backend of `fp8_product_quantized`, which casts the hidden layer and its gradient in
     the matmul's epilogue. It needs amax_22. None: separate casts read both in x's dtype.
+    fast_accum: of `fp8_matmul`; of the gradients of x and of the hidden layer.
     implementation: of `fp8_quantize`. Raises NotImplementedError on a device without float8, and
     where a named backend cannot serve; ValueError for an epilogue without amax_22.
     """
@@ -62,7 +64,7 @@ def fp8_feed_forward_relu2(
         quantize = functools.partial(fp8_quantize, implementation=implementation)
         weights = jax.lax.stop_gradient((w_up_DF, w_down_FD))
         copies = quantize(weights[0]), quantize(weights[1])
-    options = NetworkOptions(implementation, constrain, keep_hidden, epilogue)
+    options = NetworkOptions(implementation, constrain, keep_hidden, epilogue, fast_accum)
     return _network(options, x, (w_up_DF, w_down_FD), copies, amax_22, x_cast)
 
 
@@ -71,6 +73,7 @@ class NetworkOptions(NamedTuple):
     constrain: Callable[[Array], Array]
     keep_hidden: bool
     epilogue: str | None
+    fast_accum: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -111,18 +114,19 @@ def _backward(options, saved, dy):
         fp8_quantize_function, dtype=E5M2, implementation=options.implementation
     )
     exact = functools.partial(fp8_product, exact=True)
+    of_input = functools.partial(fp8_product, exact=not options.fast_accum)
     dy_fp8, seen_dy = cast(itself, (_rows(dy),), amax=most_dy)
     of_activation = dy_fp8.q_MK, down.q_MK, dy_fp8.scale * down.scale
     if options.epilogue is None or most_dh is None:
-        da_MF = _pinned(options.constrain, exact(*of_activation, h_MF.dtype), dy)
+        da_MF = _pinned(options.constrain, of_input(*of_activation, h_MF.dtype), dy)
         dh_fp8, seen_dh = cast(relu2_grad, (da_MF, h_MF), amax=most_dh)
     else:
         dh_fp8, seen_dh, _ = fp8_product_quantized(
             *of_activation, relu2_grad, E5M2, most_dh, product_dtype=h_MF.dtype, other_MN=h_MF,
-            exact=True, implementation=options.epilogue,
+            exact=not options.fast_accum, implementation=options.epilogue,
         )  # fmt: skip
     d_down = exact(a_fp8.q_KM, dy_fp8.q_KM, a_fp8.scale * dy_fp8.scale, like_down.dtype)
-    dx_MD = exact(dh_fp8.q_MK, up.q_MK, dh_fp8.scale * up.scale, dy.dtype)
+    dx_MD = of_input(dh_fp8.q_MK, up.q_MK, dh_fp8.scale * up.scale, dy.dtype)
     d_up = exact(x_fp8.q_KM, dh_fp8.q_KM, x_fp8.scale * dh_fp8.scale, like_up.dtype)
     maxima_22 = None
     if amax_22 is not None:

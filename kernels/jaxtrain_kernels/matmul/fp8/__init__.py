@@ -194,6 +194,7 @@ def fp8_matmul(
     w_fp8: Fp8 | None = None,
     amax_2: Float[Array, "2"] | None = None,
     x_cast: Fp8Input | None = None,
+    fast_accum: bool = False,
     implementation: Implementation = None,
 ) -> Float[Array, "M N"]:
     """x w in x's dtype, accumulated in float32, with all three matmuls in float8.
@@ -204,11 +205,19 @@ def fp8_matmul(
     training state.
     x_cast: x, already cast with the scale of its amax in amax_2; x itself then only receives the
     gradient, and is not read.
+    fast_accum: x's gradient is summed with the tensor cores' 14 bits, as y is, not in float32.
     implementation: of `fp8_quantize`. Raises NotImplementedError on a device without float8.
     """
     if w_fp8 is None:
         w_fp8 = fp8_quantize(lax.stop_gradient(w_KN), E4M3, implementation=implementation)
-    return _matmul(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast)
+    return _matmul(MatmulOptions(implementation, fast_accum), x_MK, w_KN, w_fp8, amax_2, x_cast)
+
+
+class MatmulOptions(NamedTuple):
+    """Arguments of `fp8_matmul` that are not arrays."""
+
+    implementation: Implementation
+    fast_accum: bool
 
 
 class SavedMatmul(NamedTuple):
@@ -224,29 +233,32 @@ class SavedMatmul(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast):
-    return matmul_forward(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast)[0]
+def _matmul(options, x_MK, w_KN, w_fp8, amax_2, x_cast):
+    return matmul_forward(options, x_MK, w_KN, w_fp8, amax_2, x_cast)[0]
 
 
-def matmul_forward(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast):
+def matmul_forward(options: MatmulOptions, x_MK, w_KN, w_fp8, amax_2, x_cast):
     """Return (x w, a `SavedMatmul`)."""
     amax = None if amax_2 is None else amax_2[0]
-    x_fp8, seen = x_cast or fp8_input(x_MK, amax, implementation=implementation)
+    x_fp8, seen = x_cast or fp8_input(x_MK, amax, implementation=options.implementation)
     y_MN = fp8_product(x_fp8.q_MK, w_fp8.q_KM, x_fp8.scale * w_fp8.scale, x_MK.dtype)
     saved = x_fp8.q_KM, x_fp8.scale, w_KN[:0], w_fp8.q_MK, w_fp8.scale, amax_2, seen
     return y_MN, SavedMatmul(*saved)
 
 
-def _backward(implementation, saved, dy_MN):
+def _backward(options, saved, dy_MN):
     amax = None if saved.amax_2 is None else saved.amax_2[1]
-    dy, seen_dy = fp8_quantize_function(itself, (dy_MN,), E5M2, amax, implementation)
-    return matmul_backward(saved, dy, seen_dy, dy_MN.dtype)
+    dy, seen_dy = fp8_quantize_function(itself, (dy_MN,), E5M2, amax, options.implementation)
+    return matmul_backward(options, saved, dy, seen_dy, dy_MN.dtype)
 
 
-def matmul_backward(saved: SavedMatmul, dy: Fp8, seen_dy: Array | None, dtype: DTypeLike):
+def matmul_backward(
+    options: MatmulOptions, saved: SavedMatmul, dy: Fp8, seen_dy: Array | None, dtype: DTypeLike
+):
     """Gradients of x (in this dtype), w, w_fp8, amax_2 and x_cast."""
     x_KM, x_scale, like_w, w_KN, w_scale, amax_2, seen = saved
-    dx_MK = fp8_product(dy.q_MK, w_KN, dy.scale * w_scale, dtype, exact=True)
+    exact = not options.fast_accum
+    dx_MK = fp8_product(dy.q_MK, w_KN, dy.scale * w_scale, dtype, exact)
     dw_KN = fp8_product(x_KM, dy.q_KM, x_scale * dy.scale, like_w.dtype, exact=True)
     maxima = None
     if amax_2 is not None and seen is not None and seen_dy is not None:

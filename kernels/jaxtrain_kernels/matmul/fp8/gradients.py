@@ -76,6 +76,7 @@ def fp8_matmul_for_cast(
     w_fp8: Fp8 | None = None,
     amax_2: Float[Array, "2"],
     x_cast: Fp8Input | None = None,
+    fast_accum: bool = False,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "M N"], GradientCast]:
     """`fp8_matmul`, for an op that casts the gradient of the output, and only that op.
@@ -84,24 +85,25 @@ def fp8_matmul_for_cast(
     """
     if w_fp8 is None:
         w_fp8 = fp8.fp8_quantize(jax.lax.stop_gradient(w_KN), implementation=implementation)
-    return _matmul(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast)
+    options = fp8.MatmulOptions(implementation, fast_accum)
+    return _matmul(options, x_MK, w_KN, w_fp8, amax_2, x_cast)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast):
-    return _forward(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast)[0]
+def _matmul(options, x_MK, w_KN, w_fp8, amax_2, x_cast):
+    return _forward(options, x_MK, w_KN, w_fp8, amax_2, x_cast)[0]
 
 
-def _forward(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast):
-    y_MN, saved = fp8.matmul_forward(implementation, x_MK, w_KN, w_fp8, amax_2, x_cast)
+def _forward(options, x_MK, w_KN, w_fp8, amax_2, x_cast):
+    y_MN, saved = fp8.matmul_forward(options, x_MK, w_KN, w_fp8, amax_2, x_cast)
     M, N = y_MN.shape
     return (y_MN, placeholders(M, N, amax_2[1])), saved
 
 
-def _backward(implementation, saved, cotangents):
+def _backward(options, saved, cotangents):
     dy_MN, (q_MN, q_NM, seen, _) = cotangents
     scale = fp8.given_scale(saved.amax_2[1], E5M2)
-    return fp8.matmul_backward(saved, Fp8(q_MN, q_NM, scale), seen, dy_MN.dtype)
+    return fp8.matmul_backward(options, saved, Fp8(q_MN, q_NM, scale), seen, dy_MN.dtype)
 
 
 _matmul.defvjp(_forward, _backward)

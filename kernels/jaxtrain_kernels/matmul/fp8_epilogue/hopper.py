@@ -4,10 +4,10 @@ The matmul is that of `matmul.hopper.gemm`, with steps of 128 columns and tiles 
 and odd rows of a are loaded apart, and so are those of b. So each thread has 2 x 4 neighbours of
 the result (`registers`). It computes them once, and writes both layouts from its registers.
 
-Two warpgroups alternate: one's epilogue overlaps the other's matmul. The tensor cores' own sum has
-about 14 bits. Where that is too few (`exact`), each step's result is added to a float32 sum in
-registers. The warpgroups then share a tile and take turns: one adds while the other multiplies, but
-nothing overlaps the epilogue.
+Two warpgroups alternate: one's epilogue overlaps the other's matmul. With a second input they
+share a tile, and nothing overlaps the epilogue. The tensor cores' own sum has about 14 bits. Where
+that is too few (`exact`), each step's result is added to a float32 sum in registers, and the
+warpgroups take turns: one adds while the other multiplies.
 """
 
 import functools
@@ -39,7 +39,7 @@ FETCH = 3  # the step in which a second input is loaded: the last tile's result 
 SHARED_BYTES = 226 * 1024  # per block; 1 KiB of Hopper's shared memory is left for barriers
 # The fastest of those measured on an H200 at gpt_d24's sizes (`bench matmul`).
 FAST = GemmTiling(ROWS, columns=192, stages=4, parts=1)
-EXACT = GemmTiling(ROWS, columns=128, shared=True, stages=3, parts=1, cluster=1)
+SHARED = GemmTiling(ROWS, columns=128, shared=True, stages=3, parts=1, cluster=1)  # two inputs
 
 
 def supports(target: Target, options: ProductOptions, a_MK, b_NK, *others) -> str | None:
@@ -215,7 +215,7 @@ def _product(options, operands, factors, tiling, interpret):
 
 def _plan(options, sizes, dtype, other: bool, tiling: GemmTiling | None, interpret: bool):
     """Make the plan of a call. Raises ValueError for an unsuitable tiling."""
-    tiling = tiling or (EXACT if options.exact else FAST)
+    tiling = tiling or (SHARED if options.exact or other else FAST)
     if options.exact and not tiling.shared:
         raise ValueError(f"a sum in float32 needs a tile that warpgroups share, got {tiling}")
     M, N, K = sizes
@@ -300,6 +300,7 @@ def _sum(work: EpilogueWork, t: Index) -> jax.Array:
 
     def multiply(even, odd):
         def step(k, first: bool = False):
+            _fetch_other(work, t, k)
             slot = lax.rem(t * plan.steps + k, tiling.stages)
             plgpu.barrier_wait(gemm.full_barrier(plan, memory, t, slot))
             for half, accumulator in enumerate((even, odd)):
@@ -325,8 +326,7 @@ def _sum_exactly(work: EpilogueWork, t: Index) -> jax.Array:
     warpgroup = work.gemm.warpgroup
 
     def step(k, sums):
-        if work.plan.other:
-            pl.when(k == min(FETCH, plan.steps - 1))(lambda: _fetch_other(work, t))
+        _fetch_other(work, t, k)
         slot = lax.rem(t * plan.steps + k, tiling.stages)
         plgpu.barrier_wait(gemm.full_barrier(plan, memory, t, slot))
 
@@ -359,18 +359,23 @@ def _half_of_a(work: EpilogueWork, slot: Index, half: int) -> Ref:
     return work.memory.gemm.a.at[slot, half, pl.ds(first, ROWS // 2)]
 
 
-def _fetch_other(work: EpilogueWork, t: Index):
-    """Start to load a tile's second input, while its product is computed."""
+def _fetch_other(work: EpilogueWork, t: Index, k: Index):
+    """Start to load a tile's second input, if there is one, in step FETCH of its product."""
     plan, warpgroup = work.plan.gemm, work.gemm.warpgroup
-    row, column = gemm.place_of(plan, t)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's results are stored
-    hopper.untyped.copy_gmem_to_smem(
-        work.arrays.gemm.other.at[
-            pl.ds(work.gemm.own(row), ROWS), pl.ds(column, plan.tiling.columns)
-        ],
-        work.memory.gemm.parts.at[warpgroup],
-        work.memory.gemm.arrived.at[warpgroup],
-    )
+
+    def fetch():
+        row, column = gemm.place_of(plan, t)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's results are stored
+        hopper.untyped.copy_gmem_to_smem(
+            work.arrays.gemm.other.at[
+                pl.ds(work.gemm.own(row), ROWS), pl.ds(column, plan.tiling.columns)
+            ],
+            work.memory.gemm.parts.at[warpgroup],
+            work.memory.gemm.arrived.at[warpgroup],
+        )
+
+    if work.plan.other:
+        pl.when(k == min(FETCH, plan.steps - 1))(fetch)
 
 
 def _store(work: EpilogueWork, t: Index, product: jax.Array, most: jax.Array) -> jax.Array:
