@@ -48,6 +48,15 @@ def have_symmetric_memory(mesh: Mesh) -> bool:
     return jax.process_count() == 1 and exchanges_within_layers(mesh)
 
 
+def needs_only_cublas(c: Resolved, mesh: Mesh, frozen: Params | None) -> bool:
+    """Whether no product of a step is faster by a Triton kernel of XLA's, whose autotuning takes
+    long: in float8, and of a squared-ReLU model on one device. Others may be: those that compute an
+    activation or dequantize a frozen base on the way, and those of an FSDP step (LOG.md)."""
+    if c.model.fp8 or c.model.kernels.loss in FP8_LOSSES:
+        return True
+    return c.model.ffn == "relu2" and mesh.size <= 1 and frozen is None
+
+
 def compile_step(
     step: jax.stages.Wrapped,
     state: PyTree,
@@ -65,10 +74,9 @@ def compile_step(
     the compiled step is kept on disk.
     """
     check_options(c.train.compiler_options)
-    # A frozen base may be quantized: Triton's products read its codes, cuBLAS's only 16 bits.
-    plain = frozen is None or c.model.kernels.loss in FP8_LOSSES
-    names = ("cublas",) * plain + ("once",) * c.model.scan_layers
-    names += ("symmetric",) * have_symmetric_memory(jax.sharding.get_mesh())
+    mesh = jax.sharding.get_mesh()
+    names = ("cublas",) * needs_only_cublas(c, mesh, frozen) + ("once",) * c.model.scan_layers
+    names += ("symmetric",) * have_symmetric_memory(mesh)
     options = known_options(names) | c.train.compiler_options
 
     def compile_lowered() -> jax.stages.Compiled:

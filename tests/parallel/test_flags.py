@@ -36,7 +36,7 @@ def test_flags_of_no_such_set():
 
 
 def test_a_step_has_the_sets_that_its_config_needs(monkeypatch):
-    """cuBLAS, unless a frozen base may be quantized; a scan runs its matmuls once."""
+    """cuBLAS, where XLA's Triton kernels win nothing; a scan runs its matmuls once."""
     seen, compiled = [], jax.jit(lambda: None).lower().compile()
     note = lambda self, compiler_options: seen.append(compiler_options) or compiled
     monkeypatch.setattr(jax.stages.Lowered, "compile", note)
@@ -49,7 +49,11 @@ def test_a_step_has_the_sets_that_its_config_needs(monkeypatch):
     unrolled, base = "model.scan_layers=false", {"w": 1.0}
     assert options(unrolled) == SETS["cublas"]
     assert options(unrolled, frozen=base) is None
-    assert options(unrolled, "model.kernels.loss=fp8_head", frozen=base) == SETS["cublas"]
+    assert options(unrolled, "model.ffn=swiglu") is None
+    for float8 in ("model.kernels.loss=fp8_head", "model.fp8=blocks"):
+        assert options(unrolled, float8, "model.ffn=swiglu") == SETS["cublas"]
+    with jax.set_mesh(mesh_of(data=2)):
+        assert options(unrolled) is None
     assert options("model.scan_layers=true", frozen=base) == SETS["once"]
     name = "xla_gpu_enable_dynamic_slice_fusion"
     given = f"train.compiler_options={{{name}: true}}"
