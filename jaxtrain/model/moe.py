@@ -7,8 +7,7 @@ et al. 2024, "Auxiliary-Loss-Free Load Balancing"). The load metrics come from i
 """
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +22,6 @@ from jaxtrain.model.init import SCHEMES, constant
 from jaxtrain.model.layers import ACTIVATIONS, GATED, FeedForward
 from jaxtrain.weights.contract import dequantize
 from jaxtrain.weights.params import BALANCE_GROUPS, declare
-
-
-class Route(NamedTuple):
-    """Routing of tokens to experts."""
-
-    x_BTD: Array  # the tokens, as the experts read them
-    chosen_BTk: Array
-    weights_BTk: Array  # float32; a token's weights sum to 1
-    loss_B: Array  # balance and z loss of each sequence, weighted
 
 
 class MixtureOfExperts(nnx.Module):
@@ -73,30 +63,43 @@ class MixtureOfExperts(nnx.Module):
         # fails where the shared experts' gradients multiply states that are sharded in two ways).
         here = lambda y_BTD: parallel.constrain(y_BTD, "batch", "tokens", None)
         x_BTD = gathered(x_BTD)
-        route = self.route(x_BTD)
         array = lambda param: dequantize(param.get_value())  # the kernel groups rows by expert
         ups = tuple(array(p) for p in (self.gate, self.up) if p is not None)
-        y_BTD, sizes_E = parallel.moe_dispatch_combine(
-            self.network, route.x_BTD, route.chosen_BTk, route.weights_BTk, ups, array(self.down),
-            self.tiles,
-        )  # fmt: skip
+        y_BTD, sizes_E, loss_B = self.experts(x_BTD, ups, array(self.down))
         y_BTD = with_load(y_BTD, self.bias[...], sizes_E / self.config.top_k)
         if self.shared is not None:
             shared = self.shared
             y_BTD += remat.tiled(lambda h: shared(h, relu2_by, by), x_BTD, self.tiles)
-        return here(y_BTD), route.loss_B
+        return here(y_BTD), loss_B
 
-    def route(self, x_BTD: Float[Array, "B T D"]) -> Route:
-        """Choose experts by score plus bias; weight their outputs by score."""
+    def experts(
+        self, x_BTD: Float[Array, "B T D"], ups: Sequence[Array], down_EFD: Array
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "E"], Float[Array, "B"]]:
+        """Return the chosen experts' weighted sum, each expert's number of tokens, and the balance
+        and z loss of each sequence, weighted."""
+        if self.tiles == 1 and parallel.has_whole_experts(down_EFD.shape):
+            routing = self.route(kernels.moe_router_permute, x_BTD)
+            y_BTD, sizes_E = parallel.moe_of_rows(self.network, routing, ups, down_EFD)
+        else:
+            routing = self.route(kernels.moe_router, x_BTD)
+            y_BTD, sizes_E = parallel.moe_dispatch_combine(
+                self.network, routing.x_BTD, routing.chosen_BTk, routing.weights_BTk, ups, down_EFD,
+                self.tiles,
+            )  # fmt: skip
         c, (_, T, _) = self.config, x_BTD.shape
-        bias_E = self.bias[...] if c.balance_bias else None
-        run = functools.partial(kernels.moe_router, top_k=c.top_k, score_function=c.score_function)
-        # Left to XLA, each device would rank the tokens of all devices.
-        routing = parallel.shard_map_tokens(run, x_BTD, self.router[...], bias_E, tokens="tokens")
         mean = lambda a_Bb: jnp.sum(a_Bb, axis=1) / T
         balance_B = balance_loss(mean(routing.hits_BbE) / c.top_k, mean(routing.shares_BbE))
-        loss_B = c.aux_loss * balance_B + c.z_loss * mean(routing.z_Bb)
-        return Route(routing.x_BTD, routing.chosen_BTk, routing.weights_BTk, loss_B)
+        return y_BTD, sizes_E, c.aux_loss * balance_B + c.z_loss * mean(routing.z_Bb)
+
+    def route[Routing](
+        self, kernel: Callable[..., Routing], x_BTD: Float[Array, "B T D"]
+    ) -> Routing:
+        """Choose experts by score plus bias; weight their outputs by score."""
+        c = self.config
+        bias_E = self.bias[...] if c.balance_bias else None
+        run = functools.partial(kernel, top_k=c.top_k, score_function=c.score_function)
+        # Left to XLA, each device would rank the tokens of all devices.
+        return parallel.shard_map_tokens(run, x_BTD, self.router[...], bias_E, tokens="tokens")
 
     def network(
         self,

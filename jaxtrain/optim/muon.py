@@ -16,7 +16,13 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
-from jaxtrain.optim.orthogonalize import COEFFICIENTS, LARGEST, normalize, orthogonalize
+from jaxtrain.optim.orthogonalize import (
+    COEFFICIENTS,
+    LARGEST,
+    line_squares,
+    normalize,
+    orthogonalize,
+)
 from jaxtrain.optim.param_groups import Hyper, OptimizerConfig, ParamGroup
 from jaxtrain.optim.soap import (
     SOAPDirectionConfig,
@@ -283,7 +289,7 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
         u = orthogonalize(u, *iteration, LARGEST.get(c.orthogonalize))
         u = join_columns(u, blocks)
         # All norms below are computed from one pass over the 16-bit result.
-        squares = jnp.sum(jnp.square(u.astype(jnp.float32)), axis=axis, keepdims=True)
+        squares = line_squares(u, axis)
         norm = jnp.sqrt(jnp.sum(squares, axis=(-2, -1), keepdims=True))
         factor: Number = 1.0
         if c.renormalize:

@@ -55,7 +55,7 @@ def normalize(
     equilibrate: first scale each column to the root mean square of all column norms (MuonEq). One
     pass sums the squares of the columns; all norms are computed from these sums.
     """
-    squares = jnp.sum(jnp.square(x_in_out), axis=-2, keepdims=True)
+    squares = line_squares(x_in_out, -2)
     factor: Any = 1.0
     if equilibrate:
         mean = jnp.sqrt(jnp.mean(squares, axis=-1, keepdims=True))
@@ -63,6 +63,16 @@ def normalize(
         squares = squares * jnp.square(factor)
     norm = jnp.sqrt(jnp.sum(squares, axis=-1, keepdims=True))
     return x_in_out * (factor / (norm * 1.01 + 1e-6))
+
+
+def line_squares(x_in_out: Float[Array, "*L i o"], axis: int) -> Float[Array, "*L #i #o"]:
+    """Sums of squares over one axis, at least in float32.
+
+    XLA would make a sum of these sums one over both axes, which is a further pass over the matrix.
+    """
+    wide = x_in_out.astype(jnp.promote_types(x_in_out.dtype, jnp.float32))
+    squares = jnp.sum(jnp.square(wide), axis=axis, keepdims=True)
+    return jax.lax.optimization_barrier(squares)
 
 
 def orthogonalize(

@@ -17,7 +17,7 @@ from jaxtrain.parallel.context import (
     previous_token,
     zigzag_shard,
 )
-from jaxtrain.parallel.experts import moe_dispatch_combine
+from jaxtrain.parallel.experts import has_whole_experts, moe_dispatch_combine, moe_of_rows
 from jaxtrain.parallel.kernels import (
     attention,
     embedding_grad,
@@ -50,10 +50,10 @@ from jaxtrain.parallel.tensor import (
 __all__ = [
     "BATCH", "MeshConfig", "attention", "bubble_fraction", "check_context_chunks", "check_stages",
     "constrain", "constrain_tree", "context_size", "distribute_matrices", "embedding_grad",
-    "embedding_lookup", "feed_forward_relu2", "joined_matmul", "linear_cross_entropy", "make_mesh",
-    "moe_dispatch_combine", "num_shards", "pad_chunks", "paged_attention", "partition_spec",
-    "pipeline_loss", "pipeline_size", "place_batch", "previous_token", "replicated_axes",
-    "rope_attention", "run_pipeline", "shard_map", "shard_map_tokens", "shardings", "split_layers",
-    "split_rows", "splits_heads", "tensor_matmuls",
-    "tensor_size", "token_losses", "zigzag_shard",
+    "embedding_lookup", "feed_forward_relu2", "has_whole_experts", "joined_matmul",
+    "linear_cross_entropy", "make_mesh", "moe_dispatch_combine", "moe_of_rows", "num_shards",
+    "pad_chunks", "paged_attention", "partition_spec", "pipeline_loss", "pipeline_size",
+    "place_batch", "previous_token", "replicated_axes", "rope_attention", "run_pipeline",
+    "shard_map", "shard_map_tokens", "shardings", "split_layers", "split_rows", "splits_heads",
+    "tensor_matmuls", "tensor_size", "token_losses", "zigzag_shard",
 ]  # fmt: skip

@@ -81,6 +81,43 @@ def moe_dispatch_combine(
     )
 
 
+def has_whole_experts(shape_EFD: tuple[int, ...]) -> bool:
+    """Whether each device has all experts, undivided; shape: of their down-projections."""
+    mesh = current_mesh()
+    return mesh is None or not any(partition_spec(("experts", "hidden", None), shape_EFD, mesh))
+
+
+def moe_of_rows(
+    network: Network,
+    routing: kernels.PermutedRouting,
+    ups_EDF: Sequence[Float[Array, "E D F"]],
+    down_EFD: Float[Array, "E F D"],
+) -> tuple[Float[Array, "B T D"], Int[Array, "E"]]:
+    """`moe_dispatch_combine` of tokens that are in the rows of their experts already, on devices
+    that have all experts (`has_whole_experts`). The rows are those of a device's own tokens."""
+    mesh = current_mesh()
+
+    def local(routing: kernels.PermutedRouting, ups: tuple[Array, ...], down: Array):
+        flat = lambda a: a.reshape(-1, a.shape[-1])
+        sizes_E = jnp.sum(flat(routing.hits_BbE).astype(jnp.int32), axis=0)
+        y_MD = network(flat(routing.rows_BMD), flat(routing.weights_BM1), ups, down, sizes_E)
+        y_ND = kernels.moe_unpermute(y_MD, flat(routing.row_BTk))
+        return y_ND.reshape(*routing.row_BTk.shape[:2], -1), sizes_E
+
+    given = routing, tuple(ups_EDF), down_EFD
+    if mesh is None:
+        return local(*given)
+    rows = partition_spec(("batch", "tokens", None), routing.row_BTk.shape, mesh)
+    names = mesh_axes_in(rows[0]) + mesh_axes_in(rows[1])
+    holders = tuple(name for name in names if mesh.shape[name] > 1)
+
+    def of_all(*given):
+        y_BTD, sizes_E = local(*given)
+        return y_BTD, jax.lax.psum(sizes_E, holders) if holders else sizes_E
+
+    return shard_map(of_all, (P(*rows[:2]), P(), P()), (rows, P()))(*given)
+
+
 def moe_on_device(
     network: Network,
     num_shards: int,

@@ -45,7 +45,7 @@ from jaxtrain_kernels.moe_permute import (
     scatter_rows,
     sum_rows,
 )
-from jaxtrain_kernels.moe_router import moe_router
+from jaxtrain_kernels.moe_router import PermutedRouting, moe_router, moe_router_permute
 from jaxtrain_kernels.rope_attention import rope_attention
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "Fp8",
     "Fp8Input",
     "GradientCast",
+    "PermutedRouting",
     "Quantized",
     "Rotation",
     "attention",
@@ -76,6 +77,7 @@ __all__ = [
     "linear_cross_entropy_per_token",
     "moe_permute",
     "moe_router",
+    "moe_router_permute",
     "moe_unpermute",
     "paged_append",
     "paged_attention",

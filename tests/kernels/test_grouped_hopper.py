@@ -112,7 +112,8 @@ def test_warpgroups_may_share_a_tile_of_rows_and_not_one_of_a_matrix():
 def test_each_row_of_a_group_is_in_one_tile(sizes, M):
     tiles, position_M = row_tiles(jnp.asarray(sizes), M, 64)
     seen, places = [], []
-    pairs = np.asarray(tiles.pairs_P4)[: int(tiles.count_1[0])]
+    pairs = np.asarray(tiles.pairs_P4)[: int(tiles.counts_2[1])]
+    assert tiles.counts_2[0] == np.sum(pairs[:, 1] < len(sizes))
     for n, (row, group, start, end) in enumerate(pairs):
         assert row % 64 == 0
         rows = range(max(row, start), min(row + 64, end, M))
@@ -135,6 +136,35 @@ def test_small_groups_and_epilogues_get_tiles_of_fewer_rows():
 def test_large_groups_come_first():
     groups = largest_first(jnp.asarray((5, 0, 20, 7)), 40)
     np.testing.assert_array_equal(groups, [[2, 5, 25], [3, 25, 32], [0, 0, 5], [1, 5, 5]])
+
+
+def test_parts_of_groups_begin_at_steps_or_with_their_group():
+    groups = largest_first(jnp.asarray((70, 0, 200, 3)), 280, parts=2, step=64)
+    # 0: 0..64, 64..70 (the half is at 35); 2: 70..128, 128..270 (at 170); 3: 270, 270..273.
+    right = [[5, 128, 270], [1, 0, 70], [4, 70, 128], [7, 270, 273]]
+    np.testing.assert_array_equal(groups[:4], right)
+    assert (groups[4:, 1] == groups[4:, 2]).all()
+    assert sorted(groups[:, 0].tolist()) == list(range(8))
+
+
+def test_few_groups_are_split_where_that_saves_rounds():
+    """At 8 experts of 768 x 1536 over 66 clusters there are 192 tiles, three rounds; at 4 there are
+    96: two rounds, of halves three."""
+    assert [weights.best_parts(16384, tiles, 66) for tiles in (192, 96, 24, 1536)] == [1, 2, 2, 1]
+    assert weights.best_parts(4096, 96, 66) == 1
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_gradients_of_parts_are_added(parts):
+    """Parts that are empty, that begin inside a step's rows, and one of a whole group."""
+    x, _, dy, sizes = arrays((70, 0, 200, 3), 280, 128, 128, after=np.nan)
+    run = lambda n: weights.weights_matmul(x, dy, sizes, parts=n, tiling=TURNS, interpret=INTERPRET)
+    right = exact(x, jnp.zeros((4, 128, 128)), dy, sizes)[2]
+    size = np.abs(right).max()
+    # Each part is rounded, and their sum.
+    np.testing.assert_allclose(run(parts).astype(jnp.float32), right, atol=0.01 * size)
+    assert (run(parts)[1] == 0).all()
+    assert not np.array_equal(run(parts), run(1))
 
 
 @pytest.mark.parametrize(

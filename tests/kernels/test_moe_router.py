@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
-from jaxtrain_kernels import moe_router
+from jaxtrain_kernels import moe_router, moe_router_permute
 from jaxtrain_kernels.dispatch import Target, on_target, target
-from jaxtrain_kernels.moe_router import reference, triton
+from jaxtrain_kernels.moe_router import reference, separate, triton
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
 HOPPER = Target("cuda", (9, 0))
@@ -44,6 +44,22 @@ def all_results(route, x, router, bias, given):
     return chosen, (*values, *back(given))
 
 
+def permuted_results(route, x, router, bias, given, k):
+    """Rows of copies and hits; rows, their weights, shares, z, and the gradients of x and of the
+    router."""
+    (B, T, D), (dx, _, dshares, dz) = x.shape, given
+    rng = np.random.default_rng(8)
+    drows = jnp.asarray(rng.normal(size=(B, T * k, D)), dx.dtype)
+    dweights = jnp.float32(rng.normal(size=(B, T * k, 1)))
+
+    def run(x, router):
+        r = route(x, router, bias)
+        return (r[0], r[1], r[4].sum(1), r[5].sum(1)), (r[2], r[3].sum(1))
+
+    values, back, chosen = jax.vjp(run, x, router, has_aux=True)
+    return chosen, (*values, *back((drows, dweights, dshares, dz)))
+
+
 def assert_equal(found, expected, error=3e-6):
     """Choices are equal; float32 differs by the order of sums, dx by a rounding of bfloat16."""
     for a, b in zip(found[0], expected[0], strict=True):
@@ -66,6 +82,29 @@ def test_the_kernels_equal_the_reference(shape, scores):
     found, expected = (all_results(by(*m[:1], **m[1]), *given) for m in
                        ((triton, {"interpret": True}), (reference, {})))  # fmt: skip
     assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(("shape", "scores"), CASES, ids=str)
+@pytest.mark.quick("(2, 128, 256, 8, 2)-sigmoid")
+def test_the_kernels_with_permuted_tokens_equal_the_reference(shape, scores):
+    *sizes, k = shape
+    given, how = (*arrays(*sizes), gradients(*sizes, k), k), dict(top_k=k, score_function=scores)
+    by = lambda run, **more: permuted_results(lambda *a: run(*a, **how, **more), *given)
+    expected = by(reference.moe_router_permute)
+    assert_equal(by(triton.moe_router_permute, interpret=True), expected)
+    assert_equal(by(separate.moe_router_permute), expected)
+
+
+def test_the_rows_are_sorted_by_expert_over_all_sequences():
+    x, router, bias = arrays(2, 64, 128, 5)
+    how = dict(top_k=2, score_function="softmax")
+    r, chosen = moe_router_permute(x, router, bias, **how), moe_router(x, router, bias, **how)[1]
+    experts = np.empty(256, int)
+    experts[np.asarray(r.row_BTk).reshape(-1)] = np.asarray(chosen).reshape(-1)
+    assert (np.diff(experts) >= 0).all()
+    for b, t, j in ((0, 0, 0), (1, 63, 1)):
+        row = np.asarray(r.rows_BMD, np.float32).reshape(256, -1)[r.row_BTk[b, t, j]]
+        np.testing.assert_array_equal(row, x[b, t].astype(jnp.float32))
 
 
 def test_without_a_bias_the_best_scores_win():
@@ -104,6 +143,12 @@ def test_lowers_for_cuda_without_a_sort():
         traced = jax.jit(lambda *a: all_results(route, *a)).trace(*given)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__gpu$xla.gpu.triton") == 4
+    route = lambda *a: moe_router_permute(*a, top_k=2, score_function="sigmoid")
+    with on_target("cuda", (9, 0)), jax.sharding.use_abstract_mesh(H200):
+        traced = jax.jit(lambda *a: permuted_results(route, *a, 2)).trace(*given)
+        permuted = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert permuted.count("@__gpu$xla.gpu.triton") == 6
+    assert "stablehlo.sort" not in permuted
     assert not any(f"stablehlo.{op}" in text for op in ("sort", "dot_general", "exponential"))
 
 
@@ -124,6 +169,9 @@ def test_lowers_for_cuda_without_a_sort():
 def test_what_they_serve(device, x, router, reason):
     why = triton.supports(device, *(jax.ShapeDtypeStruct(*a) for a in (x, router)))
     assert why is None if reason is None else why is not None and reason in why
+    given = (jax.ShapeDtypeStruct(*a) for a in (x, router))
+    with_rows = triton.supports_permute(device, *given, 17)
+    assert with_rows == (why or "needs at most 16 experts a token, got 17")
 
 
 @pytest.mark.gpu
@@ -148,4 +196,7 @@ def assert_equal_on_a_gpu(shape, scores, x, router, bias):
     how = dict(top_k=shape[-1], score_function=scores)
     by = lambda name: lambda *a: moe_router(*a, **how, implementation=name)
     run, given = jax.jit(all_results, static_argnums=0), (x, router, bias, gradients(*shape))
+    assert_equal(run(by("triton"), *given), run(by("reference"), *given), error=3e-5)
+    by = lambda name: lambda *a: moe_router_permute(*a, **how, implementation=name)
+    run, given = jax.jit(permuted_results, static_argnums=(0, 5)), (*given, shape[-1])
     assert_equal(run(by("triton"), *given), run(by("reference"), *given), error=3e-5)

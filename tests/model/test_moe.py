@@ -196,7 +196,10 @@ def one_device():
     "sizes",
     [
         {"expert": 4, "fsdp": 2},
-        *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ({"expert": 4, "context": 2},)),
+        *(
+            pytest.param(sizes, marks=pytest.mark.slow)
+            for sizes in ({"expert": 4, "context": 2}, {"data": 2, "context": 4}, {"tensor": 2})
+        ),
     ],
     ids=str,
 )
@@ -208,7 +211,7 @@ def test_sharded_is_one_device(one_device, sizes):
     close(others, metrics, rtol=1e-5, atol=1e-6)
     close(sharded.params, state.params, rtol=1e-4, atol=1e-5)
     up = begin(task, mesh).params["experts"]["up"]
-    assert up.addressable_shards[0].data.shape[1] == 8 // sizes["expert"]
+    assert up.addressable_shards[0].data.shape[1] == 8 // sizes.get("expert", 1)
 
 
 @pytest.mark.slow
@@ -232,6 +235,15 @@ def test_metrics_tell_the_load_and_the_norm_is_of_gradients_alone(one_device):
     assert first["grad_norm"] == pytest.approx(
         np.sqrt(first["checks"].gradient_squares.sum()), rel=1e-5
     )
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_tokens_run_in_tiles_one_after_another_where_asked(tiles):
+    graphdef, specs = split(MixtureOfExperts(resolved(moe=MOE, ffn_tiles=tiles), 1))
+    p = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], jnp.float32), specs)
+    x_BTD = jax.ShapeDtypeStruct((2, 16, 32), jnp.float32)
+    text = jax.jit(lambda p, x: nnx.merge(graphdef, p)(x)).lower(p, x_BTD).as_text()
+    assert text.count("stablehlo.while") == 2 * (tiles - 1)  # experts and shared experts
 
 
 @pytest.mark.slow
@@ -272,7 +284,7 @@ def test_on_hopper_kernels_route_and_permute_a_devices_own_tokens(sizes):
     with on_target("cuda", (9, 0)), jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(p, x_BTD)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@__gpu$xla.gpu.triton") == 9
+    assert text.count("@__gpu$xla.gpu.triton") == 8
     assert "stablehlo.sort" not in text
 
 

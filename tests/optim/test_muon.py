@@ -196,6 +196,13 @@ def test_decay_is_decoupled_and_cautious_decay_takes_what_shrinks_anyway():
     np.testing.assert_allclose(cautious - free, -0.05 * p * towards_zero, rtol=1e-4, atol=1e-6)
 
 
+def test_norms_are_of_the_same_sums_as_those_of_lines():
+    """XLA for GPUs would read the matrix once more for a sum of sums, if nothing kept the first."""
+    g, tx = matrices(16, 48), make_muon(MuonConfig())(HYPER)
+    text = jax.jit(lambda g: tx.update(g, tx.init(g), g)).lower(g).as_text()
+    assert text.count("stablehlo.optimization_barrier") == 2
+
+
 @pytest.mark.slow
 def test_renormalized_updates_have_the_norm_of_an_orthogonal_matrix():
     moved, _ = step(matrices(3, 16, 48), matrices(3, 16, 48), renormalize=True)

@@ -190,6 +190,16 @@ def test_one_of_four_devices_may_get_all_rows_or_none():
     assert rows_of_networks(with_choices(picks), 4) == sorted(expected)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "whole"),
+    [({"data": 8}, True), ({"data": 2, "expert": 4}, False), ({"context": 4, "tensor": 2}, False)],
+    ids=str,
+)
+def test_a_device_with_a_share_of_experts_or_of_their_hidden_units_has_no_whole_ones(sizes, whole):
+    with jax.set_mesh(mesh_of(**sizes)):
+        assert experts.has_whole_experts((8, 32, 16)) == whole
+
+
 @pytest.mark.slow
 def test_what_no_row_was_put_into_is_not_read(monkeypatch):
     """It may be anything: here not a number, on a GPU what was there before."""

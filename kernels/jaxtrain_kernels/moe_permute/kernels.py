@@ -8,6 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 TOKENS = 8  # of a program: 12 KB of a row of 768 channels are in flight for each
+PRODUCT_TOKENS = 16  # of a program that also reads a matrix, once for all its tokens
+MOST_FACTORS = 16  # of a token in registers
 WARPS = 4
 WIDEST = 1024
 
@@ -30,9 +32,9 @@ def _call(kernel, name: str, grid, out_shape, interpret: bool, arrays, aliases=N
     )(*arrays)
 
 
-def _tokens(N: int):
+def _tokens(N: int, tokens: int = TOKENS):
     """A program's tokens, and which of them there are."""
-    token_R = pl.program_id(0) * TOKENS + jnp.arange(TOKENS)
+    token_R = pl.program_id(0) * tokens + jnp.arange(tokens)
     return token_R, token_R < N
 
 
@@ -98,6 +100,44 @@ def sum_rows(interpret: bool, y_MD, row_Nk, weights_M1=None):
     if weights_M1 is not None:
         out.append(jax.ShapeDtypeStruct((N, k), weights_M1.dtype))
     return _call(kernel, "moe_sum_rows", (pl.cdiv(N, TOKENS),), out, interpret, given)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def sum_rows_with_product(interpret: bool, y_MD, row_Nk, factors_NE, matrix_ED):
+    """Return the sum of each token's rows, all of which exist, plus factors matrix, in float32."""
+    (N, k), (E, D) = row_Nk.shape, matrix_ED.shape
+
+    def kernel(y_ref, row_ref, factors_ref, matrix_ref, sums_ref):
+        token_R, inside_R = _tokens(N, PRODUCT_TOKENS)
+        rows_of = [plgpu.load(row_ref.at[token_R, j], mask=inside_R, other=0) for j in range(k)]
+        factor = lambda e: plgpu.load(factors_ref.at[token_R, e], mask=inside_R, other=0)
+        # Few factors stay in registers, so that nothing waits for one load after another.
+        factors = [factor(e) for e in range(E)] if E <= MOST_FACTORS else []
+        for part in parts_of_row(D):
+            at_W = _part(part)
+            line = lambda e, at_W=at_W: plgpu.load(matrix_ref.at[e, at_W])[None]
+            given = [
+                plgpu.load(y_ref.at[row_R[:, None], at_W[None]], mask=inside_R[:, None], other=0)
+                for row_R in rows_of
+            ]
+            total_RW = jnp.zeros((len(token_R), len(at_W)), jnp.float32)
+            if factors:
+                for e, factor_R in enumerate(factors):
+                    total_RW += factor_R[:, None] * line(e)
+            else:
+                add = lambda e, total_RW, line=line: total_RW + factor(e)[:, None] * line(e)
+                total_RW = jax.lax.fori_loop(0, E, add, total_RW)
+            for y_RW in given:
+                total_RW += y_RW.astype(jnp.float32)
+            plgpu.store(
+                sums_ref.at[token_R[:, None], at_W[None]],
+                total_RW.astype(sums_ref.dtype),
+                mask=inside_R[:, None],
+            )
+
+    grid, out = (pl.cdiv(N, PRODUCT_TOKENS),), jax.ShapeDtypeStruct((N, D), y_MD.dtype)
+    given = y_MD, row_Nk, factors_NE, matrix_ED
+    return _call(kernel, "moe_sum_rows_with_product", grid, out, interpret, given)
 
 
 @functools.partial(jax.jit, static_argnums=0)

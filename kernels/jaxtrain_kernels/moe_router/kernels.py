@@ -144,18 +144,26 @@ def route(top_k: int, score_function: str, interpret: bool, x_ND, router_DE, bia
 def logits_gradient(score_function: str, interpret: bool, *arrays):
     """Return the gradient of the logits [N, E].
 
-    arrays: logits, chosen; the gradients of weights [N, k], shares [n, E] and z [n].
+    arrays: logits, chosen; the gradients of weights [N, k], shares [n, E] and z [n]. Or the weights
+    are in rows [N k, 1], and each copy's row [N, k] is the last array.
     """
     (N, E), k = arrays[0].shape, arrays[1].shape[1]
 
-    def kernel(logits_ref, chosen_ref, dweights_ref, dshares_ref, dz_ref, out_ref):
+    def kernel(logits_ref, chosen_ref, dweights_ref, dshares_ref, dz_ref, *refs):
+        *row_ref, out_ref = refs
+
+        def dweight(j):
+            if not row_ref:
+                return plgpu.load(dweights_ref.at[token_R, j])
+            return plgpu.load(dweights_ref.at[plgpu.load(row_ref[0].at[token_R, j]), 0])
+
         part, (each_E, there_E) = pl.program_id(0), _experts(E)
         token_R = part * TOKENS + jnp.arange(TOKENS)
         at = token_R[:, None], each_E[None]
         logits_RE = plgpu.load(logits_ref.at[at], mask=there_E[None], other=0.0)
         lse_R = _logsumexp(logits_RE, there_E)
         scores_RE = _scores(score_function, logits_RE, lse_R, there_E)
-        dweights = [plgpu.load(dweights_ref.at[token_R, j]) for j in range(k)]
+        dweights = [dweight(j) for j in range(k)]
         chosen = [plgpu.load(chosen_ref.at[token_R, j]) for j in range(k)]
         hits = [chosen_R[:, None] == each_E[None] for chosen_R in chosen]
         picks = [jnp.where(hit_RE, scores_RE, 0.0).sum(1) for hit_RE in hits]

@@ -4,9 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.moe_permute import reference as permute
 
 
 def supports(target: Target, x_BTD, router_DE) -> None:
+    return None
+
+
+def supports_permute(target: Target, x_BTD, router_DE, top_k: int) -> None:
     return None
 
 
@@ -28,6 +33,18 @@ def moe_router(x_BTD, router_DE, bias_E, *, top_k, score_function):
     total = lambda a: jnp.sum(a, axis=1, keepdims=True)
     hits_B1E = hits_BE[:, None].astype(jnp.float32)
     return x_BTD, chosen_BTk, weights_BTk, hits_B1E, total(shares_BTE), total(squares_BT)
+
+
+def moe_router_permute(x_BTD, router_DE, bias_E, *, top_k, score_function):
+    """Backend of the public function; a part is a sequence."""
+    how = dict(top_k=top_k, score_function=score_function)
+    x_BTD, chosen_BTk, weights_BTk, *sums = moe_router(x_BTD, router_DE, bias_E, **how)
+    B, T, _ = x_BTD.shape
+    flat = lambda a: a.reshape(B * T, -1)
+    row_Nk, _ = permute.row_id_map(flat(chosen_BTk), router_DE.shape[1])
+    rows = permute.moe_permute(flat(x_BTD), flat(weights_BTk), row_Nk)
+    by_sequence = lambda a, length: a.reshape(B, length, -1)
+    return *(by_sequence(a, T * top_k) for a in rows), by_sequence(row_Nk, T), *sums
 
 
 @jax.checkpoint  # otherwise the float32 states would be saved besides the 16-bit ones

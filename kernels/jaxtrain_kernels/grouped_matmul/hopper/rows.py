@@ -2,13 +2,13 @@
 
 The pipeline is the one of `matmul/hopper/gemm.py`. Tiles of rows start at multiples of their size,
 as TMA cannot load from every row. A tile in which groups meet is computed once for each group, of
-which its own rows are stored, one by one. Rows after the last group are computed as well, and
-stored as zeros.
+which its own rows are stored, one by one. Rows after the last group are stored as zeros, last.
 
 An epilogue may use a factor for each row and a second input of the result's shape, which is loaded
 into the 64 x 64 buffers that the result is stored from. It may also sum values over each row.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -197,12 +197,12 @@ def _shared_memory(plan: RowsPlan) -> dict[str, Any]:
 
 def _block(plan: RowsPlan, refs: tuple[Any, ...], memory: dict[str, Any]):
     """One CUDA block."""
-    a, b, pairs, count, *rest = refs
+    a, b, pairs, counts, *rest = refs
     factors = rest.pop(0) if plan.factors else None
     other = rest.pop(0) if plan.other else None
     out, sums = rest if plan.epilogue.sums else (rest[0], None)
     of_gemm = gemm.GemmArrays(a, b, other, out)
-    arrays = RowsArrays(of_gemm, RowTiles(pairs, count), factors, sums)
+    arrays = RowsArrays(of_gemm, RowTiles(pairs, counts), factors, sums)
     single = memory.pop("single")
     shared = RowsMemory(gemm.GemmMemory(**memory), single)
 
@@ -223,13 +223,14 @@ def _rounds(work: RowsWork, count: jax.Array) -> jax.Array:
 
 
 def _count(work: RowsWork) -> jax.Array:
-    """Number of tiles."""
-    return work.arrays.tiles.count_1[0] * work.plan.gemm.grid[1]
+    """Number of tiles of groups."""
+    return work.arrays.tiles.counts_2[0] * work.plan.gemm.grid[1]
 
 
 def _tile(work: RowsWork, count: jax.Array, t: Index) -> RowsTile:
     """Return the t-th tile of the block, or the last of all."""
     plan, tiling, tiles = work.plan.gemm, work.plan.gemm.tiling, work.arrays.tiles
+    count = jnp.maximum(count, plan.grid[1])  # if no group has rows, a tile that nobody computes
     number = jnp.minimum(lax.axis_index("cluster") + t * plan.clusters, count - 1)
     index, column = gemm.tile_of(plan, number, lax.div(count, plan.grid[1]))
     pair, below = tile_pair(tiles, index), lax.axis_index("peer") * tiling.block_rows
@@ -248,7 +249,7 @@ def _load(work: RowsWork):
         following = _tile(work, count, t + 1)  # which arrives while this tile's steps are loaded
         rows = pl.ds(tile.row, tiling.block_rows)
         columns = pl.ds(tile.column, tiling.columns)
-        matrix = b.at[jnp.minimum(tile.pair.group, work.plan.E - 1)]
+        matrix = b.at[tile.pair.group]
 
         def load_step(k, _):
             slot = lax.rem(t * plan.steps + k, tiling.stages)
@@ -290,7 +291,35 @@ def _compute(work: RowsWork):
         _store(work, tile, used, product, _factors(work, tile))
 
     lax.fori_loop(0, rounds, compute_tile, None)
+    _clear(work)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _clear(work: RowsWork):
+    """Store zeros in the rows after the last group."""
+    plan, tiling, tiles = work.plan.gemm, work.plan.gemm.tiling, work.arrays.tiles
+    single = work.memory.single.at[work.gemm.warpgroup]
+    single[...] = plgpu.layout_cast(jnp.zeros((PART, PART), plan.dtype), hopper.MATRIX)
+    plgpu.commit_smem()
+    turns = 1 if tiling.shared else WARPGROUPS
+    first = 0 if tiling.shared else work.gemm.warpgroup
+
+    def clear_tile(i, _):
+        number = lax.axis_index("cluster") + (first + turns * i) * plan.clusters
+        pair = tile_pair(tiles, tiles.counts_2[0] + lax.div(number, plan.grid[1]))
+        row = work.gemm.own(pair.row + lax.axis_index("peer") * tiling.block_rows)
+        for r, c in plan.places:
+            column = lax.rem(number, plan.grid[1]) * tiling.columns + c
+            low, high = _inside(pair, row + r)
+            store_all = lambda r=r, column=column: plgpu.copy_smem_to_gmem(
+                single, work.arrays.gemm.out.at[pl.ds(row + r, PART), pl.ds(column, PART)]
+            )
+            store_some = functools.partial(_store_rows, work, low, high, row + r, column)
+            lax.cond((low == 0) & (high == PART), store_all, store_some)
+
+    count = (tiles.counts_2[1] - tiles.counts_2[0]) * plan.grid[1]
+    rounds = lax.div(_rounds(work, count) - first + turns - 1, turns)
+    lax.fori_loop(0, rounds, clear_tile, None)
 
 
 def _factors(work: RowsWork, tile: RowsTile) -> list[jax.Array]:
@@ -354,36 +383,38 @@ def _store_part(
 ):
     """Store a part at (row, column): by one copy, or only the rows of the tile's group."""
     parts, out = work.plan.gemm.tiling.parts, work.arrays.gemm.out
-    columns = pl.ds(column, PART)
-    low, high = jnp.maximum(pair.start - row, 0), jnp.minimum(pair.end - row, PART)
-
-    def write(part):
-        part[...] = values
-
-        # A select of the sums instead would make the compiler wait for each wgmma.
-        @pl.when(pair.group == work.plan.E)
-        def _():
-            part[...] = plgpu.layout_cast(jnp.zeros_like(values), hopper.MATRIX)
-
-        plgpu.commit_smem()
+    low, high = _inside(pair, row)
 
     def store_all():
         part = work.gemm.part(slot)
         if not work.plan.other:  # with which the part was loaded
             plgpu.wait_smem_to_gmem(parts - 1, wait_read_only=True)
-        write(part)
-        plgpu.copy_smem_to_gmem(part, out.at[pl.ds(row, PART), columns])
+        part[...] = values
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(part, out.at[pl.ds(row, PART), pl.ds(column, PART)])
 
     def store_some():
-        single = work.memory.single.at[work.gemm.warpgroup]
-        write(single)
-
-        def store_row(m, _):
-            plgpu.copy_smem_to_gmem(single.at[pl.ds(m, 1)], out.at[pl.ds(row + m, 1), columns])
-
-        # Mosaic copies one row as contiguous bytes: columns outside would be the next row's.
-        lax.fori_loop(low, jnp.where(column < work.plan.gemm.N, high, low), store_row, None)
+        work.memory.single.at[work.gemm.warpgroup][...] = values
+        plgpu.commit_smem()
+        _store_rows(work, low, high, row, column)
         # The next part overwrites it; and `store_all` counts one copy for each part.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     lax.cond((low == 0) & (high == PART), store_all, store_some)
+
+
+def _inside(pair: TilePair, row: Index) -> tuple[jax.Array, jax.Array]:
+    """Which rows of a part, from its first row on, are the pair's: low .. high - 1."""
+    return jnp.maximum(pair.start - row, 0), jnp.minimum(pair.end - row, PART)
+
+
+def _store_rows(work: RowsWork, low: Index, high: Index, row: Index, column: Index):
+    """Store some rows of `single`, whose first one is `row`."""
+    single, out = work.memory.single.at[work.gemm.warpgroup], work.arrays.gemm.out
+
+    def store_row(m, _):
+        to = out.at[pl.ds(row + m, 1), pl.ds(column, PART)]
+        plgpu.copy_smem_to_gmem(single.at[pl.ds(m, 1)], to)
+
+    # Mosaic copies one row as contiguous bytes: columns outside would be the next row's.
+    lax.fori_loop(low, jnp.where(column < work.plan.gemm.N, high, low), store_row, None)

@@ -11,12 +11,12 @@ class RowTiles(NamedTuple):
     """Pairs of a tile of rows and a group with rows in it, by row; arrays, or references to them.
 
     pairs_P4: first row of the tile, group, first row of the group, end of the group. The rows after
-    the last group are group E. A tile in which groups meet occurs once for each of them. count_1:
-    number of pairs that exist.
+    the last group are group E. A tile in which groups meet occurs once for each of them. counts_2:
+    number of pairs of groups, and of all pairs that exist.
     """
 
     pairs_P4: Any
-    count_1: Any
+    counts_2: Any
 
 
 def row_tiles(sizes_E: Int[Array, "E"], M: int, rows: int) -> tuple[RowTiles, Int[Array, " M"]]:
@@ -35,15 +35,24 @@ def row_tiles(sizes_E: Int[Array, "E"], M: int, rows: int) -> tuple[RowTiles, In
     row_M = jnp.arange(M, dtype=jnp.int32)
     group_M = jnp.sum(row_M[:, None] >= ends_G[None], axis=1)
     position_M = row_M + rows * (last_G - counts_G - first_G)[group_M]
-    return RowTiles(pairs_P4.astype(jnp.int32), last_G[-1:].astype(jnp.int32)), position_M
+    return RowTiles(pairs_P4.astype(jnp.int32), last_G[-2:].astype(jnp.int32)), position_M
 
 
-def largest_first(sizes_E: Int[Array, "E"], M: int) -> Int[Array, "E 3"]:
-    """(group, first row, end) of each group: the largest first, so that short work is last."""
+def largest_first(
+    sizes_E: Int[Array, "E"], M: int, parts: int = 1, step: int = 1
+) -> Int[Array, "P 3"]:
+    """(number, first row, end) of each part of each group: the largest first, so that short work is
+    last. Part p of group e has number e x parts + p, and begins at a multiple of `step` rows or
+    where the group does."""
     ends_E = _ends(sizes_E, M)[:-1]
     starts_E = jnp.concatenate([jnp.zeros(1, jnp.int32), ends_E[:-1]])
-    order_E = jnp.argsort(starts_E - ends_E, stable=True).astype(jnp.int32)
-    return jnp.stack([order_E, starts_E[order_E], ends_E[order_E]], axis=1)
+    each_p = jnp.arange(1, parts, dtype=jnp.int32)
+    within_Ep = starts_E[:, None] + (ends_E - starts_E)[:, None] // parts * each_p[None]
+    within_Ep = jnp.maximum(within_Ep // step * step, starts_E[:, None])
+    starts_P = jnp.concatenate([starts_E[:, None], within_Ep], axis=1).reshape(-1)
+    ends_P = jnp.concatenate([within_Ep, ends_E[:, None]], axis=1).reshape(-1)
+    order_P = jnp.argsort(starts_P - ends_P, stable=True).astype(jnp.int32)
+    return jnp.stack([order_P, starts_P[order_P], ends_P[order_P]], axis=1)
 
 
 def _ends(sizes_E: Array, M: int) -> Array:

@@ -4,7 +4,8 @@ As in `matmul/hopper/gemm.py`, two warpgroups alternate, each with its own tile 
 A step contracts 64 rows, and starts at a multiple of 64. In a group's first and last step, the
 warpgroup zeros the rows of other groups in shared memory, in both operands: those rows may be any
 values. Tiles of large groups come first, and every second round is in reverse order, so that blocks
-end at about the same time.
+end at about the same time. If few groups would leave many blocks idle in the last round, a group's
+rows are split, and XLA sums the parts' products.
 """
 
 from typing import Any, NamedTuple
@@ -21,9 +22,16 @@ from jaxtrain_kernels.hopper import Index, Ref
 from jaxtrain_kernels.matmul.hopper import gemm
 from jaxtrain_kernels.matmul.hopper.gemm import PART, STEP, WARPGROUPS, GemmPlan, GemmTiling
 
+MOST_PARTS = 3  # of a group's rows
+FEWEST_ROWS = 8192  # of a group that is split: below, sums cost as much as is gained
+PART_COST = 0.1  # of the time: sums of a part more
+
 
 class WeightsArrays(NamedTuple):
-    """x [rows, K], dy [rows, N], out [E, K, N]. groups: see `largest_first`."""
+    """x [rows, K], dy [rows, N], out [E, K, N]. groups: see `largest_first`.
+
+    A group is a part of one where they are split.
+    """
 
     x: Ref
     dy: Ref
@@ -60,18 +68,21 @@ class WeightsTile(NamedTuple):
         return lax.div(self.end - self.first + STEP - 1, STEP)
 
 
-@hopper.jit_kernel("tiling", "interpret")
+@hopper.jit_kernel("parts", "tiling", "interpret")
 def weights_matmul(
     x_MK,
     dy_MN,
     sizes_E,
     *,
+    parts: int | None = None,
     tiling: GemmTiling | None = None,
     interpret: hopper.Interpret = False,
 ) -> jax.Array:
     """x[rows of e]^T dy[rows of e], [E, K, N] in x's dtype; zeros for an empty group.
 
-    interpret: plgpu.InterpretGPUParams, to run on a CPU. Raises ValueError for a shared tile.
+    parts: number of parts into which each group's rows are split; each is rounded to x's dtype
+    before they are summed. None = what takes the least time. interpret: plgpu.InterpretGPUParams,
+    to run on a CPU. Raises ValueError for a shared tile.
     """
     tiling = tiling or GemmTiling()
     if tiling.shared:
@@ -80,20 +91,23 @@ def weights_matmul(
     plan = GemmPlan(K, N, M, x_MK.dtype, False, lambda product: product, False, tiling, 0)
     tiling = tiling._replace(parts=min(tiling.parts, len(plan.places)))
     blocks = tiling.blocks or hopper.sm_count()
-    clusters = min(blocks // tiling.cluster, E * plan.grid[0] * plan.grid[1])
+    tiles, clusters = plan.grid[0] * plan.grid[1], blocks // tiling.cluster
+    parts = parts or best_parts(M // E, E * tiles, clusters)
+    P = E * parts
+    clusters = min(clusters, P * tiles)
     plan = plan._replace(tiling=tiling, clusters=clusters)
 
     def grouped_weights_matmul(*refs, **memory):
         arrays = WeightsArrays(*refs)
-        work = lambda warpgroup: WeightsWork(plan, E, arrays, gemm.GemmMemory(**memory), warpgroup)
+        work = lambda warpgroup: WeightsWork(plan, P, arrays, gemm.GemmMemory(**memory), warpgroup)
         hopper.specialize_warpgroups(
             WARPGROUPS, lambda: _load(work(0)), lambda warpgroup: _compute(work(warpgroup))
         )
 
     stages = tiling.stages
-    return hopper.pallas_kernel(
+    products_PKN = hopper.pallas_kernel(
         grouped_weights_matmul,
-        out_type=jax.ShapeDtypeStruct((E, K, N), plan.dtype),
+        out_type=jax.ShapeDtypeStruct((P, K, N), plan.dtype),
         scratch_types=dict(
             a=hopper.tiles((stages, STEP, tiling.rows), plan.dtype),
             b=hopper.tiles((stages, STEP, tiling.columns), plan.dtype),
@@ -111,7 +125,22 @@ def weights_matmul(
         thread_name="warpgroup",
         compiler_params=hopper.compiler_params(),
         interpret=interpret,
-    )(x_MK, dy_MN, largest_first(sizes_E, M))
+    )(x_MK, dy_MN, largest_first(sizes_E, M, parts, STEP))
+    if parts == 1:
+        return products_PKN
+    products_EpKN = products_PKN.reshape(E, parts, K, N)
+    return jnp.sum(products_EpKN, axis=1, dtype=jnp.float32).astype(plan.dtype)
+
+
+def best_parts(rows: int, tiles: int, clusters: int) -> int:
+    """Number of parts of each group's rows whose rounds take the least time.
+
+    rows: mean of a group. tiles: of all groups, which the clusters compute in rounds.
+    """
+    if rows < FEWEST_ROWS:
+        return 1
+    rounds = lambda parts: -(-tiles * parts // clusters) / parts
+    return min(range(1, MOST_PARTS + 1), key=lambda p: rounds(p) * (1 + PART_COST * (p - 1)))
 
 
 def _position(work: WeightsWork, t: Index) -> jax.Array:
