@@ -55,7 +55,7 @@ def test_one_process_measures_them_all(monkeypatch):
 
     monkeypatch.setattr(switches, "bench_step", bench_step)
     with on_target("cuda", (9, 0)):
-        assert len(list(switches.bench_switches("gpt_d12", ["model.depth=2"]))) == 19
+        assert len(list(switches.bench_switches("gpt_d12", ["model.depth=2"]))) == 20
         assert calls[0] == ("bf16", ["model.depth=2"])
         assert calls[1] == ("xla", ["model.depth=2", *switches.NONE])
         calls.clear()

@@ -121,6 +121,27 @@ def test_the_prefill_of_waiting_prompts_starts_before_first_tokens_are_read(monk
     assert "r4" in {update.id for update in engine.step()}
 
 
+def test_a_first_token_does_not_wait_for_the_texts_of_others():
+    """Two requests decode. What they decoded before one joins is read a call later, also while
+    another joins in that call."""
+    engine = make_engine(options=several(4, slots=4))
+    *two, third, fourth = [
+        Request(id, text, GREEDY._replace(max_tokens=40))
+        for id, text in zip("abcd", prompts(5, 5, 5, 5))
+    ]
+    for request in two:
+        engine.add(request)
+    ids = lambda: {update.id for update in engine.step()}
+    while not engine.stats().new_tokens:
+        engine.step()
+    assert ids() == {"a", "b"}
+    engine.add(third)
+    assert ids() == {"c"}
+    engine.add(fourth)
+    assert ids() == {"a", "b", "d"}
+    assert {"a", "b", "c"} <= ids()
+
+
 @pytest.mark.slow
 def test_a_new_request_waits_for_one_call_at_most(calls):
     engine = make_engine(options=several(4))

@@ -376,15 +376,21 @@ class Engine:
     # ---- tokens -------------------------------------------------------------------------------
 
     def read_finished(self) -> None:
-        """Read the steps before this one, and this one's first tokens, unless that would delay the
-        next prompts' prefill. Late first tokens are returned before anything else is waited for."""
-        while (p := self.pending) and (
-            p[0].step < self.steps or (p[0].first and not self.more_prompts)
-        ):
-            step = p.popleft()
-            self.read(step)
-            if step.first and step.step < self.steps:
-                return
+        """Read first tokens, unless that would delay the next prompts' prefill; else the steps
+        before this one.
+
+        First tokens are returned before other requests' tokens of the step before are read, which
+        are read after the next call's at the latest: no request waits for others' texts.
+        """
+        oldest = self.steps
+        for i, step in enumerate(self.pending):
+            if step.first and (step.step < self.steps or not self.more_prompts):
+                del self.pending[i]
+                self.read(step)
+                oldest -= 1
+                break
+        while self.pending and self.pending[0].step < oldest:
+            self.read(self.pending.popleft())
 
     def read(self, step: Pending) -> None:
         """Read the tokens of a step, and pass them to their sequences."""
