@@ -50,6 +50,23 @@ def test_the_option_changes_who_casts_and_no_number(changes, monkeypatch):
     assert not calls
 
 
+def test_fast_accum_is_that_of_the_joint_product_too():
+    """Of its three products, that of the weights' gradient alone is summed in float32."""
+    exact = []
+    for fast in (False, True):
+        task, _ = make_spec(
+            resolved(**SHAPE, **FP8, **JOINED, fp8_gradients=True, fp8_fast_accum=fast)
+        )
+        past = {"amax_history": model_fp8.init_amax_history(task.specs, 2)}
+        run = functools.partial(gradients, task, grad_scale=jnp.float32(1), extras=past)
+        text = str(jax.make_jaxpr(lambda p, b, run=run: run(p, b))(
+            params_of(task, jnp.float32), batch(4, micro=4)
+        ))  # fmt: skip
+        assert "f8_e4m3fn" in text or "float8_e4m3fn" in text
+        exact.append(text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)"))
+    assert exact[0] == 2 * exact[1] > 0
+
+
 @pytest.mark.slow
 def test_on_hopper_the_pass_that_turns_gradients_back_casts_them():
     found = []
