@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import Event
-from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
 import jax
@@ -364,32 +363,6 @@ def test_a_vocabulary_that_the_text_cannot_fill(tmp_path, capfd):
 def test_a_backend_that_cannot_serve_is_refused_with_its_reason(tmp_path, capfd, backend):
     message = refused(capfd, run_overrides(tmp_path, model__attention=backend))
     assert re.match(rf"model\.attention: {backend} cannot serve float32.*: needs", message)
-
-
-ADVICE = r"set model\.remat=block or set optim\.offload\.name=host"
-
-
-@pytest.mark.slow
-def test_a_step_that_does_not_fit_is_refused_before_it_runs(tmp_path, capfd, monkeypatch):
-    device = SimpleNamespace(
-        platform="cpu", device_kind="cpu", memory_stats=lambda: {"bytes_limit": 2**14}
-    )
-    monkeypatch.setattr(program.jax, "local_devices", lambda: [device])
-    message = refused(capfd, run_overrides(tmp_path, **QUICK))
-    needed = re.match(
-        r"out of device memory: a step needs (.*), the device has 16.0 KiB; ", message
-    )
-    assert needed and "iB" in needed[1] and re.search(ADVICE, message)
-
-
-@pytest.mark.slow
-def test_memory_that_runs_out_later_is_explained(tmp_path, capfd, monkeypatch):
-    def push(*_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
-
-    monkeypatch.setattr(MetricsWriter, "push", push)
-    message = refused(capfd, run_overrides(tmp_path, **QUICK))
-    assert re.match(r"out of device memory: a step needs [^,;]*iB; " + ADVICE, message)
 
 
 # ---- the rest of the switches ----------------------------------------------------------------

@@ -1,10 +1,11 @@
 """The Transformer, its configuration, and its plan and FLOP counts, which need no arrays."""
 
-from jaxtrain.model.config import ModelConfig, ResolvedModel, resolve_model
+from jaxtrain.model.config import ModelConfig, ResolvedModel
 from jaxtrain.model.flops import active, flops_per_token, sizes
 from jaxtrain.model.kv_cache import Cache, PagedCache
 from jaxtrain.model.modes import Decode, Forward, Paged, Pipelined, Prefill
 from jaxtrain.model.plan import LayerSpec, make_plan, scan_groups
+from jaxtrain.model.resolve import resolve_model
 from jaxtrain.model.transformer import Transformer
 from jaxtrain.weights.adapted import AdaptedWeight, GroupAdaptedWeight, column_norms, merge_weights
 from jaxtrain.weights.contract import is_weight

@@ -1,9 +1,9 @@
-"""The model's configuration, and the sizes derived from its depth."""
+"""The model's configuration; `resolve.py` derives the sizes that are not set."""
 
 from typing import Literal
 
 from jaxtrain_kernels.attention import BACKENDS
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from jaxtrain.model.rope import RopeScaling
 from jaxtrain.model.saved_activations import COMPRESSIONS
@@ -424,36 +424,3 @@ def check_decoder(c: ResolvedModel) -> None:
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def resolve_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
-    """Fill in the sizes derived from depth and sequence length; fields that are set stay."""
-    length = sequence_length + (c.prompt or c.prefix or 0)
-    if c.position_embedding == "learned" and (c.context_length or length) < length:
-        behind = f" behind {length - sequence_length} virtual tokens"
-        raise UserError(
-            f"model.context_length: positions are learned up to {c.context_length}, but "
-            f"train.sequence_length is {sequence_length}"
-            f"{behind if length > sequence_length else ''}"
-        )
-    width = c.width or round_up(64 * c.depth, c.head_dim)
-    heads = c.heads or width // c.head_dim
-    hidden, moe = c.hidden or 4 * width, c.moe
-    if moe is not None:
-        moe = moe.model_copy(update={"hidden": moe.hidden or max(1, hidden // moe.top_k)})
-    derived = {
-        "width": width,
-        "heads": heads,
-        "kv_heads": c.kv_heads or heads,
-        "hidden": hidden,
-        "moe": moe,
-        "short_window": c.short_window or round_up(-(-sequence_length // 4), 128),
-        "context_length": c.context_length
-        or (length if c.position_embedding == "learned" else sequence_length),
-    }
-    try:
-        return ResolvedModel.model_validate({**c.model_dump(), **derived})
-    except ValidationError as error:  # from a derived value: given values were validated before
-        raise UserError(
-            f"model: {error.errors()[0]['msg'].removeprefix('Value error, ')}"
-        ) from None

@@ -16,7 +16,7 @@ from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.rows import hopper, reference, xla
 from tiny import batch, build
 
-from jaxtrain.model.config import ModelConfig, resolve_model
+from jaxtrain.model import ModelConfig, resolve_model
 from jaxtrain.model.fused_ops import fastest
 from jaxtrain.model.sections import FusedOps
 from jaxtrain.objectives.next_token import next_token_loss

@@ -11,8 +11,8 @@ class RowTiles(NamedTuple):
     """Pairs of a tile of rows and a group with rows in it, by row; arrays, or references to them.
 
     pairs_P4: first row of the tile, group, first row of the group, end of the group. The rows after
-    the last group are group E. A tile in which groups meet occurs once for each of them. counts_2:
-    number of pairs of groups, and of all pairs that exist.
+    the last group are group E. A tile in which groups meet occurs once for each of them.
+    counts_2: number of pairs of groups 0 .. E - 1, and number of all pairs.
     """
 
     pairs_P4: Any
