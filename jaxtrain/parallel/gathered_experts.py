@@ -1,12 +1,12 @@
-"""Expert parallelism over few devices: each gathers all tokens and runs its own experts.
+"""Expert parallelism over few devices: each runs its own experts on the tokens of all devices.
 
-With top_k experts a token, an all-to-all of copies (`experts.py`) sends as many bytes as an
-all-gather of tokens over top_k devices. Up to that number the all-gather is cheaper: copies are
-neither sorted before they are sent, nor again where they arrive (Megatron-LM's `allgather` token
-dispatcher). Partial sums return by all-to-all, and their device adds them in float32.
-
-Barriers tell XLA's scheduler what runs beside exchanges: the router beside the gathering of tokens,
-and gradients of matrices beside the sending of tokens' gradients.
+With top_k experts a token, an all-to-all of copies (`experts.py`) sends as many bytes as whole
+tokens to all of top_k devices. Up to that number it is cheaper to send tokens: copies are neither
+sorted before they are sent, nor again where they arrive (as with Megatron-LM's `allgather` token
+dispatcher). Each device runs its own tokens apart, so that exchanges are beside matmuls: forward,
+its own hidden layer while others' tokens come, theirs, and its own outputs while their sums go
+home; backward, its own tokens while others' gradients come, theirs, and the gradients of matrices
+while theirs of tokens go home. Each device adds its tokens' sums in float32.
 
 A device has as many copies as the load gives it. The first pass has room for a balanced load and a
 sixteenth more; further passes of a balanced load, as many as needed, run the rest.
@@ -26,11 +26,10 @@ Network = Callable[..., Array]
 
 
 class Copies(NamedTuple):
-    """The tokens of all devices of `expert`, and where their copies are on this device."""
+    """Where the copies of one device's tokens are on this device."""
 
-    x_GD: Array
-    weights_Gk: Array
-    row_Gk: Array  # row of each copy, sorted by expert; -1 for copies of other devices
+    weights_Nk: Array
+    row_Nk: Array  # row of each copy, sorted by expert; -1 for copies of other devices
     sizes_e: Array  # number of rows of each expert of this device
 
 
@@ -38,7 +37,7 @@ class LocalPass(NamedTuple):
     """Copies of one pass, in rows sorted by expert."""
 
     copy_S: Array  # copy (token x k + choice) of each row; out of range for an empty row
-    row_Gk: Array  # row of each copy; out of range for copies that are not in the pass
+    row_Nk: Array  # row of each copy; out of range for copies that are not in the pass
     sizes_e: Array  # number of rows of each expert of this device
 
 
@@ -68,74 +67,157 @@ def _gathered(
 
 def _forward(network: Network, x_ND: Array, chosen_Nk: Array, *given: Any) -> tuple[Array, Any]:
     weights_Nk, *matrices = given
-    # The tokens come while the router computes; what it chose comes later.
-    x_GD, chosen_Nk, weights_Nk = jax.lax.optimization_barrier(
-        (gather_tokens(x_ND), chosen_Nk, weights_Nk)
+    ups_eDF, down_eFD = matrices
+    owners = range(jax.lax.axis_size("expert"))
+    # The tokens come first, beside the router; what it chose comes after them.
+    came = [tuple(from_device(a, i) for a in (x_ND, chosen_Nk, weights_Nk)) for i in owners]
+    copies_of = lambda chosen_Nk, weights_Nk: Copies(
+        weights_Nk, *rows_of_device(chosen_Nk, len(down_eFD))
     )
-    rows = rows_of_device(gather_tokens(chosen_Nk), len(matrices[1]))
-    copies = Copies(x_GD, gather_tokens(weights_Nk), *rows)
-    run = lambda part: network(*permuted_tokens(copies, part), *matrices, part.sizes_e)
-    sums_of = lambda y_SD, part: kernels.sum_rows(y_SD, part.row_Gk)
-    y_GD = sum_of_passes(run, sums_of, run(first_pass(copies)), copies)
-    return sum_partials(y_GD), (copies, matrices)
+    all_copies = [copies_of(*came[0][1:])]
+
+    def run(i: int, down_eFD: Array, part: LocalPass) -> Array:
+        rows = permuted_tokens(came[i][0], all_copies[i], part)
+        return network(*rows, ups_eDF, down_eFD, part.sizes_e)
+
+    def local_sums(i: int, down_eFD: Array) -> Array:
+        run_part = functools.partial(run, i, down_eFD)
+        sums_of = lambda y_SD, part: kernels.sum_rows(y_SD, part.row_Nk)
+        first = run_part(first_pass(all_copies[i]))
+        return sum_of_passes([run_part], sums_of, [first], [all_copies[i]])
+
+    # Barriers: the device's own hidden layer, which the backward pass needs, is computed while
+    # tokens come, its down-projections while the last sums go.
+    part, late_eFD, sent = first_pass(all_copies[0]), down_eFD, []
+    pull = pull_of(network, came[0][0], all_copies[0], part, matrices)
+    for i in owners[1:]:
+        came[i], pull = jax.lax.optimization_barrier((came[i], pull))
+        came[i] = tuple(received(a, i) for a in came[i])
+        all_copies.append(copies_of(*came[i][1:]))
+        sums, late_eFD = jax.lax.optimization_barrier((local_sums(i, down_eFD), late_eFD))
+        sent.append(send_back(sums, i))
+    sums = [local_sums(0, late_eFD), *(received(a, i) for i, a in enumerate(sent, 1))]
+    return sum_of_devices(sums), ([x_ND for x_ND, *_ in came], all_copies, matrices, pull)
+
+
+def pull_of(
+    network: Network, x_ND: Array, copies: Copies, part: LocalPass, matrices: Sequence[Any]
+) -> Callable[[Array], Any]:
+    """Function from the gradient of a pass's rows to those of tokens' rows, weights, matrices."""
+    layer = lambda rows, *matrices: network(*rows, *matrices, part.sizes_e)
+    return jax.vjp(layer, permuted_tokens(x_ND, copies, part), *matrices)[1]
 
 
 def _backward(network: Network, given: Any, g_ND: Array) -> Any:
-    """Gradients of tokens, weights and matrices. It repeats the forward computation; XLA instead
-    keeps what the forward pass computed, except in further passes."""
-    copies, matrices = given
-    g_GD = gather_tokens(g_ND)
-
-    def run(part: LocalPass) -> Any:
-        layer = lambda rows, *matrices: network(*rows, *matrices, part.sizes_e)
-        pull = jax.vjp(layer, permuted_tokens(copies, part), *matrices)[1]
-        drows, *dw = pull(kernels.gather_rows(g_GD, part.copy_S // copies.row_Gk.shape[1]))
-        return drows, tuple(dw)
+    """Gradients of tokens, weights and matrices. It repeats the forward computation of what came
+    and of further passes; XLA instead keeps what the forward pass computed of what came."""
+    xs, all_copies, matrices, pull_own = given
 
     def sums_of(drows: tuple[Array, Array], part: LocalPass) -> tuple[Array, Array]:
         drows_SD, dweights_S1 = drows
-        dweights_Gk = kernels.gather_rows(dweights_S1, part.row_Gk.reshape(-1))
-        return kernels.sum_rows(drows_SD, part.row_Gk), dweights_Gk.reshape(part.row_Gk.shape)
+        dweights_Nk = kernels.gather_rows(dweights_S1, part.row_Nk.reshape(-1))
+        return kernels.sum_rows(drows_SD, part.row_Nk), dweights_Nk.reshape(part.row_Nk.shape)
 
-    drows, dw = run(first_pass(copies))
-    dx_GD, dweights_Gk = sum_of_passes(lambda part: run(part)[0], sums_of, drows, copies)
-    # Gradients of matrices hide the exchange of tokens. Only then, weights': they are small.
-    dx_ND, dweights_Gk, dw = jax.lax.optimization_barrier((sum_partials(dx_GD), dweights_Gk, dw))
-    dw = sum_of_passes(lambda part: run(part)[1], lambda dw, _: dw, dw, copies)
-    return dx_ND, None, sum_partials(dweights_Gk), *dw
+    dw_of, dw_firsts = [], []
+
+    def local_sums(i: int, g_ND: Array) -> tuple[Array, Array]:
+        copies = all_copies[i]
+        pull = lambda part: pull_of(network, xs[i], copies, part, matrices)
+        gradient = lambda part: kernels.gather_rows(g_ND, part.copy_S // copies.row_Nk.shape[1])
+        run = lambda part: pull(part)(gradient(part))
+        part = first_pass(copies)
+        drows, *dw = (pull(part) if i else pull_own)(gradient(part))
+        dw_of.append(lambda part: run(part)[1:])
+        dw_firsts.append(tuple(dw))
+        return sum_of_passes([lambda part: run(part)[0]], sums_of, [drows], [copies])
+
+    came = [from_device(g_ND, i) for i in range(len(xs))]
+    runs = [lambda g_ND, i=i: local_sums(i, received(g_ND, i)) for i in range(len(xs))]
+    _, sums = in_turn(runs, came, lambda sums, i: (send_back(sums[0], i), sums[1]))
+    # Gradients of matrices hide the last exchange of tokens. Only then, weights': they are small.
+    sums, dw_firsts = jax.lax.optimization_barrier((sums, dw_firsts))
+    sums = [(received(dx_ND, i), d_Nk) for i, (dx_ND, d_Nk) in enumerate(sums)]
+    dx, dweights = zip(*sums, strict=True)
+    back = [received(send_back(d_Nk, i), i) for i, d_Nk in enumerate(dweights)]
+    dweights_Nk = sum_of_devices(back)
+    dw = sum_of_passes(dw_of, lambda dw, _: dw, dw_firsts, all_copies)
+    return sum_of_devices(dx), None, dweights_Nk, *dw
 
 
 _gathered.defvjp(_forward, _backward)
 
 
-def rows_of_device(chosen_Gk: Array, local: int) -> tuple[Array, Array]:
-    """`Copies.row_Gk` and `Copies.sizes_e`."""
+def in_turn[Came, Sums, Sent](
+    runs: Sequence[Callable[[Came], Sums]],
+    came: Sequence[Came],
+    send: Callable[[Sums, int], Sent],
+) -> tuple[list[Came], list[Sent]]:
+    """Call each function with what came from its device, and send its result there; return what
+    came and what was sent.
+
+    Barriers make XLA run one function after the other: while one runs, what the next one takes
+    comes, and what the one before returned is sent.
+    """
+    came, sent = list(came), []
+    sums = runs[0](came[0])
+    for i, run in enumerate(runs[1:], 1):
+        came[i], sums = jax.lax.optimization_barrier((came[i], sums))
+        sent.append(send(sums, i - 1))
+        sent[-1], sums = jax.lax.optimization_barrier((sent[-1], run(came[i])))
+    return came, [*sent, send(sums, len(sent))]
+
+
+def rows_of_device(chosen_Nk: Array, local: int) -> tuple[Array, Array]:
+    """`Copies.row_Nk` and `Copies.sizes_e`."""
     experts = jnp.arange(jax.lax.axis_size("expert") * local)
-    row_Gk, sizes_E = kernels.row_id_map(chosen_Gk, len(experts))
+    row_Nk, sizes_E = kernels.row_id_map(chosen_Nk, len(experts))
     mine = jax.lax.axis_index("expert") * local
     before = jnp.sum(jnp.where(experts < mine, sizes_E, 0))
     count = jnp.sum(jnp.where((experts >= mine) & (experts < mine + local), sizes_E, 0))
-    row_Gk = jnp.where((row_Gk >= before) & (row_Gk < before + count), row_Gk - before, -1)
-    return row_Gk, jax.lax.dynamic_slice(sizes_E, (mine,), (local,))
+    row_Nk = jnp.where((row_Nk >= before) & (row_Nk < before + count), row_Nk - before, -1)
+    return row_Nk, jax.lax.dynamic_slice(sizes_E, (mine,), (local,))
 
 
-def gather_tokens(x_ND: Array) -> Array:
-    """The tokens of all devices of `expert`."""
-    return jax.lax.all_gather(x_ND, "expert", tiled=True)
+def from_device(x_ND: Array, i: int) -> Array:
+    """What `received` takes from the device i places after this one, around the axis `expert`.
+
+    Between two devices it is an all-gather, which GPUs' copy engines do (`parallel.mesh`): NCCL
+    permutes by multiprocessors, which the matmuls beside it then lack.
+    """
+    size = jax.lax.axis_size("expert")
+    if i % size == 0:
+        return x_ND
+    if size == 2:
+        return jax.lax.all_gather(x_ND, "expert")
+    pairs = [((to + i) % size, to) for to in range(size)]
+    return jax.lax.ppermute(x_ND, "expert", pairs)
 
 
-def sum_partials(y_GD: Array) -> Array:
-    """Sum of all devices' partial sums for this device's tokens, in float32, in y's dtype."""
-    came_GD = jax.lax.all_to_all(y_GD, "expert", 0, 0, tiled=True)
-    came_WND = came_GD.reshape(jax.lax.axis_size("expert"), -1, y_GD.shape[1])
-    return jnp.sum(came_WND, axis=0, dtype=jnp.float32).astype(y_GD.dtype)
+def received(came: Array, i: int) -> Array:
+    """What came by `from_device`. Apart, so that XLA waits for it only where it is needed."""
+    size = jax.lax.axis_size("expert")
+    if i % size == 0 or size != 2:
+        return came
+    other = 1 - jax.lax.axis_index("expert")
+    return jax.lax.dynamic_index_in_dim(came, other, keepdims=False)
 
 
-def permuted_tokens(copies: Copies, part: LocalPass) -> tuple[Array, Array]:
+def send_back(y_ND: Array, i: int) -> Array:
+    """Send y to the device i places after this one; `received` takes what came from i before."""
+    return from_device(y_ND, -i)
+
+
+def sum_of_devices(sums_ND: Sequence[Array]) -> Array:
+    """The sum, in float32, in the arrays' dtype."""
+    whole_ND = functools.reduce(jnp.add, map(in_float32, sums_ND))
+    return whole_ND.astype(sums_ND[0].dtype)
+
+
+def permuted_tokens(x_ND: Array, copies: Copies, part: LocalPass) -> tuple[Array, Array]:
     """Tokens and weights of a pass's rows; zeros in empty ones."""
-    k = copies.weights_Gk.shape[1]
-    rows_SD = kernels.gather_rows(copies.x_GD, part.copy_S // k)
-    return rows_SD, kernels.gather_rows(copies.weights_Gk.reshape(-1, 1), part.copy_S)
+    k = copies.weights_Nk.shape[1]
+    rows_SD = kernels.gather_rows(x_ND, part.copy_S // k)
+    return rows_SD, kernels.gather_rows(copies.weights_Nk.reshape(-1, 1), part.copy_S)
 
 
 def in_float32(x: Array) -> Array:
@@ -145,49 +227,62 @@ def in_float32(x: Array) -> Array:
 
 def first_pass(copies: Copies) -> LocalPass:
     """Room for a balanced load and a sixteenth more."""
-    balanced = copies.row_Gk.size // jax.lax.axis_size("expert")
-    return local_pass(0, min(copies.row_Gk.size, balanced + balanced // 16), copies)
+    balanced = copies.row_Nk.size // jax.lax.axis_size("expert")
+    return local_pass(0, min(copies.row_Nk.size, balanced + balanced // 16), copies)
 
 
 def sum_of_passes[Rows, Sums](
-    run: Callable[[LocalPass], Rows],
+    runs: Sequence[Callable[[LocalPass], Rows]],
     sums_of: Callable[[Rows, LocalPass], Sums],
-    first: Rows,
-    copies: Copies,
+    firsts: Sequence[Rows],
+    all_copies: Sequence[Copies],
 ) -> Sums:
-    """Sums of the first pass, and in float32 of the other passes if rows are left for them.
+    """Sums of all devices' tokens, in float32: of first passes, and of others if rows are left.
 
-    first: `run` of the first pass. `sums_of` it is in the branches, since a branch that changes
-    nothing copies it. With two devices at most one pass is left, and nothing is in a loop. XLA puts
-    branches into a CUDA graph; a loop's condition is read by the host, which waits for the GPU.
+    runs: of one device's tokens, a function of a pass. firsts: its result of the first pass.
+    `sums_of` these is in the branches, since a branch that changes nothing copies it. With two
+    devices at most one pass is left, and nothing is in a loop. XLA puts branches into a CUDA graph;
+    a loop's condition is read by the host, which waits for the GPU.
     """
-    part, number = first_pass(copies), copies.row_Gk.size
-    balanced, width = number // jax.lax.axis_size("expert"), len(part.copy_S)
-    count = jnp.sum(copies.sizes_e)
+    parts = [first_pass(copies) for copies in all_copies]
+    width, number = len(parts[0].copy_S), all_copies[0].row_Nk.size
+    balanced = number // jax.lax.axis_size("expert")
+    counts = [jnp.sum(copies.sizes_e) for copies in all_copies]
+    add = lambda total, sums: jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, sums)
 
-    def add(i: Array | int, total: Sums) -> Sums:
-        other = local_pass(width + i * balanced, balanced, copies)
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, sums_of(run(other), other))
+    def first_sums(firsts: Sequence[Rows]) -> tuple[Sums, Sums]:
+        """In float32, and in the dtype of the result."""
+        sums = [sums_of(first, part) for first, part in zip(firsts, parts, strict=True)]
+        if len(sums) == 1:
+            return jax.tree.map(in_float32, sums[0]), sums[0]
+        total = functools.reduce(add, sums[1:], jax.tree.map(in_float32, sums[0]))
+        return total, jax.tree.map(lambda a, b: a.astype(b.dtype), total, sums[0])
 
-    def with_others(first: Rows) -> Sums:
-        sums = sums_of(first, part)
-        total = jax.tree.map(in_float32, sums)
-        if number <= width + balanced:
-            total = add(0, total)
-        else:
-            total = jax.lax.fori_loop(0, -(-(count - width) // balanced), add, total)
-        return jax.tree.map(lambda a, b: a.astype(b.dtype), total, sums)
+    def with_others(firsts: Sequence[Rows]) -> Sums:
+        total, narrow = first_sums(firsts)
+        for run, copies, count in zip(runs, all_copies, counts, strict=True):
 
-    return jax.lax.cond(count > width, with_others, lambda first: sums_of(first, part), first)
+            def one(i: Array | int, total: Sums, run: Any = run, copies: Copies = copies) -> Sums:
+                other = local_pass(width + i * balanced, balanced, copies)
+                return add(total, sums_of(run(other), other))
+
+            if number <= width + balanced:
+                total = one(0, total)
+            else:
+                total = jax.lax.fori_loop(0, -(-(count - width) // balanced), one, total)
+        return jax.tree.map(lambda a, b: a.astype(b.dtype), total, narrow)
+
+    is_left = jnp.max(jnp.stack(counts)) > width
+    return jax.lax.cond(is_left, with_others, lambda firsts: first_sums(firsts)[1], firsts)
 
 
 def local_pass(first: Array | int, width: int, copies: Copies) -> LocalPass:
     """The pass of rows first .. first + width - 1."""
-    row_Gk = copies.row_Gk - first
-    row_Gk = jnp.where((row_Gk >= 0) & (row_Gk < width), row_Gk, width)
-    copy_M = jnp.arange(row_Gk.size, dtype=jnp.int32)
-    empty_S = jnp.full(width, row_Gk.size, jnp.int32)
-    copy_S = empty_S.at[row_Gk.reshape(-1)].set(copy_M, mode="drop")
+    row_Nk = copies.row_Nk - first
+    row_Nk = jnp.where((row_Nk >= 0) & (row_Nk < width), row_Nk, width)
+    copy_M = jnp.arange(row_Nk.size, dtype=jnp.int32)
+    empty_S = jnp.full(width, row_Nk.size, jnp.int32)
+    copy_S = empty_S.at[row_Nk.reshape(-1)].set(copy_M, mode="drop")
     ends_e = jnp.cumsum(copies.sizes_e) - first
     inside = lambda ends: jnp.clip(ends, 0, width)
-    return LocalPass(copy_S, row_Gk, inside(ends_e) - inside(ends_e - copies.sizes_e))
+    return LocalPass(copy_S, row_Nk, inside(ends_e) - inside(ends_e - copies.sizes_e))
