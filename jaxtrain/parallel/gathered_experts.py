@@ -25,6 +25,20 @@ from jaxtyping import Array, Float, Int
 Network = Callable[..., Array]
 
 
+class Part(NamedTuple):
+    """A device's N tokens: rows first .. first + N - 1 of an array. Only kernels that read them
+    where they are take them so: a slice would be a pass over them."""
+
+    array_MD: Array
+    first: Array | int
+    size: int
+
+    def rows(self, token_S: Array) -> Array:
+        """Rows of these tokens; zeros for what is not a token."""
+        row_S = jnp.where(token_S < self.size, token_S + self.first, len(self.array_MD))
+        return kernels.gather_rows(self.array_MD, row_S)
+
+
 class Copies(NamedTuple):
     """Where the copies of one device's tokens are on this device."""
 
@@ -74,38 +88,41 @@ def _forward(network: Network, x_ND: Array, chosen_Nk: Array, *given: Any) -> tu
     copies_of = lambda chosen_Nk, weights_Nk: Copies(
         weights_Nk, *rows_of_device(chosen_Nk, len(down_eFD))
     )
-    all_copies = [copies_of(*came[0][1:])]
+    all_copies, xs = [copies_of(chosen_Nk, weights_Nk)], [received(x_ND, 0)]
 
     def run(i: int, down_eFD: Array, part: LocalPass) -> Array:
-        rows = permuted_tokens(came[i][0], all_copies[i], part)
+        rows = permuted_tokens(xs[i], all_copies[i], part)
         return network(*rows, ups_eDF, down_eFD, part.sizes_e)
 
-    def local_sums(i: int, down_eFD: Array) -> Array:
+    def local_sums(i: int, first: Array, down_eFD: Array, *added: Any) -> Array:
+        sums_of = lambda y_SD, part, *added: kernels.sum_rows(y_SD, part.row_Nk, *added)
         run_part = functools.partial(run, i, down_eFD)
-        sums_of = lambda y_SD, part: kernels.sum_rows(y_SD, part.row_Nk)
-        first = run_part(first_pass(all_copies[i]))
-        return sum_of_passes([run_part], sums_of, [first], [all_copies[i]])
+        return sum_of_passes([run_part], sums_of, [first], [all_copies[i]], added)
 
     # Barriers: the device's own hidden layer, which the backward pass needs, is computed while
     # tokens come, its down-projections while the last sums go.
     part, late_eFD, sent = first_pass(all_copies[0]), down_eFD, []
-    pull = pull_of(network, came[0][0], all_copies[0], part, matrices)
+    pull = pull_of(network, xs[0], all_copies[0], part, matrices)
     for i in owners[1:]:
         came[i], pull = jax.lax.optimization_barrier((came[i], pull))
-        came[i] = tuple(received(a, i) for a in came[i])
-        all_copies.append(copies_of(*came[i][1:]))
-        sums, late_eFD = jax.lax.optimization_barrier((local_sums(i, down_eFD), late_eFD))
+        x, *chosen = (received(a, i) for a in came[i])
+        xs.append(x)
+        all_copies.append(copies_of(*(slice_of(a) for a in chosen)))
+        first = run(i, down_eFD, first_pass(all_copies[i]))
+        sums = local_sums(i, first, down_eFD)
+        sums, late_eFD = jax.lax.optimization_barrier((sums, late_eFD))
         sent.append(send_back(sums, i))
-    sums = [local_sums(0, late_eFD), *(received(a, i) for i, a in enumerate(sent, 1))]
-    return sum_of_devices(sums), ([x_ND for x_ND, *_ in came], all_copies, matrices, pull)
+    first, sent = jax.lax.optimization_barrier((run(0, late_eFD, part), sent))
+    added = sum_of_devices([received(a, i) for i, a in enumerate(sent, 1)])
+    return local_sums(0, first, late_eFD, *added), (xs, all_copies, matrices, pull)
 
 
 def pull_of(
-    network: Network, x_ND: Array, copies: Copies, part: LocalPass, matrices: Sequence[Any]
+    network: Network, x: Part, copies: Copies, part: LocalPass, matrices: Sequence[Any]
 ) -> Callable[[Array], Any]:
     """Function from the gradient of a pass's rows to those of tokens' rows, weights, matrices."""
     layer = lambda rows, *matrices: network(*rows, *matrices, part.sizes_e)
-    return jax.vjp(layer, permuted_tokens(x_ND, copies, part), *matrices)[1]
+    return jax.vjp(layer, permuted_tokens(x, copies, part), *matrices)[1]
 
 
 def _backward(network: Network, given: Any, g_ND: Array) -> Any:
@@ -113,58 +130,47 @@ def _backward(network: Network, given: Any, g_ND: Array) -> Any:
     and of further passes; XLA instead keeps what the forward pass computed of what came."""
     xs, all_copies, matrices, pull_own = given
 
-    def sums_of(drows: tuple[Array, Array], part: LocalPass) -> tuple[Array, Array]:
+    def sums_of(drows: tuple[Array, Array], part: LocalPass, *added: Any) -> tuple[Array, Array]:
         drows_SD, dweights_S1 = drows
         dweights_Nk = kernels.gather_rows(dweights_S1, part.row_Nk.reshape(-1))
-        return kernels.sum_rows(drows_SD, part.row_Nk), dweights_Nk.reshape(part.row_Nk.shape)
+        dx_ND = kernels.sum_rows(drows_SD, part.row_Nk, *added)
+        return dx_ND, dweights_Nk.reshape(part.row_Nk.shape)
 
-    dw_of, dw_firsts = [], []
+    def pull(i: int, g: Part, part: LocalPass, pull_first: Any = None) -> tuple[Any, ...]:
+        """Gradients of a pass's rows and of the matrices."""
+        pull = pull_first or pull_of(network, xs[i], all_copies[i], part, matrices)
+        return pull(g.rows(part.copy_S // all_copies[i].row_Nk.shape[1]))
 
-    def local_sums(i: int, g_ND: Array) -> tuple[Array, Array]:
-        copies = all_copies[i]
-        pull = lambda part: pull_of(network, xs[i], copies, part, matrices)
-        gradient = lambda part: kernels.gather_rows(g_ND, part.copy_S // copies.row_Nk.shape[1])
-        run = lambda part: pull(part)(gradient(part))
-        part = first_pass(copies)
-        drows, *dw = (pull(part) if i else pull_own)(gradient(part))
-        dw_of.append(lambda part: run(part)[1:])
+    def local_sums(i: int, g: Part, drows: Any, *added: Any) -> tuple[Array, Array]:
+        run = lambda part: pull(i, g, part)[0]
+        return sum_of_passes([run], sums_of, [drows], [all_copies[i]], added)
+
+    came, gs, sent = [from_device(g_ND, i) for i in range(len(xs))], [], []
+    # Barriers as in the forward pass: one device's tokens after another's.
+    parts = [first_pass(copies) for copies in all_copies]
+    gs = [received(g_ND, 0)]
+    drows, *dw = pull(0, gs[0], parts[0], pull_own)
+    own, dw_firsts = drows, [tuple(dw)]
+    for i in range(1, len(xs)):
+        came[i], drows = jax.lax.optimization_barrier((came[i], drows))
+        own = drows if i == 1 else own
+        gs.append(received(came[i], i))
+        drows, *dw = pull(i, gs[i], parts[i])
         dw_firsts.append(tuple(dw))
-        return sum_of_passes([lambda part: run(part)[0]], sums_of, [drows], [copies])
-
-    came = [from_device(g_ND, i) for i in range(len(xs))]
-    runs = [lambda g_ND, i=i: local_sums(i, received(g_ND, i)) for i in range(len(xs))]
-    _, sums = in_turn(runs, came, lambda sums, i: (send_back(sums[0], i), sums[1]))
+        dx_ND, dweights_Nk = local_sums(i, gs[i], drows)
+        sent.append((send_back(dx_ND, i), dweights_Nk))
     # Gradients of matrices hide the last exchange of tokens. Only then, weights': they are small.
-    sums, dw_firsts = jax.lax.optimization_barrier((sums, dw_firsts))
-    sums = [(received(dx_ND, i), d_Nk) for i, (dx_ND, d_Nk) in enumerate(sums)]
-    dx, dweights = zip(*sums, strict=True)
-    back = [received(send_back(d_Nk, i), i) for i, d_Nk in enumerate(dweights)]
-    dweights_Nk = sum_of_devices(back)
+    sent, dw_firsts = jax.lax.optimization_barrier((sent, dw_firsts))
+    added = sum_of_devices([received(dx, i) for i, (dx, _) in enumerate(sent, 1)])
+    dx_ND, dweights_Nk = local_sums(0, gs[0], own, *added)
+    for i, (_, d_Nk) in enumerate(sent, 1):
+        dweights_Nk += slice_of(received(send_back(d_Nk, i), i))
+    dw_of = [lambda part, i=i, g=g: pull(i, g, part)[1:] for i, g in enumerate(gs)]
     dw = sum_of_passes(dw_of, lambda dw, _: dw, dw_firsts, all_copies)
-    return sum_of_devices(dx), None, dweights_Nk, *dw
+    return dx_ND, None, dweights_Nk, *dw
 
 
 _gathered.defvjp(_forward, _backward)
-
-
-def in_turn[Came, Sums, Sent](
-    runs: Sequence[Callable[[Came], Sums]],
-    came: Sequence[Came],
-    send: Callable[[Sums, int], Sent],
-) -> tuple[list[Came], list[Sent]]:
-    """Call each function with what came from its device, and send its result there; return what
-    came and what was sent.
-
-    Barriers make XLA run one function after the other: while one runs, what the next one takes
-    comes, and what the one before returned is sent.
-    """
-    came, sent = list(came), []
-    sums = runs[0](came[0])
-    for i, run in enumerate(runs[1:], 1):
-        came[i], sums = jax.lax.optimization_barrier((came[i], sums))
-        sent.append(send(sums, i - 1))
-        sent[-1], sums = jax.lax.optimization_barrier((sent[-1], run(came[i])))
-    return came, [*sent, send(sums, len(sent))]
 
 
 def rows_of_device(chosen_Nk: Array, local: int) -> tuple[Array, Array]:
@@ -193,13 +199,18 @@ def from_device(x_ND: Array, i: int) -> Array:
     return jax.lax.ppermute(x_ND, "expert", pairs)
 
 
-def received(came: Array, i: int) -> Array:
+def received(came: Array, i: int) -> Part:
     """What came by `from_device`. Apart, so that XLA waits for it only where it is needed."""
     size = jax.lax.axis_size("expert")
     if i % size == 0 or size != 2:
-        return came
-    other = 1 - jax.lax.axis_index("expert")
-    return jax.lax.dynamic_index_in_dim(came, other, keepdims=False)
+        return Part(came, 0, len(came))
+    _, N, *_ = came.shape
+    return Part(came.reshape(2 * N, -1), (1 - jax.lax.axis_index("expert")) * N, N)
+
+
+def slice_of(part: Part) -> Array:
+    """The tokens by themselves."""
+    return jax.lax.dynamic_slice_in_dim(part.array_MD, part.first, part.size)
 
 
 def send_back(y_ND: Array, i: int) -> Array:
@@ -207,16 +218,16 @@ def send_back(y_ND: Array, i: int) -> Array:
     return from_device(y_ND, -i)
 
 
-def sum_of_devices(sums_ND: Sequence[Array]) -> Array:
-    """The sum, in float32, in the arrays' dtype."""
-    whole_ND = functools.reduce(jnp.add, map(in_float32, sums_ND))
-    return whole_ND.astype(sums_ND[0].dtype)
+def sum_of_devices(sums: Sequence[Part]) -> tuple[Array, Array | int] | tuple[()]:
+    """What `sum_rows` adds: an array and its first row. More than one are added in float32."""
+    if len(sums) > 1:
+        return functools.reduce(jnp.add, (in_float32(slice_of(a)) for a in sums)), 0
+    return (sums[0].array_MD, sums[0].first) if sums else ()
 
 
-def permuted_tokens(x_ND: Array, copies: Copies, part: LocalPass) -> tuple[Array, Array]:
+def permuted_tokens(x: Part, copies: Copies, part: LocalPass) -> tuple[Array, Array]:
     """Tokens and weights of a pass's rows; zeros in empty ones."""
-    k = copies.weights_Nk.shape[1]
-    rows_SD = kernels.gather_rows(x_ND, part.copy_S // k)
+    rows_SD = x.rows(part.copy_S // copies.weights_Nk.shape[1])
     return rows_SD, kernels.gather_rows(copies.weights_Nk.reshape(-1, 1), part.copy_S)
 
 
@@ -233,13 +244,15 @@ def first_pass(copies: Copies) -> LocalPass:
 
 def sum_of_passes[Rows, Sums](
     runs: Sequence[Callable[[LocalPass], Rows]],
-    sums_of: Callable[[Rows, LocalPass], Sums],
+    sums_of: Callable[..., Sums],
     firsts: Sequence[Rows],
     all_copies: Sequence[Copies],
+    added: Sequence[Any] = (),
 ) -> Sums:
     """Sums of all devices' tokens, in float32: of first passes, and of others if rows are left.
 
     runs: of one device's tokens, a function of a pass. firsts: its result of the first pass.
+    sums_of: of such a result and its pass; `added` are further arguments of the first one.
     `sums_of` these is in the branches, since a branch that changes nothing copies it. With two
     devices at most one pass is left, and nothing is in a loop. XLA puts branches into a CUDA graph;
     a loop's condition is read by the host, which waits for the GPU.
@@ -252,7 +265,7 @@ def sum_of_passes[Rows, Sums](
 
     def first_sums(firsts: Sequence[Rows]) -> tuple[Sums, Sums]:
         """In float32, and in the dtype of the result."""
-        sums = [sums_of(first, part) for first, part in zip(firsts, parts, strict=True)]
+        sums = [sums_of(*first, *added) for first in zip(firsts, parts, strict=True)]
         if len(sums) == 1:
             return jax.tree.map(in_float32, sums[0]), sums[0]
         total = functools.reduce(add, sums[1:], jax.tree.map(in_float32, sums[0]))
