@@ -82,13 +82,17 @@ def _gathered(
 def _forward(network: Network, x_ND: Array, chosen_Nk: Array, *given: Any) -> tuple[Array, Any]:
     weights_Nk, *matrices = given
     ups_eDF, down_eFD = matrices
-    owners = range(jax.lax.axis_size("expert"))
-    # The tokens come first, beside the router; what it chose comes after them.
-    came = [tuple(from_device(a, i) for a in (x_ND, chosen_Nk, weights_Nk)) for i in owners]
-    copies_of = lambda chosen_Nk, weights_Nk: Copies(
-        weights_Nk, *rows_of_device(chosen_Nk, len(down_eFD))
-    )
-    all_copies, xs = [copies_of(chosen_Nk, weights_Nk)], [received(x_ND, 0)]
+    owners, k = range(jax.lax.axis_size("expert")), chosen_Nk.shape[1]
+    # The tokens come first, beside the router; what it chose comes after them, in one array.
+    routes_N2k = jnp.concatenate([a.astype(jnp.float32) for a in (chosen_Nk, weights_Nk)], axis=1)
+    came = [(from_device(x_ND, i), from_device(routes_N2k, i)) for i in owners]
+
+    def copies_of(routes: Part) -> Copies:
+        chosen_Nk, weights_of_Nk = jnp.split(slice_of(routes), [k], axis=1)
+        rows = rows_of_device(chosen_Nk.astype(jnp.int32), len(down_eFD))
+        return Copies(weights_of_Nk.astype(weights_Nk.dtype), *rows)
+
+    xs, all_copies = [received(x_ND, 0)], [copies_of(received(routes_N2k, 0))]
 
     def run(i: int, down_eFD: Array, part: LocalPass) -> Array:
         rows = permuted_tokens(xs[i], all_copies[i], part)
@@ -97,7 +101,8 @@ def _forward(network: Network, x_ND: Array, chosen_Nk: Array, *given: Any) -> tu
     def local_sums(i: int, first: Array, down_eFD: Array, *added: Any) -> Array:
         sums_of = lambda y_SD, part, *added: kernels.sum_rows(y_SD, part.row_Nk, *added)
         run_part = functools.partial(run, i, down_eFD)
-        return sum_of_passes([run_part], sums_of, [first], [all_copies[i]], added)
+        (sums,) = sums_of_passes(Passes([run_part], sums_of, [first], [all_copies[i]], added))
+        return sums
 
     # Barriers: the device's own hidden layer, which the backward pass needs, is computed while
     # tokens come, its down-projections while the last sums go.
@@ -105,9 +110,9 @@ def _forward(network: Network, x_ND: Array, chosen_Nk: Array, *given: Any) -> tu
     pull = pull_of(network, xs[0], all_copies[0], part, matrices)
     for i in owners[1:]:
         came[i], pull = jax.lax.optimization_barrier((came[i], pull))
-        x, *chosen = (received(a, i) for a in came[i])
+        x, routes = (received(a, i) for a in came[i])
         xs.append(x)
-        all_copies.append(copies_of(*(slice_of(a) for a in chosen)))
+        all_copies.append(copies_of(routes))
         first = run(i, down_eFD, first_pass(all_copies[i]))
         sums = local_sums(i, first, down_eFD)
         sums, late_eFD = jax.lax.optimization_barrier((sums, late_eFD))
@@ -141,9 +146,9 @@ def _backward(network: Network, given: Any, g_ND: Array) -> Any:
         pull = pull_first or pull_of(network, xs[i], all_copies[i], part, matrices)
         return pull(g.rows(part.copy_S // all_copies[i].row_Nk.shape[1]))
 
-    def local_sums(i: int, g: Part, drows: Any, *added: Any) -> tuple[Array, Array]:
+    def to_tokens(i: int, g: Part, drows: Any, *added: Any) -> Passes:
         run = lambda part: pull(i, g, part)[0]
-        return sum_of_passes([run], sums_of, [drows], [all_copies[i]], added)
+        return Passes([run], sums_of, [drows], [all_copies[i]], added)
 
     came, gs, sent = [from_device(g_ND, i) for i in range(len(xs))], [], []
     # Barriers as in the forward pass: one device's tokens after another's.
@@ -157,16 +162,17 @@ def _backward(network: Network, given: Any, g_ND: Array) -> Any:
         gs.append(received(came[i], i))
         drows, *dw = pull(i, gs[i], parts[i])
         dw_firsts.append(tuple(dw))
-        dx_ND, dweights_Nk = local_sums(i, gs[i], drows)
+        ((dx_ND, dweights_Nk),) = sums_of_passes(to_tokens(i, gs[i], drows))
         sent.append((send_back(dx_ND, i), dweights_Nk))
     # Gradients of matrices hide the last exchange of tokens. Only then, weights': they are small.
     sent, dw_firsts = jax.lax.optimization_barrier((sent, dw_firsts))
-    added = sum_of_devices([received(dx, i) for i, (dx, _) in enumerate(sent, 1)])
-    dx_ND, dweights_Nk = local_sums(0, gs[0], own, *added)
-    for i, (_, d_Nk) in enumerate(sent, 1):
-        dweights_Nk += slice_of(received(send_back(d_Nk, i), i))
+    tokens = [received(dx, i) for i, (dx, _) in enumerate(sent, 1)]
+    back = [received(send_back(d_Nk, i), i) for i, (_, d_Nk) in enumerate(sent, 1)]
+    tokens = to_tokens(0, gs[0], own, *sum_of_devices(tokens))
     dw_of = [lambda part, i=i, g=g: pull(i, g, part)[1:] for i, g in enumerate(gs)]
-    dw = sum_of_passes(dw_of, lambda dw, _: dw, dw_firsts, all_copies)
+    matrix = Passes(dw_of, lambda dw, _: dw, dw_firsts, all_copies)
+    (dx_ND, dweights_Nk), dw = sums_of_passes(tokens, matrix)
+    dweights_Nk = sum(map(slice_of, back), dweights_Nk)
     return dx_ND, None, dweights_Nk, *dw
 
 
@@ -242,51 +248,80 @@ def first_pass(copies: Copies) -> LocalPass:
     return local_pass(0, min(copies.row_Nk.size, balanced + balanced // 16), copies)
 
 
-def sum_of_passes[Rows, Sums](
-    runs: Sequence[Callable[[LocalPass], Rows]],
-    sums_of: Callable[..., Sums],
-    firsts: Sequence[Rows],
-    all_copies: Sequence[Copies],
-    added: Sequence[Any] = (),
-) -> Sums:
-    """Sums of all devices' tokens, in float32: of first passes, and of others if rows are left.
+class Passes(NamedTuple):
+    """Functions of passes over the copies of some devices' tokens, and how to sum their results.
 
     runs: of one device's tokens, a function of a pass. firsts: its result of the first pass.
     sums_of: of such a result and its pass; `added` are further arguments of the first one.
-    `sums_of` these is in the branches, since a branch that changes nothing copies it. With two
-    devices at most one pass is left, and nothing is in a loop. XLA puts branches into a CUDA graph;
-    a loop's condition is read by the host, which waits for the GPU.
     """
-    parts = [first_pass(copies) for copies in all_copies]
-    width, number = len(parts[0].copy_S), all_copies[0].row_Nk.size
-    balanced = number // jax.lax.axis_size("expert")
-    counts = [jnp.sum(copies.sizes_e) for copies in all_copies]
-    add = lambda total, sums: jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, sums)
 
-    def first_sums(firsts: Sequence[Rows]) -> tuple[Sums, Sums]:
-        """In float32, and in the dtype of the result."""
-        sums = [sums_of(*first, *added) for first in zip(firsts, parts, strict=True)]
+    runs: Sequence[Callable[[LocalPass], Any]]
+    sums_of: Callable[..., Any]
+    firsts: Sequence[Any]
+    all_copies: Sequence[Copies]
+    added: Sequence[Any] = ()
+
+    @property
+    def room(self) -> int:
+        """Rows of a first pass."""
+        return len(first_pass(self.all_copies[0]).copy_S)
+
+    @property
+    def are_left(self) -> Array:
+        """Whether the first passes leave rows."""
+        counts = jnp.stack([jnp.sum(copies.sizes_e) for copies in self.all_copies])
+        return jnp.max(counts) > self.room
+
+    def first_sums(self) -> tuple[Any, Any]:
+        """Sums of the first passes in float32, and in the dtype of the result."""
+        parts = map(first_pass, self.all_copies)
+        sums = [self.sums_of(*one, *self.added) for one in zip(self.firsts, parts, strict=True)]
         if len(sums) == 1:
             return jax.tree.map(in_float32, sums[0]), sums[0]
-        total = functools.reduce(add, sums[1:], jax.tree.map(in_float32, sums[0]))
-        return total, jax.tree.map(lambda a, b: a.astype(b.dtype), total, sums[0])
+        total = functools.reduce(add_trees, sums[1:], jax.tree.map(in_float32, sums[0]))
+        return total, cast_as(total, sums[0])
 
-    def with_others(firsts: Sequence[Rows]) -> Sums:
-        total, narrow = first_sums(firsts)
-        for run, copies, count in zip(runs, all_copies, counts, strict=True):
+    def all_sums(self) -> Any:
+        """Sums of all passes. With two devices at most one pass is left, and nothing is in a loop:
+        its condition is read by the host, which waits for the GPU."""
+        total, narrow = self.first_sums()
+        number = self.all_copies[0].row_Nk.size
+        width, balanced = self.room, number // jax.lax.axis_size("expert")
+        for run, copies in zip(self.runs, self.all_copies, strict=True):
 
-            def one(i: Array | int, total: Sums, run: Any = run, copies: Copies = copies) -> Sums:
+            def one(i: Array | int, total: Any, run: Any = run, copies: Copies = copies) -> Any:
                 other = local_pass(width + i * balanced, balanced, copies)
-                return add(total, sums_of(run(other), other))
+                return add_trees(total, self.sums_of(run(other), other))
 
             if number <= width + balanced:
                 total = one(0, total)
             else:
-                total = jax.lax.fori_loop(0, -(-(count - width) // balanced), one, total)
-        return jax.tree.map(lambda a, b: a.astype(b.dtype), total, narrow)
+                left = -(-(jnp.sum(copies.sizes_e) - width) // balanced)
+                total = jax.lax.fori_loop(0, left, one, total)
+        return cast_as(total, narrow)
 
-    is_left = jnp.max(jnp.stack(counts)) > width
-    return jax.lax.cond(is_left, with_others, lambda firsts: first_sums(firsts)[1], firsts)
+
+def sums_of_passes(*some: Passes) -> list[Any]:
+    """Sums of the first passes, and of others if rows are left.
+
+    One branch for all of them, which XLA puts into a CUDA graph; it takes some 15 us. First sums
+    are in the branches, since a branch that changes nothing copies what it returns.
+    """
+    given = lambda firsts: [one._replace(firsts=f) for one, f in zip(some, firsts, strict=True)]
+    return jax.lax.cond(
+        jnp.any(jnp.stack([one.are_left for one in some])),
+        lambda firsts: [one.all_sums() for one in given(firsts)],
+        lambda firsts: [one.first_sums()[1] for one in given(firsts)],
+        [one.firsts for one in some],
+    )
+
+
+def add_trees(total: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, tree)
+
+
+def cast_as(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda a, b: a.astype(b.dtype), tree, like)
 
 
 def local_pass(first: Array | int, width: int, copies: Copies) -> LocalPass:
