@@ -44,8 +44,8 @@ def test_a_host_that_one_step_keeps_busy_goes_back_to_several():
 def test_two_steps_where_one_keeps_the_host_busy():
     """As of 32 rows of a small model: a prompt that joins waits for two steps, not for eight."""
     clock = Clock()
-    assert work(Pace(8, clock), clock, 40, device=1.0, host=1.3)[-30:] == [2] * 30
-    assert 1 in (seen := work(Pace(8, clock), clock, 60, device=1.0, host=0.9))
+    assert work(Pace(8, clock), clock, 40, device=1.0, host=1.5)[-30:] == [2] * 30
+    assert 1 in (seen := work(Pace(8, clock), clock, 60, device=1.0, host=0.97))
     assert seen[-40:] == [2] * 40
     assert step_counts(8) == [1, 2, 8] and step_counts(2) == [1, 2] and step_counts(1) == [1]
 
