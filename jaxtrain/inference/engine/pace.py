@@ -43,7 +43,7 @@ class Pace:
         if last is None or now <= last or steps != self.steps:
             return
         busy = 1 - min(1.0, waited / (now - last))
-        self.busy += SMOOTHING * (busy - self.busy)
+        self.busy += (SMOOTHING if self.measured else 1.0) * (busy - self.busy)
         self.measured, self.pause = self.measured + 1, self.pause - 1
         if self.measured < TRIED:
             return
