@@ -49,9 +49,15 @@ class Pace:
             return
         at = self.choices.index(self.steps)
         if at > 0 and self.busy < IDLE_ENOUGH and self.pause <= 0:
-            self.steps, self.measured = self.choices[at - 1], 0
+            self.change(at - 1)
         elif at + 1 < len(self.choices) and self.busy > TOO_BUSY:
-            self.steps, self.measured, self.pause = self.choices[at + 1], 0, PATIENCE
+            self.change(at + 1)
+            self.pause = PATIENCE
+
+    def change(self, choice: int) -> None:
+        """Choose other steps, whose first call begins beside one of the old steps."""
+        self.steps, self.measured = self.choices[choice], 0
+        self.reset()
 
 
 def step_counts(several: int) -> list[int]:
