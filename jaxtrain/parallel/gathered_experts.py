@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 Network = Callable[..., Array]
 
 
-class Part(NamedTuple):
+class PlacedTokens(NamedTuple):
     """A device's N tokens: rows first .. first + N - 1 of an array. Only kernels that read them
     where they are take them so: a slice would be a pass over them."""
 
@@ -87,7 +87,7 @@ def _forward(network: Network, x_ND: Array, chosen_Nk: Array, *given: Any) -> tu
     routes_N2k = jnp.concatenate([a.astype(jnp.float32) for a in (chosen_Nk, weights_Nk)], axis=1)
     came = [(from_device(x_ND, i), from_device(routes_N2k, i)) for i in owners]
 
-    def copies_of(routes: Part) -> Copies:
+    def copies_of(routes: PlacedTokens) -> Copies:
         chosen_Nk, weights_of_Nk = jnp.split(slice_of(routes), [k], axis=1)
         rows = rows_of_device(chosen_Nk.astype(jnp.int32), len(down_eFD))
         return Copies(weights_of_Nk.astype(weights_Nk.dtype), *rows)
@@ -123,7 +123,7 @@ def _forward(network: Network, x_ND: Array, chosen_Nk: Array, *given: Any) -> tu
 
 
 def pull_of(
-    network: Network, x: Part, copies: Copies, part: LocalPass, matrices: Sequence[Any]
+    network: Network, x: PlacedTokens, copies: Copies, part: LocalPass, matrices: Sequence[Any]
 ) -> Callable[[Array], Any]:
     """Function from the gradient of a pass's rows to those of tokens' rows, weights, matrices."""
     layer = lambda rows, *matrices: network(*rows, *matrices, part.sizes_e)
@@ -141,12 +141,12 @@ def _backward(network: Network, given: Any, g_ND: Array) -> Any:
         dx_ND = kernels.sum_rows(drows_SD, part.row_Nk, *added)
         return dx_ND, dweights_Nk.reshape(part.row_Nk.shape)
 
-    def pull(i: int, g: Part, part: LocalPass, pull_first: Any = None) -> tuple[Any, ...]:
+    def pull(i: int, g: PlacedTokens, part: LocalPass, pull_first: Any = None) -> tuple[Any, ...]:
         """Gradients of a pass's rows and of the matrices."""
         pull = pull_first or pull_of(network, xs[i], all_copies[i], part, matrices)
         return pull(g.rows(part.copy_S // all_copies[i].row_Nk.shape[1]))
 
-    def to_tokens(i: int, g: Part, drows: Any, *added: Any) -> Passes:
+    def to_tokens(i: int, g: PlacedTokens, drows: Any, *added: Any) -> Passes:
         run = lambda part: pull(i, g, part)[0]
         return Passes([run], sums_of, [drows], [all_copies[i]], added)
 
@@ -205,16 +205,16 @@ def from_device(x_ND: Array, i: int) -> Array:
     return jax.lax.ppermute(x_ND, "expert", pairs)
 
 
-def received(came: Array, i: int) -> Part:
+def received(came: Array, i: int) -> PlacedTokens:
     """What came by `from_device`. Apart, so that XLA waits for it only where it is needed."""
     size = jax.lax.axis_size("expert")
     if i % size == 0 or size != 2:
-        return Part(came, 0, len(came))
+        return PlacedTokens(came, 0, len(came))
     _, N, *_ = came.shape
-    return Part(came.reshape(2 * N, -1), (1 - jax.lax.axis_index("expert")) * N, N)
+    return PlacedTokens(came.reshape(2 * N, -1), (1 - jax.lax.axis_index("expert")) * N, N)
 
 
-def slice_of(part: Part) -> Array:
+def slice_of(part: PlacedTokens) -> Array:
     """The tokens by themselves."""
     return jax.lax.dynamic_slice_in_dim(part.array_MD, part.first, part.size)
 
@@ -224,14 +224,14 @@ def send_back(y_ND: Array, i: int) -> Array:
     return from_device(y_ND, -i)
 
 
-def sum_of_devices(sums: Sequence[Part]) -> tuple[Array, Array | int] | tuple[()]:
+def sum_of_devices(sums: Sequence[PlacedTokens]) -> tuple[Array, Array | int] | tuple[()]:
     """What `sum_rows` adds: an array and its first row. More than one are added in float32."""
     if len(sums) > 1:
         return functools.reduce(jnp.add, (in_float32(slice_of(a)) for a in sums)), 0
     return (sums[0].array_MD, sums[0].first) if sums else ()
 
 
-def permuted_tokens(x: Part, copies: Copies, part: LocalPass) -> tuple[Array, Array]:
+def permuted_tokens(x: PlacedTokens, copies: Copies, part: LocalPass) -> tuple[Array, Array]:
     """Tokens and weights of a pass's rows; zeros in empty ones."""
     rows_SD = x.rows(part.copy_S // copies.weights_Nk.shape[1])
     return rows_SD, kernels.gather_rows(copies.weights_Nk.reshape(-1, 1), part.copy_S)
