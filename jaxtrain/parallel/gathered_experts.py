@@ -101,7 +101,7 @@ def _forward(network: Network, x_ND: Array, chosen_Nk: Array, *given: Any) -> tu
     def local_sums(i: int, first: Array, down_eFD: Array, *added: Any) -> Array:
         sums_of = lambda y_SD, part, *added: kernels.sum_rows(y_SD, part.row_Nk, *added)
         run_part = functools.partial(run, i, down_eFD)
-        (sums,) = sums_of_passes(Passes([run_part], sums_of, [first], [all_copies[i]], added))
+        (sums,) = sums_of_passes(PassSums([run_part], sums_of, [first], [all_copies[i]], added))
         return sums
 
     # Barriers: the device's own hidden layer, which the backward pass needs, is computed while
@@ -146,9 +146,9 @@ def _backward(network: Network, given: Any, g_ND: Array) -> Any:
         pull = pull_first or pull_of(network, xs[i], all_copies[i], part, matrices)
         return pull(g.rows(part.copy_S // all_copies[i].row_Nk.shape[1]))
 
-    def to_tokens(i: int, g: PlacedTokens, drows: Any, *added: Any) -> Passes:
+    def to_tokens(i: int, g: PlacedTokens, drows: Any, *added: Any) -> PassSums:
         run = lambda part: pull(i, g, part)[0]
-        return Passes([run], sums_of, [drows], [all_copies[i]], added)
+        return PassSums([run], sums_of, [drows], [all_copies[i]], added)
 
     came, gs, sent = [from_device(g_ND, i) for i in range(len(xs))], [], []
     # Barriers as in the forward pass: one device's tokens after another's.
@@ -170,7 +170,7 @@ def _backward(network: Network, given: Any, g_ND: Array) -> Any:
     back = [received(send_back(d_Nk, i), i) for i, (_, d_Nk) in enumerate(sent, 1)]
     tokens = to_tokens(0, gs[0], own, *sum_of_devices(tokens))
     dw_of = [lambda part, i=i, g=g: pull(i, g, part)[1:] for i, g in enumerate(gs)]
-    matrix = Passes(dw_of, lambda dw, _: dw, dw_firsts, all_copies)
+    matrix = PassSums(dw_of, lambda dw, _: dw, dw_firsts, all_copies)
     (dx_ND, dweights_Nk), dw = sums_of_passes(tokens, matrix)
     dweights_Nk = sum(map(slice_of, back), dweights_Nk)
     return dx_ND, None, dweights_Nk, *dw
@@ -248,7 +248,7 @@ def first_pass(copies: Copies) -> LocalPass:
     return local_pass(0, min(copies.row_Nk.size, balanced + balanced // 16), copies)
 
 
-class Passes(NamedTuple):
+class PassSums(NamedTuple):
     """Functions of passes over the copies of some devices' tokens, and how to sum their results.
 
     runs: of one device's tokens, a function of a pass. firsts: its result of the first pass.
@@ -301,7 +301,7 @@ class Passes(NamedTuple):
         return cast_as(total, narrow)
 
 
-def sums_of_passes(*some: Passes) -> list[Any]:
+def sums_of_passes(*some: PassSums) -> list[Any]:
     """Sums of the first passes, and of others if rows are left.
 
     One branch for all of them, which XLA puts into a CUDA graph; it takes some 15 us. First sums
