@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 SMOOTHING = 0.5  # weight of the last call in the moving average
 IDLE_ENOUGH, TOO_BUSY = 0.7, 0.9  # share of time the host works: try fewer steps; go back
-FEW = 2  # steps between one and several
+FEW = 4  # steps between one and several
 TRIED = 4  # minimum calls that are measured before a change
 PATIENCE = 64  # calls until fewer steps are tried again
 
