@@ -121,7 +121,7 @@ class EngineOptions(NamedTuple):
     adapter from peft.
 
     decode_steps: decode steps per device call, before the host reads their tokens; one at a time
-    while a prompt waits for prefill or a running request has a grammar. adapt_steps: run one or four
+    while a prompt waits for prefill or a running request has a grammar. adapt_steps: one or four
     steps per call if the device takes longer for them than the host for a call, so that a new
     request waits less. It depends on the clock, so it is for one process only.
 
