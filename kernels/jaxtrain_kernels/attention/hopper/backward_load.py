@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.hopper import backward_inline as inline
 from jaxtrain_kernels.attention.hopper import backward_tiles as tiles
+from jaxtrain_kernels.attention.hopper import backward_zeros as zeros
 from jaxtrain_kernels.attention.hopper.backward_plan import KeyPlan
 from jaxtrain_kernels.attention.hopper.backward_tiles import BackwardArrays, BackwardTile
 from jaxtrain_kernels.hopper import Index, Ref
@@ -125,6 +126,10 @@ def load(plan: KeyPlan, arrays: BackwardArrays, memory: KeyMemory, counter: Ref 
 
     def load_tile(used, tile):
         load_queries(used, tile, 0)
+        if plan.heads_ahead:
+            # Here the warpgroup would wait for the last tile's products anyway.
+            zeros.zero_ahead(plan, arrays, tile)
+            zeros.await_zeros(plan, arrays, tile)
         keys, full = pl.ds(tile.block * bk, bk), memory.k_full.at[0]
         hopper.bar_sync(plan.barrier("kv"), everyone)
         tiles.tell_tile(memory.tile, tile)
@@ -142,6 +147,6 @@ def load(plan: KeyPlan, arrays: BackwardArrays, memory: KeyMemory, counter: Ref 
         lax.fori_loop(1, steps(plan, tile), load_both, None)
         return used + steps(plan, tile)
 
-    tiles.load_tiles(plan, arrays.ranges, memory.tile, counter, load_tile)
+    tiles.load_tiles(plan, arrays.ranges, memory.tile, counter, load_tile, bool(plan.heads_ahead))
     hopper.bar_sync(plan.barrier("kv"), everyone)
     tiles.tell_end(memory.tile, memory.k_full.at[0], 2 if plan.segments else 1)
