@@ -98,6 +98,16 @@ def test_a_history_holds_the_last_steps_and_its_largest_counts(settled):
     same(most.gradients, {name: x[0] for name, x in past.gradients.items()})
 
 
+def test_unrolled_layers_find_the_same_maxima_in_slots(settled):
+    task, run, one, past = settled
+    scanned, _ = fp8_task(3, scan_layers=True)
+    amax, slots = (t.transforms[0].statistics(past, FACTOR) for t in (scanned, task))
+    for alone, found in zip(jax.tree.leaves(amax), jax.tree.leaves(slots), strict=True):
+        wanted = np.repeat(np.asarray(alone)[:, None], model_fp8.AMAX_SLOTS, 1)
+        np.testing.assert_array_equal(found, wanted)
+    close_within_rounding(slopes(scanned)(one, past), run(one, past), 1e-4)
+
+
 @pytest.mark.slow
 def test_microbatches_scan_and_remat_change_nothing(settled):
     """Of microbatches, the largest maximum counts; of scanned layers, each has its own."""

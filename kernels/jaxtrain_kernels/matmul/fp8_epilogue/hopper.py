@@ -145,9 +145,7 @@ def product_quantized(
     """
     factors = jnp.stack([scale.astype(jnp.float32), multiplier.astype(jnp.float32)])
     q_MN, q_NM, most, *product = _product(options, operands, factors, tiling, interpret)
-    seen = jnp.max(most)
-    if len(operands) > 2:
-        seen = seen / multiplier
+    seen = most / multiplier if len(operands) > 2 else most
     return q_MN, q_NM, seen, product[0] if options.keep else None
 
 
