@@ -163,8 +163,9 @@ def _product(options, operands, factors, tiling, interpret):
         inputs, outputs = refs[: 4 + plan.other], refs[4 + plan.other :]
         given = gemm.GemmArrays(inputs[0], inputs[1], inputs[2] if plan.other else None, None)
         q_MN, q_NM, most, *kept = outputs
+        scale, multiplier = inputs[-2:]
         kept = kept[0] if plan.keep else None
-        arrays = EpilogueArrays(given, *inputs[-2:], q_MN, q_NM, most, kept)
+        arrays = EpilogueArrays(given, scale, multiplier, q_MN, q_NM, most, kept)
         other, results = (results[0], results[1:]) if plan.other else (None, results)
         memory = EpilogueMemory(gemm.GemmMemory(a, b, other, full, free, arrived), tuple(results))
         hopper.specialize_warpgroups(
