@@ -52,10 +52,25 @@ def assert_copies(found, given):
     [((256,), jnp.float32), ((128, 256, 128), jnp.float32), ((384,), jnp.bfloat16)],
     ids=["one", "joined", "bf16"],
 )
-def test_each_layer_is_cast_as_by_itself_without_races(columns, dtype, capfd):
+def test_each_layer_is_cast_as_by_itself_without_races(columns, dtype, capfd, monkeypatch):
+    monkeypatch.setattr(layers, "BLOCKS", 1)
     given = stacks(2, 128, *columns, dtype=dtype)
     assert_copies(layers.quantize_layers(*given, interpret=INTERPRET), given)
     assert "RACE" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("K", "columns", "width"),
+    [
+        (1536, [6144], 256),  # 576 blocks; 384 columns would give 384
+        (1536, [1536], 128),
+        (4096, [4096, 1024, 1024], 512),
+        (6144, [1920], 384),
+        (64, [640], 128),
+    ],
+)
+def test_tiles_are_wide_where_they_are_many(K, columns, width):
+    assert layers.tile_width(K, columns) == width
 
 
 @pytest.mark.gpu
@@ -102,7 +117,7 @@ def interpreted(monkeypatch):
 
     def quantize_layers(*stacks):
         calls.append([w_LKN.shape for w_LKN in stacks])
-        return layers.quantize_layers(*stacks, interpret=INTERPRET)
+        return jax.block_until_ready(layers.quantize_layers(*stacks, interpret=INTERPRET))
 
     backend = SimpleNamespace(supports=lambda *_: None, quantize_layers=quantize_layers)
     monkeypatch.setattr(float8, "layers", backend)

@@ -24,7 +24,8 @@ from jaxtrain_kernels.rows.hopper.launch import rows_layout
 
 ROWS = 64  # of a block's tile
 PAIRS = ROWS // 2  # rows n and n + PAIRS share 16-bit elements
-WIDTHS = 512, 384, 256, 128  # columns of a tile: the first that divides all matrices
+WIDTHS = 512, 384, 256, 128  # columns of a tile
+BLOCKS = 400  # about three for each multiprocessor
 COLUMNS = 64  # that a warpgroup transposes at a time
 WARPGROUPS = 2  # per block
 WARPS = 4  # per warpgroup; each reads a row
@@ -54,12 +55,21 @@ def quantize_layers(
     wide = [w_LKN.astype(jnp.float32) for w_LKN in stacks]
     amax_L = functools.reduce(jnp.maximum, (jax.vmap(fp8_amax)(w_LKN) for w_LKN in wide))
     scale_L = fp8_scale(amax_L, E4M3)
-    index = functools.partial(jnp.full, (1,), dtype=jnp.int32)
+    multiplier_L, index = 1 / scale_L, functools.partial(jnp.full, (1,), dtype=jnp.int32)
     layers = []
     for layer in range(len(amax_L)):
-        q_KN, q_NK = cast_layer(wide, 1 / scale_L, index(layer), interpret)
+        q_KN, q_NK = cast_layer(wide, multiplier_L, index(layer), interpret)
         layers.append(Fp8(q_KN, q_NK, scale_L[layer]))
+        if interpret:  # one kernel after the other: the interpreter has too few threads for two
+            multiplier_L, _ = lax.optimization_barrier((multiplier_L, q_KN))
     return layers
+
+
+def tile_width(K: int, columns: list[int]) -> int:
+    """The widest that divides all matrices and gives BLOCKS blocks, or else the narrowest."""
+    fit = [width for width in WIDTHS if not any(n % width for n in columns)]
+    blocks = lambda width: K // ROWS * (sum(columns) // width)
+    return next((width for width in fit if blocks(width) >= BLOCKS), fit[-1])
 
 
 @hopper.jit_kernel("interpret")
@@ -67,7 +77,7 @@ def cast_layer(stacks, multiplier_L, layer_1, interpret):
     """Return a layer's concatenated matrices times its multiplier in e4m3, and their transpose."""
     K, columns = stacks[0].shape[1], [w_LKN.shape[2] for w_LKN in stacks]
     N, ends = sum(columns), list(itertools.accumulate(columns))
-    width = next(width for width in WIDTHS if not any(n % width for n in columns))
+    width = tile_width(K, columns)
     layout = rows_layout(width, vector=4)
 
     def fp8_cast_layer(layer_ref, multiplier_ref, *refs, packed, halves):
