@@ -118,7 +118,7 @@ def make_spec(c=None, optim=None, steps=100, dtype=jnp.float32, **changes):
     optimizer = make_optimizer(optim, specs, steps)
     bytes_V = jnp.full(VOCAB, 2.0)
     options = Fp8Options(*(getattr(c, f"fp8_{name}") for name in Fp8Options._fields))
-    transforms = [Float8(c.fp8_history, options, not c.scan_layers)] if c.fp8 else []
+    transforms = [Float8(c.fp8_history, options)] if c.fp8 else []
     transforms += [DynamicLossScale()] if dtype == jnp.float16 else []
     objective = make_next_token(options=LossOptions(head="fp8" if c.fp8 == "all" else None))
     spec = StepSpec(

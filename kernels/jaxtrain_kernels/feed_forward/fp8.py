@@ -132,7 +132,7 @@ def _backward(options, saved, dy):
     d_up = exact(x_fp8.q_KM, dh_fp8.q_KM, x_fp8.scale * dh_fp8.scale, like_up.dtype)
     maxima_22 = None
     if amax_22 is not None:
-        in_slots = lambda *seen: jnp.stack([amax_in_slots(x, amax_22[0, 0]) for x in seen])
+        in_slots = lambda *seen: jnp.stack([amax_in_slots(x, amax_22.shape[2:]) for x in seen])
         maxima_22 = jnp.stack([in_slots(seen[0], seen_dh), in_slots(seen[1], seen_dy)])
     return dx_MD.reshape(dy.shape), (d_up, d_down), None, maxima_22, None
 

@@ -159,7 +159,7 @@ def _backward_cast(o: RopeAttentionOptions, saved, dout_BTNH, scale, like_seen):
         options, o.scale, qkv_BTCH, r_NR, dq_BTNH, d_BTCH, cos_BTH, sin_BTH, 1 / scale
     )
     dvalue = None if v_BTKH is None else d_BTCH[:, :, o.N + o.K :]
-    return d_BTCH, dvalue, cotangent(q_MN, q_NM, most, like_seen)
+    return d_BTCH, dvalue, cotangent(q_MN, q_NM, most, like_seen.shape)
 
 
 def _of_attention(o: RopeAttentionOptions, qkv_BTCH, v_BTKH, ids_BT, results):

@@ -11,6 +11,7 @@ matrix and its transpose in `Fp8`. XLA turns a dot of float8 arrays into cuBLASL
 """
 
 import functools
+import math
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -179,18 +180,19 @@ def known_amax(amax: Float[Array, "*P"]) -> Float[Array, ""]:
     return amax.reshape(-1)[0]
 
 
-def amax_in_slots(seen: Float[Array, "..."], like: Float[Array, "*P"]) -> Float[Array, "*P"]:
-    """Amaxes of parts as the cotangent of `like`; their maximum is the same.
+def amax_in_slots(seen: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """Amaxes of parts in an array of this shape, with the same maximum: the cotangent of the amax
+    of earlier steps, which has this shape.
 
     A kernel finds one amax for each of its blocks. With a slot for each, a step takes the maximum
     of all layers' in one kernel; a scalar, or more parts than slots, take a kernel for each tensor.
     """
-    parts, slots = seen.reshape(-1), like.size
+    parts, slots = seen.reshape(-1), math.prod(shape)
     rows = -(-parts.size // slots)
     parts = jnp.pad(parts, (0, rows * slots - parts.size))
     if rows > 1:
         parts = jnp.max(parts.reshape(rows, slots), axis=0)
-    return parts.reshape(like.shape)
+    return parts.reshape(shape)
 
 
 def given_scale(amax: Array, dtype: DTypeLike) -> Array:
@@ -286,7 +288,7 @@ def matmul_backward(
     dw_KN = fp8_product(x_KM, dy.q_KM, x_scale * dy.scale, like_w.dtype, exact=True)
     maxima = None
     if amax_2 is not None and seen is not None and seen_dy is not None:
-        maxima = jnp.stack([amax_in_slots(x, amax_2[0]) for x in (seen, seen_dy)])
+        maxima = jnp.stack([amax_in_slots(x, amax_2.shape[1:]) for x in (seen, seen_dy)])
     return dx_MK, dw_KN, None, maxima, None
 
 

@@ -39,9 +39,9 @@ def placeholders(M: int, N: int, amax: Float[Array, "*P"]) -> GradientCast:
     return GradientCast(zeros(M, N), zeros(N, M), jnp.zeros_like(amax), scale)
 
 
-def cotangent(q_MN: Array, q_NM: Array, seen: Array, like: Float[Array, "*P"]) -> GradientCast:
-    """The cotangent of a `GradientCast`. seen: amaxes of parts; like: `GradientCast.seen`."""
-    seen = fp8.amax_in_slots(seen, like)
+def cotangent(q_MN: Array, q_NM: Array, seen: Array, slots: tuple[int, ...]) -> GradientCast:
+    """The cotangent of a `GradientCast`. seen: amaxes of parts; slots: shape of its `seen`."""
+    seen = fp8.amax_in_slots(seen, slots)
     return GradientCast(q_MN, q_NM, seen, jnp.zeros((), jnp.float32))
 
 
@@ -61,10 +61,11 @@ def _cast_gradient(implementation, y, gradient):
 
 
 def _cast_gradient_backward(implementation, saved, dy):
-    scale, like = saved
+    scale, like_seen = saved
     dy_MN = dy.reshape(-1, dy.shape[-1])
     backend = fp8.choose_cast((dy_MN,), E5M2, implementation)
-    return dy, cotangent(*backend.cast_measured((dy_MN,), 1 / scale, E5M2, itself), like)
+    found = backend.cast_measured((dy_MN,), 1 / scale, E5M2, itself)
+    return dy, cotangent(*found, like_seen.shape)
 
 
 _cast_gradient.defvjp(
