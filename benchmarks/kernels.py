@@ -9,6 +9,7 @@ import jaxtrain_kernels as kernels
 from jaxtrain_kernels import cross_entropy
 from jaxtrain_kernels.shapes import LOSS_BENCH, LossShape
 
+from benchmarks.peers import QUACK, quack
 from benchmarks.power import Meter
 from benchmarks.record import describe
 from benchmarks.timing import ceilings, kernel_ms, relative_error, rotating
@@ -31,7 +32,13 @@ def bench_loss(variant: str | None = None, names: Sequence[str] = ()) -> Iterato
 
 
 def loss_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
-    shapes, backends = chosen("loss", names, [s.name for s in LOSS_BENCH], cross_entropy.BACKENDS)
+    known = [s.name for s in LOSS_BENCH]
+    shapes, backends = chosen("loss", names, known, [*cross_entropy.BACKENDS, QUACK])
+    for s in LOSS_BENCH:
+        if s.name in shapes and QUACK in backends:
+            yield from quack_rows(
+                "linear_cross_entropy", s.name, (s.N, s.D, s.V), 6.0 * s.N * s.D * s.V
+            )
     for shape in map(sized(small_loss), [s for s in LOSS_BENCH if s.name in shapes]):
         inputs = rotating(lambda key, s=shape: loss_inputs(s, dtype, key))
         flops = 6.0 * shape.N * shape.D * shape.V
@@ -43,6 +50,16 @@ def loss_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
             if figures is not None:
                 row = {"name": "linear_cross_entropy", "shape": shape.name, "backend": backend}
                 yield row | figures | {"error": loss_error(shape, backend, dtype, options)}
+
+
+def quack_rows(
+    op: str, shape: str, sizes: Sequence[int], flops: float = 0, size: float = 0
+) -> Iterator[Row]:
+    """QuACK's row, in its own process; its error is not measured. size: bytes."""
+    work = {"tflops": flops / 1e9, "gbps": size / 1e6}
+    for row in quack(op, shape, *sizes) if jax.default_backend() == "gpu" else ():
+        rates = {key: done / row["ms"] for key, done in work.items() if done and row["ms"]}
+        yield row | rates
 
 
 def sized(small: Callable[[Any], Any]) -> Callable[[Any], Any]:

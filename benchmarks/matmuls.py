@@ -18,7 +18,8 @@ from jaxtrain_kernels.matmul import hopper
 from benchmarks import integer_chain, integers
 from benchmarks.casts import casts, norm_casts
 from benchmarks.epilogues import epilogue_rows
-from benchmarks.kernels import Row, chosen, error_of, growing, measured, sized
+from benchmarks.kernels import Row, chosen, error_of, growing, measured, quack_rows, sized
+from benchmarks.peers import QUACK
 from benchmarks.timing import rotating
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.cluster.xla_flags import known_options
@@ -73,7 +74,7 @@ STACKS = (
 # fp8_epilogue: fp8_delayed with the hidden layer's casts in the epilogues of the matmuls.
 # matmuls: the experts' network as two grouped matmuls by their default.
 BACKENDS = ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla", "fp8_epilogue", "xla",
-            "mosaic", "tokamax", "matmuls", *integers.BACKENDS[1:])  # fmt: skip
+            "mosaic", "tokamax", "matmuls", QUACK, *integers.BACKENDS[1:])  # fmt: skip
 
 
 def bench_matmuls(
@@ -117,6 +118,8 @@ def dense(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
         ("linear", layers, 6.0 * s.M * s.K * s.N),
         ("feed_forward_relu2", networks, 12.0 * s.M * s.K * s.N),
     ):
+        if op != "linear" and QUACK in backends:
+            yield from quack_rows(op, s.name, (s.M, s.K, s.N), flops)
         make = lambda key, s, op=op: dense_inputs(op, s, dtype, key)
         inputs = rotating(lambda key, make=make: make(key, s))
         tested = make(jax.random.key(1), small_dense(s))

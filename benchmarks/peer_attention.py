@@ -5,21 +5,17 @@
 
 lengths: lengths of the documents packed into each row, one list per row; FlashAttention's varlen
 function then runs on the concatenated rows. Each line has the milliseconds of the forward pass, or
-of forward and backward: medians of five windows of 0.2 s on random bfloat16 inputs, replayed as a
-CUDA graph so that Python's time is not counted.
+of forward and backward, on random bfloat16 inputs (`peer_timing.py`).
 """
 
 import itertools
 import json
-import statistics
 import sys
-import time
 
 import torch
 from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-WINDOWS, SECONDS = 5, 0.2
-COLD_BYTES = 2**28  # inputs of this total size exceed any device's cache
+from benchmarks.peer_timing import cold_sets, graph_of, median_ms
 
 
 def inputs(s):
@@ -47,39 +43,10 @@ def first(found):
     return found[0] if isinstance(found, tuple) else found
 
 
-def graph_of(run, sets):
-    """A CUDA graph that calls `run` once for each input set."""
-    for args in sets:
-        run(*args)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for args in sets:
-            run(*args)
-    return graph
-
-
-def median_ms(graph, calls):
-    """Milliseconds per call, where one replay of the graph makes `calls` calls."""
-
-    def window(replays):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(replays):
-            graph.replay()
-        torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    window(3)
-    replays = max(1, round(SECONDS / (window(3) / 3)))
-    return 1e3 * statistics.median(window(replays) for _ in range(WINDOWS)) / replays / calls
-
-
 def main():
     for s in json.loads(sys.argv[1]):
         f = attention(s)
-        each = sum(x.nbytes for x in inputs(s))
-        sets = [inputs(s) for _ in range(max(2, min(8, -(-COLD_BYTES // each))))]
+        sets = cold_sets(lambda s=s: inputs(s))
 
         def both(q, k, v, do, f=f):
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))

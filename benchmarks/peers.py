@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from jaxtrain.config import Config, find_config, load_config
 from jaxtrain.config.resolve import vocab_size_of
 from jaxtrain.settings import UserError
 
-FLASH_ATTENTION = "FA4 (torch)"
+FLASH_ATTENTION, QUACK = "FA4 (torch)", "QuACK (torch)"
 VOCABULARY = 32768  # of peer_nanochat.py
 
 
@@ -32,7 +33,9 @@ def rows_of(script: str, *arguments: str, needs: Sequence[str]) -> Iterator[dict
         return
     # -P: otherwise the script would import benchmarks/profile.py as Python's `profile`.
     line = [sys.executable, "-P", str(path), *arguments]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as peer:
+    folders = [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]  # for `peer_timing.py`
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=env) as peer:
         yield from (json.loads(row) for row in peer.stdout or () if row.startswith("{"))
 
 
@@ -62,6 +65,12 @@ def flash_attention(shapes: Sequence[AttentionShape]) -> Iterator[dict[str, Any]
     ]
     needs = ("torch", "flash_attn")
     yield from rows_of("peer_attention.py", json.dumps(settings), needs=needs)
+
+
+def quack(op: str, shape: str, *sizes: int) -> Iterator[dict[str, Any]]:
+    """Milliseconds of QuACK's kernels for an op, forward and backward; sizes: see the script."""
+    asked = json.dumps([{"op": op, "shape": shape, "sizes": sizes}])
+    yield from rows_of("peer_quack.py", asked, needs=("torch", "quack"))
 
 
 def lengths(s: AttentionShape) -> list[list[int]]:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtrain_kernels import rows as kernels
 
 from benchmarks.decode import bandwidth
-from benchmarks.kernels import Row, chosen, error_of, growing, sized
+from benchmarks.kernels import Row, chosen, error_of, growing, quack_rows, sized
+from benchmarks.peers import QUACK
 from benchmarks.timing import ceilings, rotating
 from jaxtrain.cluster.runtime import compute_dtype
 
@@ -56,7 +57,12 @@ def bench_rows(variant: str | None = None, names: Sequence[str] = ()) -> Iterato
 def measured_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
     copy_gbps = ceilings(dtype).copy_gbps
     known = [s.name for s in SHAPES]
-    shapes, backends, ops = chosen("rows", names, known, kernels.BACKENDS, CASES)
+    shapes, backends, ops = chosen("rows", names, known, [*kernels.BACKENDS, QUACK], CASES)
+    by_quack = "residual_norm" in ops and QUACK in backends
+    for s in [s for s in SHAPES if s.name in shapes and by_quack]:
+        size = CASES["residual_norm"].both * s.B * s.T * s.D * dtype.itemsize
+        for row in quack_rows("residual_norm", s.name, (s.B * s.T, s.D), size=size):
+            yield row | {"name": "residual_norm with backward"}
     for shape in map(sized(small), [s for s in SHAPES if s.name in shapes]):
         for op, case in [(op, case) for op, case in CASES.items() if op in ops]:
             inputs = rotating(lambda key, c=case, s=shape: inputs_of(c, s, dtype, key))

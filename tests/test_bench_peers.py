@@ -7,7 +7,7 @@ import jax
 import pytest
 from jaxtrain_kernels.shapes import ATTENTION_BENCH, AttentionShape
 
-from benchmarks import attention, huggingface, nanochat, peers, tables
+from benchmarks import attention, huggingface, kernels, nanochat, peers, tables
 from benchmarks.race import race
 from jaxtrain.runs.compare import read_run
 from jaxtrain.runs.saved import load_resolved
@@ -220,3 +220,25 @@ def test_transformers_gpt2_trains_on_our_rows_and_leaves_a_run(scripts, tmp_path
     assert (told["depth"], told["width"], told["heads"], told["hidden"]) == (1, 128, 1, 512)
     assert told["vocab_size"] == 320 and run.env["peer"]["peak_bytes"] == 8
     assert race([folder], "beside")["runs"][0]["bpb"] == 2.5
+
+
+def test_quack_is_rated_as_ours_are(monkeypatch):
+    """Floating point operations and bytes of the op, over the script's milliseconds."""
+    asked = []
+
+    def rows(script, text, needs):
+        assert script == "peer_quack.py" and needs == ("torch", "quack")
+        (one,) = json.loads(text)
+        asked.append(one)
+        row = {"name": one["op"], "shape": one["shape"], "backend": peers.QUACK}
+        yield row | ({"ms": None, "failed": "no memory"} if one["op"] == "bad" else {"ms": 2.0})
+
+    monkeypatch.setattr(peers, "rows_of", rows)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    (row,) = kernels.quack_rows("relu2", "d12", (4, 5, 6), flops=8e9)
+    assert row["tflops"] == 4.0 and "gbps" not in row
+    assert next(kernels.quack_rows("norm", "d12", (4, 5), size=3e6))["gbps"] == 1.5
+    assert next(kernels.quack_rows("bad", "d12", (4,), flops=1.0))["failed"] == "no memory"
+    assert asked[0] == {"op": "relu2", "shape": "d12", "sizes": [4, 5, 6]}
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert not list(kernels.quack_rows("relu2", "d12", (4, 5, 6), flops=1.0))

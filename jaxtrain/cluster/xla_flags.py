@@ -30,6 +30,9 @@ SETS: dict[str, dict[str, Option]] = {
     # copy engines then do all-gathers and all-to-alls (`parallel.mesh`), and matmuls
     # beside them keep all multiprocessors.
     "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
+    # All-gathers up to this size become one: what a token's experts are comes with the token. By
+    # default those of more than 30 MB stay apart, and the small one is waited for.
+    "gathered": {"xla_gpu_all_gather_combine_threshold_bytes": 2**28},
 }
 
 

@@ -48,6 +48,12 @@ def have_symmetric_memory(mesh: Mesh) -> bool:
     return jax.process_count() == 1 and exchanges_within_layers(mesh)
 
 
+def gathers_tokens(mesh: Mesh) -> bool:
+    """Whether experts' tokens are all that a step gathers (`parallel.gathered_experts`)."""
+    shape = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    return shape.pop("expert", 1) == 2 and not shape.keys() - {"data"}
+
+
 def needs_only_cublas(c: Resolved, mesh: Mesh, frozen: Params | None) -> bool:
     """Whether no product of a step is faster by a Triton kernel of XLA's, whose autotuning takes
     long: in float8, and of a squared-ReLU model on one device. Others may be: those that compute an
@@ -76,7 +82,7 @@ def compile_step(
     check_options(c.train.compiler_options)
     mesh = jax.sharding.get_mesh()
     names = ("cublas",) * needs_only_cublas(c, mesh, frozen) + ("once",) * c.model.scan_layers
-    names += ("symmetric",) * have_symmetric_memory(mesh)
+    names += ("symmetric",) * have_symmetric_memory(mesh) + ("gathered",) * gathers_tokens(mesh)
     options = known_options(names) | c.train.compiler_options
 
     def compile_lowered() -> jax.stages.Compiled:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engine_cases import OPTIONS, make_engine, prompts, tokens_of
 
-from jaxtrain.inference.engine.pace import PATIENCE, TRIED, Pace
+from jaxtrain.inference.engine.pace import PATIENCE, TRIED, Pace, step_counts
 
 
 class Clock:
@@ -29,15 +29,35 @@ def work(pace, clock, calls, device, host):
 
 def test_a_slow_step_is_a_call_of_its_own():
     clock = Clock()
-    seen = work(Pace(8, clock), clock, 12, device=10.0, host=2.0)
-    assert seen[: TRIED + 1] == [8] * (TRIED + 1) and seen[TRIED + 1 :] == [1] * (11 - TRIED)
+    seen = work(Pace(8, clock), clock, 20, device=10.0, host=2.0)
+    tried = TRIED + 1  # the first call of a choice is not measured
+    assert seen == [8] * tried + [2] * tried + [1] * (20 - 2 * tried)
 
 
 def test_a_host_that_one_step_keeps_busy_goes_back_to_several():
     clock = Clock()
-    seen = work(Pace(8, clock), clock, 60, device=1.0, host=2.0)
-    assert seen[-40:] == [8] * 40 and 1 in seen
+    seen = work(Pace(8, clock), clock, 60, device=1.0, host=2.5)
+    assert seen[-40:] == [8] * 40 and 2 in seen and 1 not in seen
     assert work(Pace(8, clock), clock, PATIENCE, device=1.0, host=7.0) == [8] * PATIENCE
+
+
+def test_two_steps_where_one_keeps_the_host_busy():
+    """As of 32 rows of a small model: a prompt that joins waits for two steps, not for eight."""
+    clock = Clock()
+    assert work(Pace(8, clock), clock, 40, device=1.0, host=1.5)[-30:] == [2] * 30
+    assert 1 in (seen := work(Pace(8, clock), clock, 60, device=1.0, host=0.97))
+    assert seen[-40:] == [2] * 40
+    assert step_counts(8) == [1, 2, 8] and step_counts(2) == [1, 2] and step_counts(1) == [1]
+
+
+@pytest.mark.parametrize(("adapt", "expected"), [(True, {1: {1, 8}, 3: {1, 2, 8}}), (False, None)])
+def test_programs_for_the_steps_that_may_be_chosen(adapt, expected):
+    options = OPTIONS._replace(adapt_steps=adapt, slots=3, decode_steps=8)
+    engine, found = make_engine(options=options), {}
+    for key in engine.programs.needed((), engine.context):
+        if key.name == "decode_slots":
+            found.setdefault(key.rows, set()).add(key.steps)
+    assert found == (expected or {1: {1, 8}, 3: {1, 8}})
 
 
 def test_what_is_not_decoding_is_not_judged():
@@ -52,6 +72,6 @@ def test_what_is_not_decoding_is_not_judged():
 def test_texts_do_not_depend_on_the_pace(monkeypatch):
     texts = prompts(3, 17, 9)
     engine = make_engine(options=OPTIONS._replace(adapt_steps=True))
-    steps = iter(np.tile([1, 8, 8, 1], 100).tolist())
+    steps = iter(np.tile([1, 8, 2, 8, 1, 2], 100).tolist())
     monkeypatch.setattr(Pace, "called", lambda self, _: setattr(self, "steps", next(steps)))
     assert tokens_of(engine, texts) == tokens_of(make_engine(), texts)

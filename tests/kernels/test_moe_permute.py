@@ -13,6 +13,7 @@ from jaxtrain_kernels import (
     moe_unpermute,
     row_id_map,
     scatter_rows,
+    sum_rows,
 )
 from jaxtrain_kernels.dispatch import Target, on_target, target
 from jaxtrain_kernels.moe_permute import reference, triton
@@ -129,6 +130,20 @@ def test_rows_by_index(by):
     np.testing.assert_array_equal(by.scatter_rows(x, rows, at, **how).astype(jnp.float32), expected)
 
 
+@pytest.mark.parametrize("by", [reference, triton], ids=["reference", "triton"])
+def test_sums_of_rows_with_a_part_of_an_array(by):
+    """Beside NumPy: rows that y lacks are zeros, and rows 7 to 106 of another array are added."""
+    y, _, _ = rows_by_index(300, 203, 384)
+    added, how = rows_by_index(111, 1, 384)[0], {"interpret": True} if by is triton else {}
+    row = jnp.asarray(np.random.default_rng(1).integers(-1, 302, (100, 2)), jnp.int32)
+    wide = lambda x: np.asarray(x, np.float32)
+    rows = np.where(((row >= 0) & (row < 300))[..., None], wide(y)[np.clip(row, 0, 299)], 0)
+    for first in (0, 7):
+        found = by.sum_rows(y, row, added, jnp.int32(first), **how)
+        expected = jnp.asarray(rows.sum(1) + wide(added)[first : first + 100]).astype(y.dtype)
+        np.testing.assert_array_equal(wide(found), wide(expected))
+
+
 @pytest.mark.gpu
 def test_rows_by_index_on_a_gpu():
     x, rows, at = rows_by_index(65536, 69000, 768)
@@ -147,12 +162,15 @@ def test_lowers_for_cuda_in_one_kernel_each():
         rows_of, sizes = row_id_map(chosen, 8)
         rows, row_weights = moe_permute(x, weights, rows_of)
         x = scatter_rows(x, gather_rows(rows, rows_of[:, 0]), rows_of[:, 1])
+        x = sum_rows(rows, rows_of, jnp.concatenate([x, x]), sizes[0])
         return moe_unpermute(rows, rows_of), row_weights, sizes, x
 
     with on_target("cuda", (9, 0)), jax.sharding.use_abstract_mesh(H200):
         text = jax.jit(run).trace(x, weights, rows_of).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@__gpu$xla.gpu.triton") == 5
-    assert not any(f"stablehlo.{op}" in text for op in ("sort", "gather", "scatter"))
+    assert text.count("@__gpu$xla.gpu.triton") == 6
+    assert not any(
+        f"stablehlo.{op}" in text for op in ("sort", "gather", "scatter", "dynamic_slice")
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels.attention import Call, reference
 from jaxtrain_kernels.attention.hopper import backward, backward_tiles
+from jaxtrain_kernels.attention.hopper import backward_inline as inline
+from jaxtrain_kernels.attention.hopper import backward_keys as keys
 from jaxtrain_kernels.attention.hopper.backward_plan import (
     BackwardTiling,
     KeyPlan,
@@ -40,9 +42,15 @@ SHAPES = (
     (AttentionShape("two_stages", 1, 260, 1, 1, 128), D128),
     (
         AttentionShape("large_heads", 1, 130, 2, 1, 256),
-        BackwardTiling(block_kv=64, split="dims", blocks=2),
+        BackwardTiling(block_kv=64, split="dims", dq_by="apart", blocks=2),
     ),
     (AttentionShape("tiny", 2, 3, 2, 1, 64), D64),
+    # Tiles of one step, of two and of more, one after another in a block.
+    (AttentionShape("one_block", 2, 260, 1, 1, 128, window=0), D128._replace(blocks=1)),
+    (
+        AttentionShape("one_block_packed", 1, 300, 2, 1, 64, documents=(40, 1, 120, 100)),
+        D64._replace(blocks=1),
+    ),
 )
 Q = QueryTiling(blocks=2)
 # With dQ in a kernel of its own.
@@ -188,6 +196,28 @@ def test_lowers_for_hopper(shape, dtype):
     assert "mosaic_gpu" in text
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_products_of_queries_cover_the_head_dim_and_start_without_zeros(head_dim, monkeypatch):
+    issued = []
+    inner = inline._asm
+
+    def record(result, arguments, ptx, constraints):
+        if "wgmma.mma" in ptx:
+            issued.append((ptx.split("p, ")[1][0], ptx.split("m64n")[1].split("k")[0]))
+        return inner(result, arguments, ptx, constraints)
+
+    monkeypatch.setattr(inline, "_asm", record)
+    struct = jax.ShapeDtypeStruct
+    q, lse = struct((1, 264, 1, head_dim), jnp.bfloat16), struct((1, 1, 264), jnp.float32)
+    run = functools.partial(backward.backward.__wrapped__, causal=True, window=None, softcap=None)
+    with on_target("cuda", (9, 0)):
+        traced = jax.jit(functools.partial(run, scale=0.1)).trace(q, q, q, None, q, lse, q, None)
+        traced.lower(lowering_platforms=("cuda",))
+    width, steps = ("128", 1) if head_dim == 64 else ("64", 2)  # the first step is compiled apart
+    one = [("0", width), *[("1", width)] * (head_dim // 16 - 1)]
+    assert issued == 2 * steps * one  # S and dP
+
+
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.slow
 def test_deterministic_lowers_to_two_kernels_without_a_float32_dq(head_dim):
@@ -240,7 +270,7 @@ def test_row_stats(H, T, with_dlse):
     assert (got[:, :, 0, T:] == NO_KEYS).all() and (got[:, :, 1, T:] == 0).all()
 
 
-def key_plan(shape, tiling):
+def plan_of_shape(shape, tiling):
     q, k = (jnp.zeros((shape.B, shape.T, n, shape.H), jnp.bfloat16) for n in (shape.N, shape.K))
     mask = Mask(shape.causal, shape.window)
     return backward.make_backward_plan(KeyPlan, q, k, None, mask, None, 1.0, tiling, False)
@@ -256,7 +286,7 @@ def key_plan(shape, tiling):
 )
 @pytest.mark.quick("shape0")
 def test_tiles_zero_dq_of_later_heads_only_and_of_all(shape):
-    plan = key_plan(shape, BackwardTiling())
+    plan = plan_of_shape(shape, BackwardTiling())
     ahead, heads = plan.heads_ahead, shape.B * shape.K
     counters = 256 if heads >= 128 else 128
     assert 0 < ahead < heads and plan.zeros == Zeros(ahead * shape.N // shape.K, counters)
@@ -285,18 +315,44 @@ def test_tiles_zero_dq_of_later_heads_only_and_of_all(shape):
     ids=lambda x: getattr(x, "name", None),
 )
 def test_all_of_dq_is_zeroed_before_where_tiles_cannot(shape, tiling):
-    plan = key_plan(shape, tiling)
+    plan = plan_of_shape(shape, tiling)
     assert plan.heads_ahead == 0 and plan.zeros == Zeros(shape.B * shape.N)
-    ahead = key_plan(shape._replace(B=16, T=2048), BackwardTiling())
+    ahead = plan_of_shape(shape._replace(B=16, T=2048), BackwardTiling())
     assert ahead.heads_ahead and not ahead.without_ahead().heads_ahead
+
+
+def key_plan(tiling, H):
+    q = jnp.zeros((1, 512, 1, H), jnp.bfloat16)
+    mask = Mask(True, None)
+    return backward.make_backward_plan(KeyPlan, q, q, None, mask, None, 1.0, tiling, False)
 
 
 @pytest.mark.parametrize("block_q", [32, 192, 256])
 def test_warpgroups_that_cannot_share_dq_are_refused(block_q):
-    q = jnp.zeros((1, 512, 1, 64))
-    tiling = BackwardTiling(block_q=block_q)
-    plan = backward.make_backward_plan(
-        KeyPlan, q, q, None, Mask(True, None), None, 1.0, tiling, False
-    )
     with pytest.raises(ValueError, match=f"block_q={block_q}: 2 warpgroups"):
-        assert plan.dq_parts
+        _ = key_plan(BackwardTiling(block_q=block_q), 64).dq_parts
+
+
+@pytest.mark.parametrize("change", [{"block_kv": 64}, {"block_kv": 192}, {"split": "dims"}])
+def test_dq_in_the_same_kernel_needs_two_warpgroups_of_keys(change):
+    with pytest.raises(ValueError, match="two warpgroups of 64 keys"):
+        _ = key_plan(BackwardTiling(**change), 128).dq_parts
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_hardware_barriers_are_sixteen_and_apart(head_dim):
+    plan = key_plan(backward.default_tiling(head_dim)._replace(stages=3), head_dim)
+    # CUDA uses 0, Mosaic 1 to 3.
+    numbers = [0, 1, 2, 3]
+    for name, count in plan.barriers.items():
+        numbers += range(plan.barrier(name), plan.barrier(name) + count)
+    assert len(set(numbers)) == len(numbers) and max(numbers) < 16
+    assert plan.barriers["ds"] == 2 * plan.warpgroups
+
+
+@pytest.mark.parametrize("block_q, head_dim", [(64, 64), (128, 64), (64, 128)])
+def test_outputs_replace_the_warpgroups_own_dq_alone(block_q, head_dim):
+    plan = key_plan(BackwardTiling(block_q=block_q), head_dim)
+    dq, outputs = keys._scratch(plan)["dq_outputs"].refs
+    size = lambda ref: np.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
+    assert size(outputs) == size(dq) and outputs.shape[0] == dq.shape[0] == plan.warpgroups

@@ -54,6 +54,9 @@ def test_a_step_has_the_sets_that_its_config_needs(monkeypatch):
         assert options(unrolled, float8, "model.ffn=swiglu") == SETS["cublas"]
     with jax.set_mesh(mesh_of(data=2)):
         assert options(unrolled) is None
+    for more, expected in (({"data": 2}, SETS["gathered"]), ({"fsdp": 2}, None)):
+        with jax.set_mesh(mesh_of(expert=2, **more)):
+            assert options(unrolled) == expected
     assert options("model.scan_layers=true", frozen=base) == SETS["once"]
     name = "xla_gpu_enable_dynamic_slice_fusion"
     given = f"train.compiler_options={{{name}: true}}"

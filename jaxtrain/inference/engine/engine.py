@@ -317,6 +317,8 @@ class Engine:
         host between steps, every request needs at most one more token, or pages are short."""
         o = self.options
         steps = self.pace.steps if o.adapt_steps else o.decode_steps
+        if len(todo) == 1 and steps > 1:  # no one else's prompt joins often: fewer programs
+            steps = o.decode_steps
         waits = lambda one: one.matcher is not None or not one.decoding
         if self.more_prompts or any(map(waits, self.scheduler.running)):
             return 1

@@ -1,7 +1,7 @@
 """Number of decode steps per device call, while requests may come at any time.
 
 A new request waits for the calls already queued on the device. Several steps per call save host
-time. They save nothing if the device takes longer for one step than the host for one call.
+time. They save nothing if the device takes longer for fewer steps than the host for one call.
 """
 
 import contextlib
@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 
 SMOOTHING = 0.5  # weight of the last call in the moving average
-IDLE_ENOUGH, TOO_BUSY = 0.5, 0.8  # share of time the host works: try one step; go back
+IDLE_ENOUGH, TOO_BUSY = 0.7, 0.9  # share of time the host works: try fewer steps; go back
+FEW = 2  # steps between one and several
 TRIED = 4  # minimum calls that are measured before a change
-PATIENCE = 64  # calls of several steps until one step is tried again
+PATIENCE = 64  # calls until fewer steps are tried again
 
 
 class Pace:
@@ -19,7 +20,7 @@ class Pace:
     `reset` if anything else ran between two decode calls."""
 
     def __init__(self, several: int, clock: Callable[[], float] = time.perf_counter):
-        self.several, self.steps, self.clock = several, several, clock
+        self.choices, self.steps, self.clock = step_counts(several), several, clock
         self.waited = 0.0
         self.last: float | None = None
         self.busy, self.measured, self.pause = 1.0, 0, 0
@@ -42,11 +43,23 @@ class Pace:
         if last is None or now <= last or steps != self.steps:
             return
         busy = 1 - min(1.0, waited / (now - last))
-        self.busy += SMOOTHING * (busy - self.busy)
+        self.busy += (SMOOTHING if self.measured else 1.0) * (busy - self.busy)
         self.measured, self.pause = self.measured + 1, self.pause - 1
         if self.measured < TRIED:
             return
-        if self.steps == self.several and self.busy < IDLE_ENOUGH and self.pause <= 0:
-            self.steps, self.measured = 1, 0
-        elif self.steps == 1 and self.busy > TOO_BUSY:
-            self.steps, self.measured, self.pause = self.several, 0, PATIENCE
+        at = self.choices.index(self.steps)
+        if at > 0 and self.busy < IDLE_ENOUGH and self.pause <= 0:
+            self.change(at - 1)
+        elif at + 1 < len(self.choices) and self.busy > TOO_BUSY:
+            self.change(at + 1)
+            self.pause = PATIENCE
+
+    def change(self, choice: int) -> None:
+        """Choose other steps, whose first call begins beside one of the old steps."""
+        self.steps, self.measured = self.choices[choice], 0
+        self.reset()
+
+
+def step_counts(several: int) -> list[int]:
+    """Steps per call that may be chosen, the fewest first."""
+    return sorted({1, min(FEW, several), several})

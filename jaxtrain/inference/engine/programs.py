@@ -38,6 +38,7 @@ from jaxtyping import Array, PyTree
 
 from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.device import DeviceState, GraphDefs, Sampled
+from jaxtrain.inference.engine.pace import step_counts
 from jaxtrain.inference.engine.requests import EngineOptions, Request
 from jaxtrain.inference.engine.rows import sampler_of
 from jaxtrain.inference.engine.sampling import Sampler, SlotRows
@@ -260,7 +261,7 @@ class Programs(NamedTuple):
         together = self.prefill_batch(most, self.first_chunks) == len(asked)
         short = all(len(one.prompt) <= o.chunk for one in asked)
         alone = any((one.sampling.max_tokens - 2) % o.decode_steps == 0 for one in asked)
-        several = {o.decode_steps}
+        several = {*step_counts(o.decode_steps)} - {1} if o.adapt_steps else {o.decode_steps}
         return several if asked and together and short and not alone else several | {1}
 
     def needed(self, asked: Collection[Request], context: int) -> list[ProgramKey]:
@@ -280,8 +281,9 @@ class Programs(NamedTuple):
             keys += [self.prefilling(n, t, first) for first in parts for t in sorted(computed)
                      for n in self.rows_of(asked, first)]  # fmt: skip
             keys.append(ProgramKey("sample_first", sampler=sampler))
-            keys += [self.decoding(r, k, n, sampler) for r in sorted(counts, reverse=True)
-                     for k in steps for n in sized[k]]  # fmt: skip
+            kinds = [(r, k) for r in sorted(counts, reverse=True) for k in steps
+                     if r > 1 or k in (1, o.decode_steps)]  # fmt: skip
+            keys += [self.decoding(r, k, n, sampler) for r, k in kinds for n in sized[k]]
         return list(dict.fromkeys(keys))
 
     def lower(self, key: ProgramKey, state: DeviceState, rows: SlotRows) -> jax.stages.Lowered:

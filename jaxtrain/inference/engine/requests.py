@@ -121,9 +121,9 @@ class EngineOptions(NamedTuple):
     adapter from peft.
 
     decode_steps: decode steps per device call, before the host reads their tokens; one at a time
-    while a prompt waits for prefill or a running request has a grammar. adapt_steps: run one step
-    per call if the device takes longer for it than the host for a call, so that a new request waits
-    less. It depends on the clock, so it is for one process only.
+    while a prompt waits for prefill or a running request has a grammar. adapt_steps: run one or two
+    steps per call if the device takes longer for them than the host for a call, so that a new
+    request waits less. It depends on the clock, so it is for one process only.
 
     drafts: draft tokens per step, 0 for none; they are what followed the last two or three tokens
     earlier in the sequence (prompt lookup, Saxena 2023). draft_run: run directory of a small draft

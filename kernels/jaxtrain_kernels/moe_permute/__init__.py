@@ -60,12 +60,17 @@ def gather_rows(
 
 
 def sum_rows(
-    y_MD: Float[Array, "M D"], row_Nk: Int[Array, "N k"], *, implementation: str | None = None
+    y_MD: Float[Array, "M D"],
+    row_Nk: Int[Array, "N k"],
+    added_SD: Float[Array, "S D"] | None = None,
+    first: Int[Array, ""] | int = 0,
+    *,
+    implementation: str | None = None,
 ) -> Float[Array, "N D"]:
     """Sum each token's rows, in float32, in y's dtype; rows that y lacks are zeros. It defines no
-    gradient."""
+    gradient. added: its rows first .. first + N - 1 are added to the tokens' sums."""
     backend = _backend("sum_rows", implementation, _signature(y_MD, row_Nk), y_MD, row_Nk)
-    return backend.sum_rows(y_MD, row_Nk)
+    return backend.sum_rows(y_MD, row_Nk, added_SD, first)
 
 
 def scatter_rows(

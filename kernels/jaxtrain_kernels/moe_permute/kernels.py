@@ -69,13 +69,19 @@ def copy_rows(interpret: bool, x_ND, row_Nk, weights_Nk=None):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def sum_rows(interpret: bool, y_MD, row_Nk, weights_M1=None):
+def sum_rows(interpret: bool, y_MD, row_Nk, weights_M1=None, added_SD=None, first=0):
     """Return the sum of each token's rows, and the weights there [N, k] if they are given. Rows
-    that y lacks are zeros."""
+    that y lacks are zeros. Rows of added from `first` on are added to the sums."""
     (N, k), (M, D) = row_Nk.shape, y_MD.shape
+    given, out = [y_MD, row_Nk], [jax.ShapeDtypeStruct((N, D), y_MD.dtype)]
+    if weights_M1 is not None:
+        given.append(weights_M1)
+        out.append(jax.ShapeDtypeStruct((N, k), weights_M1.dtype))
+    if added_SD is not None:
+        given += [added_SD, jnp.full(1, first, jnp.int32)]
 
     def kernel(y_ref, row_ref, *refs):
-        sums_ref, *weights = refs if weights_M1 is None else refs[1:]
+        given_refs, (sums_ref, *weights) = refs[: len(given) - 2], refs[len(given) - 2 :]
         token_R, inside_R = _tokens(N)
         rows_of = [plgpu.load(row_ref.at[token_R, j], mask=inside_R, other=-1) for j in range(k)]
         exists = lambda row_R: (row_R >= 0) & (row_R < M)
@@ -85,6 +91,11 @@ def sum_rows(interpret: bool, y_MD, row_Nk, weights_M1=None):
                 y_ref.at[row_R[:, None], at_W], mask=exists(row_R)[:, None], other=0
             )
             first_RW, *others = (read(row_R).astype(jnp.float32) for row_R in rows_of)
+            if added_SD is not None:
+                added_ref, place_ref = given_refs[-2:]
+                row_R1 = (token_R + place_ref[0])[:, None]
+                added_RW = plgpu.load(added_ref.at[row_R1, at_W], mask=inside_R[:, None], other=0)
+                others.append(added_RW.astype(jnp.float32))
             sum_RW = functools.reduce(jnp.add, others, first_RW)
             plgpu.store(
                 sums_ref.at[token_R[:, None], at_W],
@@ -92,13 +103,9 @@ def sum_rows(interpret: bool, y_MD, row_Nk, weights_M1=None):
                 mask=inside_R[:, None],
             )
         for j, row_R in enumerate(rows_of if weights else ()):
-            weight_R = plgpu.load(refs[0].at[row_R, 0], mask=exists(row_R), other=0)
+            weight_R = plgpu.load(given_refs[0].at[row_R, 0], mask=exists(row_R), other=0)
             plgpu.store(weights[0].at[token_R, j], weight_R, mask=inside_R)
 
-    given = (y_MD, row_Nk) if weights_M1 is None else (y_MD, row_Nk, weights_M1)
-    out = [jax.ShapeDtypeStruct((N, D), y_MD.dtype)]
-    if weights_M1 is not None:
-        out.append(jax.ShapeDtypeStruct((N, k), weights_M1.dtype))
     return _call(kernel, "moe_sum_rows", (pl.cdiv(N, TOKENS),), out, interpret, given)
 
 

@@ -44,10 +44,14 @@ def gather_rows(x_ND, row_S):
     return x_ND.at[row_S].get(mode="fill", fill_value=0)
 
 
-def sum_rows(y_MD, row_Nk):
+def sum_rows(y_MD, row_Nk, added_SD=None, first=0):
     """Backend of the public function."""
-    copies_NkD = gather_rows(y_MD, row_Nk.reshape(-1)).reshape(*row_Nk.shape, -1)
-    return jnp.sum(copies_NkD, axis=1).astype(y_MD.dtype)
+    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    copies_NkD = wide(gather_rows(y_MD, row_Nk.reshape(-1))).reshape(*row_Nk.shape, -1)
+    sum_ND = jnp.sum(copies_NkD, axis=1)
+    if added_SD is not None:
+        sum_ND += wide(jax.lax.dynamic_slice_in_dim(added_SD, first, len(row_Nk)))
+    return sum_ND.astype(y_MD.dtype)
 
 
 def scatter_rows(into_ND, rows_SD, row_S):

@@ -79,11 +79,11 @@ def gather_rows(x_ND, row_S, *, interpret=False):
     return kernels.gather_rows(interpret, x_ND, row_S)
 
 
-def sum_rows(y_MD, row_Nk, *, interpret=False):
+def sum_rows(y_MD, row_Nk, added_SD=None, first=0, *, interpret=False):
     """Backend of the public function."""
     from jaxtrain_kernels.moe_permute import kernels
 
-    return kernels.sum_rows(interpret, y_MD, row_Nk)[0]
+    return kernels.sum_rows(interpret, y_MD, row_Nk, added_SD=added_SD, first=first)[0]
 
 
 def scatter_rows(into_ND, rows_SD, row_S, *, interpret=False):

@@ -30,14 +30,14 @@ def shape(plan: KeyPlan) -> tuple[int, int]:
 
 
 def memory(plan: KeyPlan) -> pl.MemoryRef:
-    if not plan.with_dq:
-        return plgpu.SMEM((8,), jnp.float32)
     return hopper.tiles((plan.warpgroups, *shape(plan)), jnp.float32)
 
 
 def issue(work: KeyWork, t: Index, dq: Ref) -> None:
     rows, columns = _part(work)
-    hopper.untyped.wgmma(dq, work.ds().at[lax.rem(t, 2), :, rows].T, work.memory.k.at[:, columns])
+    hopper.untyped.wgmma(
+        dq, work.memory.ds.at[work.ds_slot(t), :, rows].T, work.memory.k.at[:, columns]
+    )
 
 
 def store_dq(work: KeyWork, dq: jax.Array) -> None:
@@ -60,7 +60,7 @@ def send(work: KeyWork, t: Index) -> None:
 
 
 def _staged(work: KeyWork) -> Any:
-    return work.memory.own[0][1].at[work.warpgroup]
+    return work.memory.dq_outputs[0].at[work.warpgroup]
 
 
 def _part(work: KeyWork) -> tuple[pl.Slice, pl.Slice]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
@@ -20,6 +21,14 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 from jaxtrain_kernels.hopper import COLUMNS, MATRIX, Index, Ref
 
 SPLAT = plgpu.Layout.WG_SPLAT
+# As MATRIX, in vectors of one: LLVM keeps vectors of two in registers of 64 bits, which it would
+# fill by instructions that read a running matmul's result.
+SINGLES: Any = plgpu.Layout.TILED(
+    fragmented_array.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))),
+    warp_dims=(-8,),
+    lane_dims=(-4, -3),
+    vector_dim=-1,
+)
 
 
 def fence():
@@ -97,6 +106,71 @@ def load_for_columns(ref: Ref, row: Index, width: int) -> jax.Array:
     return loaded(ref, opaque(row))
 
 
+def issue_product(a: Ref, b: Ref, transforms: tuple, width: int) -> jax.Array:
+    """Issue a @ b.T of a [64, columns] and b [width, columns] in shared memory, as one group.
+
+    The result must be waited for. Unlike an accumulator it needs no zeros: those would take
+    registers, and as instructions between two matmuls make the compiler run them one by one.
+    """
+
+    def issue(_, a, b):
+        f32 = ir.F32Type.get()
+        b = mgpu.memref_transpose(b, (1, 0, 3, 2))
+        same: Any = dict(swizzle=128)
+        (a_start, _), (_, a_stride), _ = mma_utils.create_descriptor(
+            a, large_tile=(64, 64), group_size=(64, 64), logical_k_major=False, **same
+        )
+        (b_start, _), (_, b_stride), _ = mma_utils.create_descriptor(
+            b, large_tile=(64, 64), group_size=(64, width), logical_k_major=True, **same
+        )
+        kind = str(ir.MemRefType(b.type).element_type)
+        n, parts = width // 2, 4 * (ir.MemRefType(b.type).shape[0])
+        out: list[Any] = []
+        nvvm.wgmma_fence_aligned()
+        for part in range(parts):
+            group, within = divmod(part, 4)
+            descriptors = [
+                llvm.add(x, _c64((group * stride + 32 * within) >> 4), _plain())
+                for x, stride in ((a_start, a_stride), (b_start, b_stride))
+            ]
+            into = ",".join(f"${i}" for i in range(n))
+            ins = n + len(out)
+            ptx = (
+                f"{{ .reg .pred p; setp.ne.b32 p, {int(part > 0)}, 0; "
+                f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{kind}.{kind} "
+                f"{{{into}}}, ${ins}, ${ins + 1}, p, 1, 1, 0, 0; }}"
+            )
+            constraints = ",".join(["=f"] * n + [str(i) for i in range(len(out))] + ["l", "l"])
+            struct: Any = llvm.StructType.get_literal([f32] * n)
+            result = _asm(struct, [*out, *descriptors], ptx, constraints)
+            out = [llvm.extractvalue(f32, result, [i]) for i in range(n)]
+        _asm(_nothing(), [], "wgmma.commit_group.sync.aligned;", "")
+        one = ir.VectorType.get((1,), f32)
+        registers = np.empty((n,), dtype=object)
+        for i, x in enumerate(out):
+            registers[i] = llvm.insertelement(llvm.mlir_undef(one), x, _c(0))
+        registers = registers.reshape(singles.registers_shape((64, width)))
+        return mgpu.FragmentedArray(_registers=registers, _layout=singles, _is_signed=None)
+
+    singles: Any = SINGLES.to_mgpu()
+    result: Any = plgpu.ShapeDtypeStruct((64, width), jnp.float32, SINGLES)
+    tiled: Any = plgpu.RefType(transforms)
+    issued: Any = plgpu.inline_mgpu(arg_types=(tiled, tiled), return_type=result)(issue)
+    return issued(a, b)
+
+
+def await_product(x: jax.Array, pending: int) -> jax.Array:
+    """Return what `issue_product` issued, once at most `pending` later groups still run."""
+
+    def wait(_, x):
+        nvvm.wgmma_wait_group_sync_aligned(pending)
+        return fragmented_array.optimization_barrier(x.to_layout(mgpu.WGMMA_LAYOUT))
+
+    result: Any = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, MATRIX)
+    waited: Any = plgpu.inline_mgpu(arg_types=(SINGLES,), return_type=result)(wait)
+    return waited(x)
+
+
 def store_rows(ref: Ref, transforms: tuple, at: Index, x: jax.Array) -> None:
     """Store 16-bit x [64, columns] from row 64 * at on of shared memory [..., columns].
 
@@ -159,6 +233,14 @@ def _nothing() -> Any:
 
 def _i32() -> Any:
     return ir.IntegerType.get_signless(32)
+
+
+def _c64(x: int) -> Any:
+    return mgpu.c(x, ir.IntegerType.get_signless(64))
+
+
+def _plain() -> Any:
+    return llvm.IntegerOverflowFlags.none
 
 
 def _c(x: int) -> Any:

@@ -5,14 +5,20 @@ so that P^T and dS^T leave the tensor cores in the layout of a left operand: dV 
 dK += dS^T Q read them from registers. Only dS goes to shared memory, for dQ = dS K. dQ is summed
 over key blocks in float32 in device memory (as in FlashAttention-3, arXiv:2407.08608).
 
-Order of one step. The warpgroups synchronize once, when all of dS is in shared memory:
+dQ is a step late, so that the two warpgroups may be a step apart: one computes exponentials while
+the other's matmuls run. Order of step t where `dv_first` holds:
 
-    issue S, dP;     send the last step's dQ           while S runs
-    wait S;          P = exp2(S)                       while dP runs
-    issue dV;        wait dP; dS to shared memory      while dV runs
-    synchronize;     issue dQ, dK; wait dQ; dQ to shared memory   while dK runs
+    issue S, dP;                             send dQ of step t - 2          while S runs
+    wait S;                                  P = exp2(S)                    while dP runs
+    issue dV;                                wait dP; compute dS            while dV runs
+    wait for the other's dS of step t - 1;   dS to shared memory
+    issue dQ of step t - 1, dK;              wait dQ; dQ to shared memory   while dK runs
+
+Elsewhere the other's dS is awaited before dP, and dV is issued once dS is in shared memory. Each
+order is used where it was measured to be faster (benchmarks/LOG.md).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -90,24 +96,30 @@ def call(
 def _scratch(plan: KeyPlan) -> dict[str, Any]:
     tiling, warpgroups = plan.tiling, plan.warpgroups
     bq, bk, stages = tiling.block_q, tiling.block_kv, tiling.stages
-    # Large heads or more stages leave no shared memory for more.
+    # Large heads or more stages leave no shared memory for more; with dq, its memory is there.
     width = 64 if tiling.split == "dims" else plan.H
     buffers = 1 if tiling.split == "dims" or plan.H * stages > 256 else 2
-    output = hopper.tiles((warpgroups, 64, width), plan.dtype)
-    ds = hopper.tiles((2, bk, bq), plan.dtype) if plan.with_dq else dqs.memory(plan)
+    buffers = bq // 64 if plan.with_dq else buffers
+    outputs = hopper.tiles((warpgroups, buffers, 64, width), plan.dtype)
     scratch: dict[str, Any] = dict(
         k=hopper.tiles((bk, plan.H), plan.dtype),
         v=hopper.tiles((bk, plan.H), plan.dtype),
         q=hopper.tiles((stages, bq, plan.H), plan.dtype),
         do=hopper.tiles((stages, bq, plan.H), plan.dtype),
         stats=plgpu.SMEM((stages, 2, bq), jnp.float32),
-        own=plgpu.RefUnion([ds, dqs.memory(plan)], [output] * buffers),
         tile=tiles.memory(),
         k_full=plgpu.Barrier(num_barriers=1, num_arrivals=2 if plan.segments else 1),
         v_full=plgpu.Barrier(num_barriers=1),
         q_full=plgpu.Barrier(num_barriers=stages, num_arrivals=3 if plan.segments else 2),
         do_full=plgpu.Barrier(num_barriers=stages),
     )
+    if not plan.with_dq:
+        scratch["outputs"] = outputs
+    else:
+        scratch["ds"] = hopper.tiles((2, bk, bq), plan.dtype)
+        # (To the interpreter's race detector, one warpgroup's outputs would be the other's dq.)
+        union = (lambda *refs: refs) if plan.interpret else plgpu.RefUnion
+        scratch["dq_outputs"] = union(dqs.memory(plan), outputs)
     if plan.segments:
         scratch["k_ids"] = plgpu.SMEM((bk,), jnp.int32)
         scratch["q_ids"] = plgpu.SMEM((stages, bq), jnp.int32)
@@ -145,11 +157,12 @@ def _compute_tile(work: KeyWork):
     plan, n_steps = work.plan, steps(work.plan, work.tile)
 
     def sums(dk, dv):
-        step = _step if plan.with_dq else _step_without_dq
-        lax.fori_loop(0, n_steps, lambda t, _: step(work.afresh(), t, dk, dv), None)
         if plan.with_dq:
-            dqs.send(work.afresh(), n_steps - 1)
-        work.free("kv")
+            _steps(work, n_steps, dk, dv)
+        else:
+            step = lambda t, _: _step_without_dq(work.afresh(), t, dk, dv)
+            lax.fori_loop(0, n_steps, step, None)
+            work.free("kv")
         return narrow(plan, lax.optimization_barrier(dk[...]) * plan.scale), narrow(plan, dv[...])
 
     sum_ = accumulator(64, plan.columns)
@@ -157,75 +170,128 @@ def _compute_tile(work: KeyWork):
     _finish(work, dk, dv)
 
 
-def _step(work: KeyWork, t: Any, dk: Any, dv: Any):
-    """Issue the five matmuls of query block t."""
-    plan, slot, bq = work.plan, work.slot(t), work.plan.tiling.block_q
-    q = work.memory.q.at[slot]
-    plgpu.barrier_wait(work.memory.q_full.at[slot])
+def _steps(work: KeyWork, n_steps: Any, dk: Any, dv: Any):
+    """Issue all of a tile's matmuls, each dQ one step late."""
+    if work.plan.dv_first:
+        _step(work.afresh(), 0, False, dk, dv)
+        step = lambda t, _: _step(work.afresh(), t, True, dk, dv)
+        lax.fori_loop(1, n_steps, step, None)
+    else:
+        step = lambda t, _: _step(work.afresh(), t, t > 0, dk, dv)
+        lax.fori_loop(0, n_steps, step, None)
+    work = work.afresh()
+    pl.when(n_steps > 1)(lambda: dqs.send(work.afresh(), n_steps - 2))
+    work.await_ds(n_steps - 1)
 
-    def to_ds(scores, dp):
-        _issue_scores(work, t, scores, dp)
-        pl.when(t > 0)(lambda: dqs.send(work.afresh(), t - 1))
-        return _ds(work, t, scores, dp, dv)
+    def last_dq(dq):
+        dqs.issue(work, n_steps - 1, dq)
+        done = finished(dq, pending=0)
+        work.free("kv")
+        dqs.store_dq(work.afresh(), done)
 
-    # (Allocate both accumulators at once: between two scopes it would wait for the first matmul.)
-    ds = pl.run_scoped(to_ds, accumulator(64, bq), accumulator(64, bq))
-    # Wait until the previous tile's stores have read this memory.
-    pl.when(t == 0)(lambda: _await_stores(work))
-    _store_ds(work, t, ds)
+    pl.run_scoped(last_dq, accumulator(*dqs.shape(work.plan)))
+    dqs.send(work.afresh(), n_steps - 1)
+
+
+def _step(work: KeyWork, t: Any, later: Any, dk: Any, dv: Any):
+    """Issue the matmuls for query block t, and dQ's for block t - 1. later: whether t > 0."""
+    plan = work.plan
+    scores, dp = _issue_scores(work, t)
+    pl.when(t > 1)(lambda: dqs.send(work.afresh(), t - 2))
+    await_ds = lambda: pl.when(later)(lambda: work.await_ds(t - 1))
+    if plan.dv_first:
+        p, ds = _p_and_ds(work, t, scores, dp, lambda p: _issue_dv(work, t, dv, p), pending=1)
+        await_ds()
+        _store_ds(work, t, ds)
+    else:
+        # The branch keeps the compiler from computing P only once dP is there.
+        p, ds = _p_and_ds(work, t, scores, dp, lambda _: await_ds())
+        _store_ds(work, t, ds)
+        _issue_dv(work, t, dv, p)
     inline.fence()
-    work.meet()
 
-    def to_dq(dq):
-        dqs.issue(work, t, dq)
-        plgpu.wgmma(dk, work.left(ds), q.at[:, work.columns()])
-        dqs.store_dq(work.afresh(), finished(dq, pending=1))
+    def issue_both():
+        def to_dq(dq):
+            dqs.issue(work, t - 1, dq)
+            _issue_dk(work, t, dk, ds)
+            done = finished(dq, pending=1)
+            work.tell_ds(t)
+            dqs.store_dq(work.afresh(), done)
 
-    pl.run_scoped(to_dq, accumulator(*dqs.shape(plan)))
-    plgpu.wgmma_wait(0)
-    work.free("stage", slot)
+        pl.run_scoped(to_dq, accumulator(*dqs.shape(plan)))
+        plgpu.wgmma_wait(0)
+
+    def issue_dk():
+        _issue_dk(work, t, dk, ds)
+        work.tell_ds(t)
+        plgpu.wgmma_wait(0)
+
+    if isinstance(later, bool):
+        (issue_both if later else issue_dk)()
+    else:
+        lax.cond(later, issue_both, issue_dk)
+    work.free("stage", work.slot(t))
 
 
 def _step_without_dq(work: KeyWork, t: Any, dk: Any, dv: Any):
-    """Issue the four matmuls of query block t other than dQ's."""
-    slot, bq = work.slot(t), work.plan.tiling.block_q
-    q = work.memory.q.at[slot]
-    plgpu.barrier_wait(work.memory.q_full.at[slot])
-
-    def to_ds(scores, dp):
-        _issue_scores(work, t, scores, dp)
-        return _ds(work, t, scores, dp, dv)
-
-    ds = pl.run_scoped(to_ds, accumulator(64, bq), accumulator(64, bq))
-    plgpu.wgmma(dk, work.left(ds), q.at[:, work.columns()])
+    """Issue the four matmuls for query block t other than dQ's."""
+    p, ds = _p_and_ds(work, t, *_issue_scores(work, t))
+    _issue_dv(work, t, dv, p)
+    _issue_dk(work, t, dk, ds)
     plgpu.wgmma_wait(0)
-    work.free("stage", slot)
+    work.free("stage", work.slot(t))
 
 
-def _issue_scores(work: KeyWork, t: Any, scores: Any, dp: Any):
-    memory, slot, keys = work.memory, work.slot(t), work.keys()
-    plgpu.wgmma(scores, memory.k.at[keys], memory.q.at[slot].T)
+def _issue_scores(work: KeyWork, t: Any) -> tuple[Any, Any]:
+    """Issue the matmuls for S and dP."""
+    memory, slot = work.memory, work.slot(t)
+    plgpu.barrier_wait(memory.q_full.at[slot])
+    scores = _product(work, memory.k, memory.q.at[slot])
     pl.when(t == 0)(lambda: plgpu.barrier_wait(memory.v_full.at[0]))
     plgpu.barrier_wait(memory.do_full.at[slot])
-    plgpu.wgmma(dp, memory.v.at[keys], memory.do.at[slot].T)
+    return scores, _product(work, memory.v, memory.do.at[slot])
 
 
-def _ds(work: KeyWork, t: Any, scores: Any, dp: Any, dv: Any) -> Any:
-    """Return dS; also issue the matmul for dV."""
-    plan = work.plan
-    do = work.memory.do.at[work.slot(t), :, work.columns()]
-    if plan.tiling.block_q > 64:
-        # There are no registers for early loads, nor for P in float32.
-        s = finished(scores, pending=1)
-        p, slope = _probabilities(work, t, _stats(work, t, 0), s)
-        plgpu.wgmma(dv, work.left(p), do)
-        slope, dp = p if plan.softcap is None else slope, finished(dp, pending=1)
-        return score_gradient(plan, slope, dp, _stats(work, t, 1), transposed=True)
-    lse = _stats(work, t, 0)
-    p, slope = _probabilities(work, t, lse, finished(scores, pending=1))
-    plgpu.wgmma(dv, work.left(p), do)
-    delta = _stats(work, t, 1)
-    return score_gradient(plan, slope, finished(dp, pending=1), delta, transposed=True)
+def _product(work: KeyWork, of_keys: Any, of_queries: Any) -> Any:
+    """Issue the product of the warpgroup's keys or values with a query block."""
+    plan, of_keys = work.plan, of_keys.at[work.keys()]
+    if plan.interpret:
+        return jnp.dot(of_keys[...], of_queries[...].T, preferred_element_type=jnp.float32)
+    transforms = hopper.tiles((plan.H,), plan.dtype).transforms
+    return inline.issue_product(of_keys, of_queries, transforms, plan.tiling.block_q)
+
+
+def _issue_dv(work: KeyWork, t: Any, dv: Any, p: Any):
+    plgpu.wgmma(dv, work.left(p), work.memory.do.at[work.slot(t), :, work.columns()])
+
+
+def _issue_dk(work: KeyWork, t: Any, dk: Any, ds: Any):
+    plgpu.wgmma(dk, work.left(ds), work.memory.q.at[work.slot(t), :, work.columns()])
+
+
+def _p_and_ds(
+    work: KeyWork,
+    t: Any,
+    scores: Any,
+    dp: Any,
+    between: Callable[[Any], None] = lambda _: None,
+    pending: int = 0,
+) -> tuple[Any, Any]:
+    """Return P and dS in 16 bits. between: run with P before dP, which `pending` matmuls follow."""
+    # More queries leave no registers for loads before they are needed.
+    early = work.plan.tiling.block_q <= 64
+    lse = _stats(work, t, 0) if early else None
+    s = _finished(work, scores, pending=1)
+    p, slope = _probabilities(work, t, _stats(work, t, 0) if lse is None else lse, s)
+    between(p)
+    delta = _stats(work, t, 1) if early else None
+    dp = _finished(work, dp, pending)
+    delta = _stats(work, t, 1) if delta is None else delta
+    return p, score_gradient(work.plan, slope, dp, delta, transposed=True)
+
+
+def _finished(work: KeyWork, product: Any, pending: int) -> Any:
+    return product if work.plan.interpret else inline.await_product(product, pending)
 
 
 def _probabilities(work: KeyWork, t: Any, lse: Any, s: Any) -> tuple[Any, Any]:
@@ -254,45 +320,33 @@ def _stats(work: KeyWork, t: Any, which: int) -> Any:
 
 def _store_ds(work: KeyWork, t: Any, ds: Any):
     plan, keys = work.plan, work.keys()
-
-    def store():
-        if plan.interpret:
-            work.ds()[lax.rem(t, 2), keys] = ds
-            return
-        transforms = hopper.tiles((plan.tiling.block_q,), plan.dtype).transforms
-        at = lax.rem(t, 2) * (plan.tiling.block_kv // 64) + lax.div(keys.start, 64)
-        inline.store_rows(work.ds(), transforms, at, ds)
-
-    if plan.tiling.split == "dims":
-        pl.when(work.warpgroup == 0)(store)
-    else:
-        store()
-
-
-def _await_stores(work: KeyWork):
-    """Wait until all warpgroups' stores have read shared memory."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    work.meet()
+    if plan.interpret:
+        work.memory.ds[work.ds_slot(t), keys] = ds
+        return
+    transforms = hopper.tiles((plan.tiling.block_q,), plan.dtype).transforms
+    at = work.ds_slot(t) * (plan.tiling.block_kv // 64) + lax.div(keys.start, 64)
+    inline.store_rows(work.memory.ds, transforms, at, ds)
 
 
 def _finish(work: KeyWork, dk: Any, dv: Any):
-    """Store dk and dv, staged in the shared memory of ds and dq."""
+    """Store dk and dv, staged in shared memory: with dq, in that of the warpgroup's own dq."""
     work = work.afresh()
     plan, tile, arrays = work.plan, work.tile, work.arrays
-    _await_stores(work)
+    # Wait until earlier stores have read this memory.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     keys = work.keys()
     rows = pl.ds(tile.block * plan.tiling.block_kv + keys.start, keys.size)
-    buffers = work.memory.own[1]
-    width = buffers[0].shape[-1]
+    outputs: Any = work.outputs()
+    _, buffers, _, width = outputs.shape
     pieces = [
         (array, head + tile.head, x, at)
         for array, head, x in ((arrays.dk, plan.at.k, dk), (arrays.dv, plan.at.dv, dv))
         for at in range(0, plan.columns, width)
     ]
     for i, (array, head, x, at) in enumerate(pieces):
-        if i >= len(buffers):
+        if i >= buffers:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staged = buffers[i % len(buffers)].at[work.warpgroup]
+        staged = outputs.at[work.warpgroup, i % buffers]
         staged[...] = x[:, at : at + width]
         plgpu.commit_smem()
         columns = pl.ds(work.columns().start + at, width)

@@ -24,7 +24,6 @@ class KeyMemory(NamedTuple):
     q: Any
     do: Any
     stats: Any
-    own: Any  # ((ds, dq), (dk, dv)): both pairs use the same memory
     tile: Any
     k_full: Any
     v_full: Any
@@ -33,6 +32,9 @@ class KeyMemory(NamedTuple):
     k_ids: Any = None
     q_ids: Any = None
     registers: Any = None
+    outputs: Any = None  # dk and dv, without dq
+    ds: Any = None
+    dq_outputs: Any = None  # dq; dk and dv in the same memory
 
 
 def steps(plan: KeyPlan, tile: BackwardTile) -> jax.Array:
@@ -67,6 +69,9 @@ class KeyWork(NamedTuple):
     def slot(self, t: Index) -> jax.Array:
         return lax.rem(self.used + t, self.plan.tiling.stages)
 
+    def ds_slot(self, t: Index) -> jax.Array:
+        return lax.rem(self.used + t, 2)
+
     def keys(self) -> pl.Slice:
         """Slice of the key block whose scores the warpgroup computes."""
         return pl.ds(0 if self.plan.tiling.split == "dims" else self.warpgroup * 64, 64)
@@ -77,19 +82,28 @@ class KeyWork(NamedTuple):
             return pl.ds(self.warpgroup * self.plan.columns, self.plan.columns)
         return pl.ds(0, self.plan.columns)
 
-    def ds(self) -> Ref:
-        return self.memory.own[0][0]
+    def outputs(self) -> Ref:
+        return self.memory.dq_outputs[1] if self.plan.with_dq else self.memory.outputs
 
     def free(self, name: str, slot: Index = 0):
         if self.plan.interpret:
             plgpu.commit_smem()  # interpreted wgmma reads by ordinary loads
         hopper.bar_arrive(self.plan.barrier(name) + slot, self.plan.warpgroups + 1)
 
-    def meet(self):
-        """Synchronize the computing warpgroups, after the stores of their last dq."""
+    def tell_ds(self, t: Index):
+        """Signal that the warpgroup has stored its dS of step t, and read all of step t - 1's."""
+        if self.plan.interpret:
+            plgpu.commit_smem()
+        hopper.bar_arrive(self._ds_barrier(t, self.warpgroup), 2)
+
+    def await_ds(self, t: Index):
+        """Wait for the other warpgroup's `tell_ds`, and for the store of this one's last dq."""
         if not self.plan.interpret:
             inline.await_reads()
-        hopper.bar_sync(self.plan.barrier("ds"), self.plan.warpgroups)
+        hopper.bar_sync(self._ds_barrier(t, 1 - self.warpgroup), 2)
+
+    def _ds_barrier(self, t: Index, writer: Index) -> Index:
+        return self.plan.barrier("ds") + 2 * self.ds_slot(t) + writer
 
     def left(self, x: jax.Array) -> jax.Array | Ref:
         """Return x as the left operand of a matmul: x in registers; in memory if interpreted."""

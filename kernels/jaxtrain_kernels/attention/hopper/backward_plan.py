@@ -25,6 +25,7 @@ class BackwardTiling(NamedTuple):
 
     stages: number of query blocks in shared memory at once.
     split: dimension divided among the computing warpgroups: "keys" (64 each) or "dims" of the head.
+        Only with two warpgroups of 64 keys can the same kernel compute dQ.
     dq_by: how dQ is summed. "tma": added to device memory, in any order. "apart": in a separate
         kernel (QueryTiling), always in the same order.
     blocks: number of CUDA blocks; None = one per multiprocessor, 0 = one per tile.
@@ -142,6 +143,14 @@ class KeyPlan(BackwardPlan):
         return self.tiling.dq_by != "apart"
 
     @property
+    def dv_first(self) -> bool:
+        """Whether dV is issued before dS is computed, and a tile's first step is compiled apart.
+
+        Both take registers, of which more queries, grouped heads or a softcap leave too few.
+        """
+        return self.tiling.block_q <= 64 and self.N == self.K and self.softcap is None
+
+    @property
     def warpgroups(self) -> int:
         return 2 if self.tiling.split == "dims" else self.tiling.block_kv // 64
 
@@ -206,11 +215,16 @@ class KeyPlan(BackwardPlan):
 
     @property
     def barriers(self) -> dict[str, int]:
-        return {"ds": 1, "kv": 1, "stage": self.tiling.stages}
+        # ds: one of each warpgroup and each of two steps.
+        return {"ds": 4, "kv": 1, "stage": self.tiling.stages}
 
     @property
     def dq_parts(self) -> tuple[int, int]:
         """Number of parts of a query block's dq, by 64 rows and by columns; one per warpgroup."""
+        if self.tiling.split != "keys" or self.warpgroups != 2:
+            raise ValueError(
+                'dq_by="tma" needs two warpgroups of 64 keys: split="keys", block_kv=128'
+            )
         rows = self.tiling.block_q // 64
         if self.warpgroups % max(rows, 1) or not rows:
             raise ValueError(
