@@ -2,11 +2,13 @@
 
 A tile zeroes a part of dQ of the head that lies `plan.heads_ahead` heads ahead, then counts the
 part. A tile of that head waits until all parts are counted. The zeros are still in the L2 cache
-when dQ is added to them, and their stores run beside the matmuls.
+when dQ is added to them, and their stores run beside the matmuls: a piece with each of the first
+steps. The count, which waits until the stores have arrived, comes a step after the last piece.
 """
 
 from typing import Any
 
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -18,19 +20,30 @@ from jaxtrain_kernels.attention.hopper.backward_plan import KeyPlan
 from jaxtrain_kernels.attention.hopper.backward_tiles import BackwardArrays, BackwardTile
 from jaxtrain_kernels.hopper import Index, Ref
 
+PIECES = 4  # of a tile's part
 
-def zero_ahead(plan: KeyPlan, arrays: BackwardArrays, tile: BackwardTile) -> None:
-    """Zero the tile's part of dQ of a later head: as many rows as a key block has keys."""
-    head = tile.b * plan.heads + tile.head + plan.heads_ahead
-    shared, rows = plan.N // plan.K, plan.tiling.block_kv
+
+def _head_ahead(plan: KeyPlan, tile: BackwardTile) -> jax.Array:
+    return tile.b * plan.heads + tile.head + plan.heads_ahead
+
+
+def zero_piece(plan: KeyPlan, arrays: BackwardArrays, tile: BackwardTile, piece: Index) -> None:
+    """Zero a piece of the tile's part of dQ of a later head, in all as many rows as a key block."""
+    head, shared, rows = _head_ahead(plan, tile), plan.N // plan.K, plan.tiling.block_kv // PIECES
 
     def zero():
         b, first = lax.div(head, plan.heads), lax.rem(head, plan.heads) * shared
+        here = pl.ds((tile.block * PIECES + piece) * rows, rows)
         for i in range(shared):
-            zero_rows(arrays.dq.at[b, pl.ds(tile.block * rows, rows), first + i])
-        _count_part(arrays.counters.at[1 + head])
+            zero_rows(arrays.dq.at[b, here, first + i])
 
-    pl.when(head < plan.B * plan.heads)(zero)
+    pl.when((head < plan.B * plan.heads) & (piece < PIECES))(zero)
+
+
+def count_part(plan: KeyPlan, arrays: BackwardArrays, tile: BackwardTile) -> None:
+    """Count the tile's part of a later head, once all its pieces are zero."""
+    head = _head_ahead(plan, tile)
+    pl.when(head < plan.B * plan.heads)(lambda: _count(arrays.counters.at[1 + head]))
 
 
 def await_zeros(plan: KeyPlan, arrays: BackwardArrays, tile: BackwardTile) -> None:
@@ -64,7 +77,7 @@ def zero_rows(ref: Ref) -> None:
     _inline(store)(ref)
 
 
-def _count_part(counter: Ref) -> None:
+def _count(counter: Ref) -> None:
     """Add 1 to the counter when all threads' stores of zeros are visible to the whole device."""
 
     def count(_, counter):
