@@ -113,8 +113,6 @@ ATTENTION_GPU = (
     AttentionShape("ragged_129", 2, 129, 2, 2, 64),
     AttentionShape("ragged_4099", 1, 4099, 2, 2, 128),
     AttentionShape("t8192", 1, 8192, 2, 1, 128),
-    AttentionShape("many_heads", 8, 1024, 8, 8, 128, window=400),
-    AttentionShape("many_heads_gqa_d64", 16, 1024, 8, 4, 64),
     AttentionShape("t8191_packed", 1, 8191, 2, 1, 64, documents=documents(8191, 512, 2)),
 )
 

@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels.attention import Call, reference
-from jaxtrain_kernels.attention.hopper import backward, backward_tiles
+from jaxtrain_kernels.attention.hopper import backward
 from jaxtrain_kernels.attention.hopper import backward_inline as inline
 from jaxtrain_kernels.attention.hopper import backward_keys as keys
-from jaxtrain_kernels.attention.hopper.backward_plan import (
-    BackwardTiling,
-    KeyPlan,
-    QueryTiling,
-    Zeros,
-)
+from jaxtrain_kernels.attention.hopper.backward_plan import BackwardTiling, KeyPlan, QueryTiling
 from jaxtrain_kernels.attention.hopper.backward_stats import NO_KEYS, row_stats
 from jaxtrain_kernels.attention.hopper.common import Mask
 from jaxtrain_kernels.dispatch import on_target
@@ -250,13 +245,9 @@ def test_row_stats(H, T, with_dlse):
     out, _, _, dout, dlse = inputs(shape, jnp.bfloat16)
     lse = jax.random.normal(jax.random.key(0), (B, N, T)).at[1, 2, 5].set(-jnp.inf)
     given = out, lse, dout, dlse if with_dlse else None, rows
-    got, zeros = row_stats(*given, zeros=Zeros(B * N, 256), interpret=INTERPRET)
-    if T % rows:
-        assert zeros is None
-    else:
-        assert zeros is not None and [x.shape for x in zeros] == [(B * N * T * H,), (256,)]
-        assert all((x == 0).all() for x in zeros)
-    alone, _ = row_stats(*given, interpret=INTERPRET)
+    got, zeros = row_stats(*given, zeros=True, interpret=INTERPRET)
+    assert zeros is None if T % rows else zeros.shape == (B * N * T * H,) and (zeros == 0).all()
+    (alone,) = row_stats(*given, interpret=INTERPRET)
     np.testing.assert_array_equal(alone, got)
     got = np.asarray(got)
     assert got.shape == (B, N, 2, T + -T % rows)
@@ -268,57 +259,6 @@ def test_row_stats(H, T, with_dlse):
     expected[1, 2, 5] = NO_KEYS
     np.testing.assert_allclose(got[:, :, 0, :T], expected, rtol=1e-6)
     assert (got[:, :, 0, T:] == NO_KEYS).all() and (got[:, :, 1, T:] == 0).all()
-
-
-def plan_of_shape(shape, tiling):
-    q, k = (jnp.zeros((shape.B, shape.T, n, shape.H), jnp.bfloat16) for n in (shape.N, shape.K))
-    mask = Mask(shape.causal, shape.window)
-    return backward.make_backward_plan(KeyPlan, q, k, None, mask, None, 1.0, tiling, False)
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        AttentionShape("", 4, 2048, 12, 12, 128),
-        AttentionShape("", 8, 2048, 8, 2, 64),
-        AttentionShape("few_tiles_a_group", 131, 256, 1, 1, 128),
-    ],
-)
-@pytest.mark.quick("shape0")
-def test_tiles_zero_dq_of_later_heads_only_and_of_all(shape):
-    plan = plan_of_shape(shape, BackwardTiling())
-    ahead, heads = plan.heads_ahead, shape.B * shape.K
-    counters = 256 if heads >= 128 else 128
-    assert 0 < ahead < heads and plan.zeros == Zeros(ahead * shape.N // shape.K, counters)
-    ranges = backward.query_ranges(plan, None)
-    read = lambda number: backward_tiles.read_tile(plan, ranges, number)
-    tiles = jax.vmap(read)(jnp.arange(plan.n_tiles))
-    head, block = np.asarray(tiles.b * shape.K + tiles.head), np.asarray(tiles.block)
-    parts = {}
-    for number, part in enumerate(zip(head + ahead, block)):
-        assert part not in parts
-        parts[part] = number
-    for number, h in enumerate(head):
-        for block in range(plan.tile_blocks):
-            assert h < ahead or parts[h, block] < number
-
-
-@pytest.mark.parametrize(
-    ("shape", "tiling"),
-    [
-        (AttentionShape("ragged", 16, 2000, 12, 12, 128), BackwardTiling()),
-        (AttentionShape("one_group", 1, 2048, 12, 12, 128), BackwardTiling()),
-        (AttentionShape("off", 16, 2048, 12, 12, 128), BackwardTiling(zero_ahead=False)),
-        (AttentionShape("static", 16, 2048, 12, 12, 128), BackwardTiling(dynamic=False)),
-        (AttentionShape("dq_apart", 16, 2048, 12, 12, 128), BackwardTiling(dq_by="apart")),
-    ],
-    ids=lambda x: getattr(x, "name", None),
-)
-def test_all_of_dq_is_zeroed_before_where_tiles_cannot(shape, tiling):
-    plan = plan_of_shape(shape, tiling)
-    assert plan.heads_ahead == 0 and plan.zeros == Zeros(shape.B * shape.N)
-    ahead = plan_of_shape(shape._replace(B=16, T=2048), BackwardTiling())
-    assert ahead.heads_ahead and not ahead.without_ahead().heads_ahead
 
 
 def key_plan(tiling, H):

@@ -85,7 +85,7 @@ def backward(
     ids = [] if ids_BT is None else [_pad(ids_BT, 1, 8)]
     of_rows = out_BTNH, lse_BNT, dout_BTNH, dlse_BNT
     if plan.with_dq:
-        stats, zeros = row_stats(*of_rows, tiling.block_q, plan.zeros, interpret)
+        stats, zeros = row_stats(*of_rows, tiling.block_q, True, interpret)
         arrays = [*inputs, stats, query_ranges(plan, ids_BT), *ids]
         dq, dk, dv = keys.call(plan, arrays, zeros, interpret)
         dq = (dq * scale).astype(q_BTNH.dtype)
@@ -97,7 +97,7 @@ def backward(
             QueryPlan, q_BTNH, k_BSKH, ids_BT, mask, softcap, scale, of_dq, interpret
         )
         rows = math.lcm(tiling.block_q, of_dq.rows)
-        stats, _ = row_stats(*of_rows, rows, interpret=interpret)
+        (stats,) = row_stats(*of_rows, rows, interpret=interpret)
         arrays = [*inputs, stats, query_ranges(plan, ids_BT), *ids]
         _, dk, dv = keys.call(plan, arrays, None, interpret)
         if plan.interpret:
@@ -136,7 +136,7 @@ def backward_sums(
     arguments = q_BTNH, k_BSKH, ids_BT, Mask(causal, window), softcap, scale, tiling, interpret
     plan = make_backward_plan(KeyPlan, *arguments, heads)
     stats, zeros = row_stats(
-        out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, tiling.block_q, plan.zeros, interpret
+        out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, tiling.block_q, True, interpret
     )
     arrays = [q_BTNH, k_BSKH, v_BSKH, dout_BTNH, stats, query_ranges(plan, ids_BT)]
     arrays += [] if ids_BT is None else [ids_BT]

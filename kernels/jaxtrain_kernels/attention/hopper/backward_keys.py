@@ -54,14 +54,12 @@ from jaxtrain_kernels.hopper import COLUMNS, ROWS
 def call(
     plan: KeyPlan,
     arrays: list[jax.Array],
-    zeros: list[jax.Array] | None,
+    zeros: jax.Array | None,
     interpret: hopper.Interpret,
     into: tuple[Any, ...] = (),
 ) -> tuple[Any, ...]:
-    """Return (dq in float32 not yet scaled, or None without dq; dk; dv).
+    """Return (dq in float32 not yet scaled, or None without dq; dk; dv). zeros: for dq, or None.
 
-    zeros: for dq, zero as far as the plan says, and the counters of a plan that zeroes ahead; None
-    without dq, or to make them here.
     into: references that dk and dv are written to instead of being returned, at the heads that the
     plan gives; one reference if both are in one array.
     """
@@ -70,10 +68,9 @@ def call(
         q, k, v, do, stats, ranges, *rest = refs
         ids = rest.pop(0) if plan.segments else None
         dq = rest.pop(0) if plan.with_dq else None
-        counters = rest.pop(0) if plan.heads_ahead else None
         _block(
             plan,
-            BackwardArrays(q, k, v, do, stats, ranges, ids, dq, rest[0], rest[-1], counters),
+            BackwardArrays(q, k, v, do, stats, ranges, ids, dq, rest[0], rest[-1]),
             KeyMemory(**memory),
         )
 
@@ -85,10 +82,9 @@ def call(
         return None, *launch()
     shape = dqs.sums_shape(plan, arrays[3].shape)
     if zeros is None or plan.interpret:
-        plan = plan.without_ahead()
-        zeros = [jnp.zeros(shape, jnp.float32)]
-    sums = jax.new_ref(zeros[0].reshape(shape))
-    rest = launch(sums, *map(jax.new_ref, zeros[1:]), *into)
+        zeros = jnp.zeros(shape, jnp.float32)
+    sums = jax.new_ref(zeros.reshape(shape))
+    rest = launch(sums, *into)
     dq = jax.freeze(sums)
     return dq.sum(0) if plan.interpret else dq, *(() if into else rest)
 
@@ -130,7 +126,7 @@ def _scratch(plan: KeyPlan) -> dict[str, Any]:
 
 def _block(plan: KeyPlan, arrays: BackwardArrays, memory: KeyMemory):
     """One CUDA block."""
-    counter = arrays.counters.at[0] if plan.heads_ahead else tiles.counter(plan)
+    counter = tiles.counter(plan)
     hopper.specialize_warpgroups(
         plan.warpgroups,
         lambda: load(plan, arrays, memory, counter),

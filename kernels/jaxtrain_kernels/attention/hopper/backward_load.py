@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -11,7 +10,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.hopper import backward_inline as inline
 from jaxtrain_kernels.attention.hopper import backward_tiles as tiles
-from jaxtrain_kernels.attention.hopper import backward_zeros as zeros
 from jaxtrain_kernels.attention.hopper.backward_plan import KeyPlan
 from jaxtrain_kernels.attention.hopper.backward_tiles import BackwardArrays, BackwardTile
 from jaxtrain_kernels.hopper import Index, Ref
@@ -148,31 +146,16 @@ def load(plan: KeyPlan, arrays: BackwardArrays, memory: KeyMemory, counter: Ref 
         if plan.segments:
             plgpu.copy_gmem_to_smem(arrays.ids.at[tile.b, keys], memory.k_ids, full)
         load_douts(used, tile, 0)
-        n_steps = steps(plan, tile)
-        # The first dQ is sent in step 2 or after the last step; a step waits for its loads.
-        sends_in = jnp.minimum(n_steps - 1, 2)
-        await_zeros = lambda: zeros.await_zeros(plan, arrays, tile)
-        if plan.heads_ahead:
-            pl.when(sends_in == 0)(await_zeros)
         full = memory.v_full.at[0]
         plgpu.copy_gmem_to_smem(arrays.v.at[tile.b, keys, plan.at.v + tile.head], memory.v, full)
 
         def load_both(t, _):
-            if plan.heads_ahead:
-                pl.when(t == sends_in)(await_zeros)
             load_queries(used, tile, t)
             load_douts(used, tile, t)
-            if plan.heads_ahead:
-                zeros.zero_piece(plan, arrays, tile, t - 1)
-                pl.when(t == zeros.PIECES + 1)(lambda: zeros.count_part(plan, arrays, tile))
 
-        lax.fori_loop(1, n_steps, load_both, None)
-        if plan.heads_ahead:
-            zero_piece = lambda piece, _: zeros.zero_piece(plan, arrays, tile, piece)
-            lax.fori_loop(jnp.minimum(n_steps - 1, zeros.PIECES), zeros.PIECES, zero_piece, None)
-            pl.when(n_steps <= zeros.PIECES + 1)(lambda: zeros.count_part(plan, arrays, tile))
-        return used + n_steps
+        lax.fori_loop(1, steps(plan, tile), load_both, None)
+        return used + steps(plan, tile)
 
-    tiles.load_tiles(plan, arrays.ranges, memory.tile, counter, load_tile, bool(plan.heads_ahead))
+    tiles.load_tiles(plan, arrays.ranges, memory.tile, counter, load_tile)
     hopper.bar_sync(plan.barrier("kv"), everyone)
     tiles.tell_end(memory.tile, memory.k_full.at[0], 2 if plan.segments else 1)

@@ -9,17 +9,6 @@ from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.hopper.common import Heads, Mask
 
 
-class Zeros(NamedTuple):
-    """Zeros to be written: float32 [B, T, N, H] and int32 [counters], a multiple of 128.
-
-    heads: how many heads of [B, T, N, H] are zero, in the order of [B, N]; the others need not be
-    written.
-    """
-
-    heads: int
-    counters: int = 0
-
-
 class BackwardTiling(NamedTuple):
     """block_q, block_kv: queries and keys per step.
 
@@ -31,8 +20,6 @@ class BackwardTiling(NamedTuple):
     blocks: number of CUDA blocks; None = one per multiprocessor, 0 = one per tile.
     dynamic: whether a block takes its next tile from a counter (else every `blocks`-th tile).
     l2_bytes: L2 cache for the queries and gradients that the tiles in flight share.
-    zero_ahead: whether a tile writes the zeros of a later head's dQ, which are still in the L2
-        cache when that head adds to them (else the kernel of the rows' statistics writes all).
     """
 
     block_q: int = 64
@@ -43,7 +30,6 @@ class BackwardTiling(NamedTuple):
     blocks: int | None = None
     dynamic: bool = True
     l2_bytes: int = 24 << 20
-    zero_ahead: bool = True
 
 
 class QueryTiling(NamedTuple):
@@ -179,39 +165,6 @@ class KeyPlan(BackwardPlan):
     @property
     def q_blocks(self) -> int:
         return -(-self.T // self.tiling.block_q)
-
-    @property
-    def heads_ahead(self) -> int:
-        """How many heads, in the order of tiles, lie between a head and the one that its tiles
-        zero dQ of; 0 = they zero none.
-
-        It is a whole number of groups, with at least as many tiles as CUDA blocks. The zeros of a
-        tile's head come from tiles that were taken earlier, so a wait for them always ends.
-        """
-        usable = (
-            self.with_dq
-            and self.tiling.zero_ahead
-            and self.tiling.dynamic
-            and not self.interpret
-            and self.T % self.tiling.block_kv == 0
-        )
-        ahead = self.group * -(-self.blocks // (self.group * self.tile_blocks))
-        return ahead if usable and ahead < self.B * self.heads else 0
-
-    def without_ahead(self) -> "KeyPlan":
-        """Return the plan of a kernel to which the whole dQ is given as zeros."""
-        return dataclasses.replace(self, tiling=self.tiling._replace(zero_ahead=False))
-
-    @property
-    def zeros(self) -> Zeros:
-        """Zeros that the kernel needs: dQ's, and two kinds of counters if its tiles zero ahead.
-
-        The counters are that of tiles, then one for each head's zeroed parts.
-        """
-        heads = self.B * self.heads
-        counters = 1 + heads if self.heads_ahead else 0
-        shared = self.N // self.K
-        return Zeros((self.heads_ahead or heads) * shared, counters + -counters % 128)
 
     @property
     def barriers(self) -> dict[str, int]:

@@ -9,10 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxtrain_kernels import hopper
-from jaxtrain_kernels.attention.hopper.backward_plan import Zeros
-from jaxtrain_kernels.attention.hopper.backward_zeros import zero_rows
 from jaxtrain_kernels.attention.hopper.common import LOG2E
-from jaxtrain_kernels.hopper import Interpret, Ref
+from jaxtrain_kernels.hopper import Interpret
 from jaxtrain_kernels.rows.hopper.launch import lanes_layout, launch, load, rows_layout
 
 # Replaces the log-sum-exp of a query without keys, so that exp2(score - NO_KEYS) = 0.
@@ -26,15 +24,14 @@ def row_stats(
     dout_BTNH,
     dlse_BNT,
     rows: int,
-    zeros: Zeros | None = None,
+    zeros: bool = False,
     interpret: Interpret = False,
-) -> tuple[Any, list[Any] | None]:
+) -> list[Any]:
     """Return float32 [B, N, 2, T']: lse in base 2; the sum over keys of p * dp, minus dlse.
 
     That sum equals the sum of out * dout over the head dim. T' is a multiple of `rows`; a padding
-    query has no keys. The second result is the arrays of `zeros`, the counters only if there are
-    any; None if another kernel has to write them. Made in this kernel, they take no memory before
-    they are needed.
+    query has no keys. `zeros`: also return B T' N H zeros in one dimension, or None. Made in this
+    kernel, they take no memory before they are needed.
     """
     T, H = out_BTNH.shape[1], out_BTNH.shape[3]
     if H in (64, 128, 256) and T % math.lcm(rows, ELEMENTS // H) == 0:
@@ -45,7 +42,7 @@ def row_stats(
     lse_BNT, delta_BNT = _finished(lse_BNT, delta_BNT, dlse_BNT)
     padding = (0, 0), (0, 0), (0, -T % rows)
     lse_BNT = jnp.pad(lse_BNT, padding, constant_values=NO_KEYS)
-    return jnp.stack((lse_BNT, jnp.pad(delta_BNT, padding)), 2), None
+    return [jnp.stack((lse_BNT, jnp.pad(delta_BNT, padding)), 2), *[None] * zeros]
 
 
 def _finished(lse: Any, delta: Any, dlse: Any) -> tuple[Any, Any]:
@@ -56,15 +53,14 @@ def _finished(lse: Any, delta: Any, dlse: Any) -> tuple[Any, Any]:
 
 
 def _in_one_pass(
-    out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, zeros: Zeros | None, interpret: Interpret
-) -> tuple[Any, list[Any] | None]:
+    out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, zeros: bool, interpret: Interpret
+) -> list[Any]:
     B, T, N, H = out_BTNH.shape
     rows = ELEMENTS // H
     layout = lanes_layout(H) if H < 256 else rows_layout(H)
 
     def row_stats(block, out_ref, dout_ref, lse_ref, *refs):
-        with_dlse = int(dlse_BNT is not None)
-        dlse_ref, (stats_ref, *zero_refs) = refs[:with_dlse], refs[with_dlse:]
+        *dlse_ref, stats_ref = refs[: len(refs) - zeros]
         # Heads vary fastest, because the heads of a query are adjacent in memory.
         b, t, n = lax.div(block, N * (T // rows)), lax.rem(lax.div(block, N), T // rows), block % N
         here = pl.ds(t * rows, rows)
@@ -76,36 +72,10 @@ def _in_one_pass(
         stats = _finished(lse, jnp.sum(out * dout, 1), dlse[0] if dlse else None)
         for i, x in enumerate(stats):
             stats_ref[b, n, i, here] = x
-        if zeros is not None:
-            some_heads = None if zeros.heads == B * N else (b * N + n < zeros.heads)
-            _write_zeros(zeros, zero_refs, block, (b, here, n), some_heads)
+        if zeros:
+            refs[-1][pl.ds(block * ELEMENTS, ELEMENTS)] = jnp.zeros(ELEMENTS, jnp.float32)
 
     arrays = [out_BTNH, dout_BTNH, lse_BNT] + ([] if dlse_BNT is None else [dlse_BNT])
-    out_types = [jax.ShapeDtypeStruct((B, N, 2, T), jnp.float32)]
-    if zeros is not None:
-        whole = zeros.heads == B * N
-        shape = (B * N * T * H,) if whole else (B, T, N, H)
-        out_types.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-        if zeros.counters:
-            out_types.append(jax.ShapeDtypeStruct((zeros.counters,), jnp.int32))
-    stats, *rest = launch(row_stats, out_types, B * N * (T // rows), *arrays, interpret=interpret)
-    return stats, rest if zeros is not None else None
-
-
-def _write_zeros(
-    zeros: Zeros, refs: list[Ref], block: Any, index: tuple[Any, Any, Any], wanted: Any
-):
-    """Write a block's part of the zeros. index: its batch row, its tokens and its head; wanted:
-    whether that head is to be zero, None = all heads are.
-    """
-    sums, *counters = refs
-    if wanted is None:
-        sums[pl.ds(block * ELEMENTS, ELEMENTS)] = jnp.zeros(ELEMENTS, jnp.float32)
-    else:
-        pl.when(wanted)(lambda: zero_rows(sums.at[index]))
-    for ref in counters:
-
-        def write(ref=ref):
-            ref[pl.ds(block * 128, 128)] = jnp.zeros(128, jnp.int32)
-
-        pl.when(block < zeros.counters // 128)(write)
+    shapes = [(B, N, 2, T), *[(B * N * T * H,)] * zeros]
+    out_types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return launch(row_stats, out_types, B * N * (T // rows), *arrays, interpret=interpret)

@@ -29,7 +29,6 @@ class BackwardArrays(NamedTuple):
     dq: Any = None
     dk: Any = None
     dv: Any = None
-    counters: Any = None
 
 
 class BackwardTile(NamedTuple):
@@ -65,14 +64,11 @@ def load_tiles(
     memory: Ref,
     count: Ref | None,
     every: Callable[[jax.Array, BackwardTile], jax.Array],
-    in_order: bool = False,
 ) -> None:
     """Run the load warpgroup's loop: used = every(used, tile) for each tile.
 
-    used: number of steps in this CUDA block's past tiles. in_order: take the first tile from the
-    counter too, so that a taken tile never waits for one of a CUDA block that has not started.
+    used: number of steps in this CUDA block's past tiles.
     """
-    past = 0 if in_order else plan.blocks
 
     def load_tile(carry):
         used, number, tile = carry
@@ -82,19 +78,15 @@ def load_tiles(
         if count is None:
             number += plan.blocks
         else:
-            number = past + hopper.take_number(count, memory.at[1, 0])
-        return used, number, read_tile(plan, ranges, jnp.minimum(number, plan.n_tiles - 1))
+            number = plan.blocks + hopper.take_number(count, memory.at[1, 0])
+        return used, number, _read_tile(plan, ranges, jnp.minimum(number, plan.n_tiles - 1))
 
-    if in_order:
-        assert count is not None
-        number = hopper.take_number(count, memory.at[1, 0])
-    else:
-        number = lax.axis_index("block")
-    start = jnp.int32(0), number, read_tile(plan, ranges, number)
+    number = lax.axis_index("block")
+    start = jnp.int32(0), number, _read_tile(plan, ranges, number)
     lax.while_loop(lambda carry: carry[1] < plan.n_tiles, load_tile, start)
 
 
-def read_tile(plan: BackwardPlan, ranges: Ref, number: jax.Array) -> BackwardTile:
+def _read_tile(plan: BackwardPlan, ranges: Ref, number: jax.Array) -> BackwardTile:
     """Return a tile. Their order: by group of heads, then from the heaviest block, then by head."""
     in_group = plan.group * plan.tile_blocks
     group, rest = lax.div(number, in_group), lax.rem(number, in_group)
