@@ -8,6 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtrain_kernels.matmul.fp8 import BACKENDS, CastBackend, Implementation, choose_cast
@@ -55,7 +56,7 @@ class ShardedCast(NamedTuple):
 
         def local(multiplier: Array, *arrays: Array) -> tuple[Array, Array, Array]:
             q_MK, q_KM, seen = backend.cast_measured(arrays, multiplier, dtype, function)
-            return q_MK, q_KM, jax.lax.pmax(seen, self.axes)
+            return q_MK, q_KM, jax.lax.pmax(jnp.max(seen), self.axes)
 
         rows = P(self.axes, None)
         outs = rows, P(None, self.axes), P()

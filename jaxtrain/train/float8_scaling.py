@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxtrain.config.resolve import Resolved
+from jaxtrain.parallel.axes import current_mesh
 from jaxtrain.train.transforms import StepTransform
 from jaxtrain.weights.float8 import (
     PLAIN,
@@ -18,6 +19,7 @@ from jaxtrain.weights.float8 import (
     Fp8Options,
     amax_from_history,
     fp8_weights,
+    in_slots,
     init_amax_history,
     update_amax_history,
     with_fp8,
@@ -49,7 +51,11 @@ class Float8(StepTransform):
         return fp8_weights(params, specs, *self.layers)
 
     def statistics(self, state: AmaxHistory | None, grad_scale: jax.Array) -> AmaxHistory | None:
-        return None if state is None else amax_from_history(state, grad_scale)
+        if state is None:
+            return None
+        amax = amax_from_history(state, grad_scale)
+        unrolled, _ = self.layers
+        return in_slots(amax) if unrolled and current_mesh() is None else amax
 
     def wrap_params(
         self, params: Params, specs: Specs, prepared: Fp8Copies, statistics: AmaxHistory | None

@@ -29,6 +29,7 @@ from jaxtrain.weights.params import Params, ParamSpec, Specs, path_name
 # Quantizing smaller matrices takes longer than float8 saves (nanochat's bound), and cuBLASLt's
 # float8 needs multiples of 16.
 SMALLEST, MULTIPLE = 128, 16
+AMAX_SLOTS = 8192  # of a layer's tensor: more than a kernel has blocks at gpt_d24
 JOINED = ("q", "k", "v")  # matrices of a module that `matmul_joined` concatenates in this order
 Fp8Copies = dict[str, Any]  # a tree like the parameters', of `kernels.Fp8`, `JoinedCopy` or None
 
@@ -41,6 +42,7 @@ class JoinedCopy(NamedTuple):
 
 class AmaxHistory(NamedTuple):
     """Largest magnitudes (amax) of each layer: [L] of one step, or a history [H, L], newest first.
+    A step may take and return them in slots, [L, P] (see `in_slots`).
 
     Gradients are of a loss summed over tokens. So they are comparable whatever a step divides the
     loss by, and their scale before the first step can be 1.
@@ -131,7 +133,7 @@ class Fp8Weight(Weight):
         return joined.matmul_for_cast(x)
 
     def input_amax(self) -> Array | None:
-        """With `norms`, that of earlier steps. Raises UserError on a mesh."""
+        """With `norms`, that of earlier steps, in slots. Raises UserError on a mesh."""
         if not self.options.norms or self.amax is None:
             return None
         if current_mesh() is not None:
@@ -185,7 +187,7 @@ class Fp8Weight(Weight):
 def shared_maximum(maxima: Sequence[Array]) -> Array:
     """The maximum; each of `maxima` receives its whole gradient (here, the new amax)."""
     alone = lambda most: most - jax.lax.stop_gradient(most)
-    return jax.lax.stop_gradient(jnp.max(jnp.stack(maxima))) + sum(map(alone, maxima))
+    return jax.lax.stop_gradient(jnp.max(jnp.stack(maxima), axis=0)) + sum(map(alone, maxima))
 
 
 def quantize_float8(w_LKN: Float[Array, "L K N"]) -> Fp8Weight:
@@ -307,8 +309,18 @@ def amax_from_history(past: AmaxHistory, factor: Array) -> AmaxHistory:
     )
 
 
+def in_slots(amax: AmaxHistory) -> AmaxHistory:
+    """Each layer's amax [L] in every slot [L, P].
+
+    A step's gradient of them is then the amaxes of parts of a tensor, as its kernel finds them. So
+    the maxima of all layers are found by one kernel, not by one or two kernels a layer.
+    """
+    return jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (len(x), AMAX_SLOTS)), amax)
+
+
 def update_amax_history(past: AmaxHistory, seen: AmaxHistory, factor: Array) -> AmaxHistory:
-    """The history with a step's amax [L] first, and without its oldest entry."""
+    """The history with a step's amax, [L] or in slots, first, and without its oldest entry."""
+    seen = jax.tree.map(lambda x: x if x.ndim == 1 else jnp.max(x, axis=1), seen)
     seen = seen._replace(gradients=jax.tree.map(lambda x: x / factor, seen.gradients))
     return jax.tree.map(lambda x, new: jnp.concatenate([new[None], x[:-1]]), past, seen)
 

@@ -172,6 +172,9 @@ def test_delayed_scaling_takes_the_maxima_given_and_returns_those_seen():
     y, vjp = run(maxima)
     dx, dw, seen = vjp(dy)
     np.testing.assert_array_equal(seen, maxima)
+    in_slots = run(jnp.broadcast_to(maxima[:, None], (2, 3)))
+    np.testing.assert_array_equal(in_slots[0], y)
+    np.testing.assert_array_equal(in_slots[1](dy)[2].max(1), maxima)
     for out, current in zip((y, dx, dw), with_gradients(fp8_matmul, x, w, dy)):
         np.testing.assert_array_equal(out, current)
     # What is larger than the history saturates instead of becoming nan.
@@ -180,6 +183,34 @@ def test_delayed_scaling_takes_the_maxima_given_and_returns_those_seen():
     assert float(jnp.abs(fp8_quantize(x, amax=maxima[0] / 8).q_MK).max()) == 448
     np.testing.assert_array_equal(vjp(dy)[2], maxima)  # of the tensors, not of what was left
     assert float(fp8_quantize(x, amax=jnp.float32(0)).scale) == 1.0
+
+
+@pytest.mark.parametrize("slots", [(), (1,), (4,), (6,), (2, 8)])
+def test_amaxes_in_slots_have_the_maximum_of_those_given(slots):
+    seen = jnp.asarray([[1.0, 5.0], [2.0, 3.0], [4.0, 0.5]])
+    found = fp8.amax_in_slots(seen, slots)
+    assert found.shape == slots and found.max() == 5
+    if found.size >= 6:  # each has its own
+        np.testing.assert_array_equal(found.reshape(-1)[:6], seen.reshape(-1))
+    assert fp8.known_amax(jnp.full(slots, 7.0)) == 7
+
+
+def test_with_slots_no_maximum_is_computed_beside_the_kernels():
+    x, dy = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((128, 256), (128, 384)))
+    w = jax.ShapeDtypeStruct((256, 384), jnp.bfloat16)
+    copy = jax.eval_shape(functools.partial(fp8_quantize, implementation="xla"), w)
+
+    def maxima(*slots):
+        def run(x, w, copy, amax_2, dy):
+            call = lambda x, w, a: fp8_matmul(x, w, w_fp8=copy, amax_2=a, implementation="mosaic")
+            return jax.vjp(call, x, w, amax_2)[1](dy)
+
+        with on_target("cuda", (9, 0)):
+            arrays = x, w, copy, jax.ShapeDtypeStruct((2, *slots), jnp.float32), dy
+            return str(jax.make_jaxpr(run)(*arrays)).count("reduce_max[")
+
+    inside = maxima(8)  # those of the kernels
+    assert maxima() == inside + 2 and maxima(4) == inside + 1  # 4 parts and 6
 
 
 @pytest.mark.parametrize(
@@ -285,7 +316,8 @@ def test_mosaics_cast_is_xlas_and_the_references_without_races(
     outs = fp8_hopper.cast(*given, saturate=saturate, interpret=interpret)
     *measured, seen = fp8_hopper.cast_measured(*given, interpret=interpret)
     largest = float(jnp.abs(measured[0].astype(jnp.float32)).max())
-    assert seen == most and (largest == LARGEST[dtype]) == saturate
+    assert seen.shape == (2, 2) and seen.max() == most == seen[1, 0] > seen[0].max()
+    assert (largest == LARGEST[dtype]) == saturate
     for backend in (fp8_xla, fp8_reference):
         wanted = backend.cast(*given, saturate=saturate)
         np.testing.assert_array_equal(bits(outs)[0], bits(wanted)[0])

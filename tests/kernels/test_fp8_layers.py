@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 from jaxtrain_kernels import fp8_quantize
 from jaxtrain_kernels.dispatch import Target, on_target, target
@@ -18,6 +19,10 @@ from jaxtrain.weights import float8
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
 HOPPER = Target("cuda", (9, 0))
+# The mode that knows bar.sync, a named barrier of the hardware.
+INTERPRET = plgpu.InterpretGPUParams(
+    inline_mgpu="_hack_model_inline_mgpu_tokamax", detect_races=True
+)
 
 
 def stacks(L, K, *columns, dtype=jnp.float32):
@@ -42,15 +47,34 @@ def assert_copies(found, given):
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("columns", [(192,), (64, 128, 64)], ids=str)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-def test_each_layer_is_cast_as_by_itself(columns, dtype):
-    given = stacks(3, 128, *columns, dtype=dtype)
-    assert_copies(layers.quantize_layers(*given, interpret=True), given)
+@pytest.mark.parametrize(
+    ("columns", "dtype"),
+    [((256,), jnp.float32), ((128, 256, 128), jnp.float32), ((384,), jnp.bfloat16)],
+    ids=["one", "joined", "bf16"],
+)
+def test_each_layer_is_cast_as_by_itself_without_races(columns, dtype, capfd, monkeypatch):
+    monkeypatch.setattr(layers, "BLOCKS", 1)
+    given = stacks(2, 128, *columns, dtype=dtype)
+    assert_copies(layers.quantize_layers(*given, interpret=INTERPRET), given)
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("K", "columns", "width"),
+    [
+        (1536, [6144], 256),  # 576 blocks; 384 columns would give 384
+        (1536, [1536], 128),
+        (4096, [4096, 1024, 1024], 512),
+        (6144, [1920], 384),
+        (64, [640], 128),
+    ],
+)
+def test_tiles_are_wide_where_they_are_many(K, columns, width):
+    assert layers.tile_width(K, columns) == width
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("columns", [(384,), (128, 256, 128)], ids=str)
+@pytest.mark.parametrize("columns", [(384,), (128, 256, 128), (1536,)], ids=str)
 def test_layers_on_a_gpu(columns):
     given = stacks(2, 256, *columns)
     if reason := layers.supports(target(), *given):
@@ -65,7 +89,7 @@ def test_lowers_for_cuda_in_one_kernel_a_layer(columns):
     with on_target("cuda", (9, 0)), jax.sharding.use_abstract_mesh(H200):
         traced = jax.jit(layers.quantize_layers).trace(*given)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("call @cast_layer") == 4 and text.count("@__gpu$xla.gpu.triton") == 1
+    assert text.count("call @cast_layer") == 4 and text.count("custom_call @mosaic_gpu") == 1
     assert not any(f"tensor<1536x{N}xf32>" in text for N in (*columns, sum(columns)))
     assert "stablehlo.transpose" not in text
 
@@ -74,7 +98,7 @@ def test_lowers_for_cuda_in_one_kernel_a_layer(columns):
     ("device", "shape", "reason"),
     [
         (HOPPER, (2, 1536, 6144), None),
-        (HOPPER, (2, 1536, 96), "columns in multiples of 64, got (1536, 96)"),
+        (HOPPER, (2, 1536, 96), "columns of 128, got (1536, 96)"),
         (Target("cuda", (8, 9)), (2, 64, 64), "compute capability 9.0"),
         (Target("cpu"), (2, 64, 64), "needs an NVIDIA GPU, this is cpu"),
     ],
@@ -93,7 +117,7 @@ def interpreted(monkeypatch):
 
     def quantize_layers(*stacks):
         calls.append([w_LKN.shape for w_LKN in stacks])
-        return layers.quantize_layers(*stacks, interpret=True)
+        return jax.block_until_ready(layers.quantize_layers(*stacks, interpret=INTERPRET))
 
     backend = SimpleNamespace(supports=lambda *_: None, quantize_layers=quantize_layers)
     monkeypatch.setattr(float8, "layers", backend)

@@ -74,7 +74,7 @@ def test_mosaic_is_the_norm_and_its_cast_bit_for_bit_without_races(name, shape, 
     cast = jnp.asarray(np.clip(wide * float(MULTIPLIER), -448, 448)).astype(E4M3)
     np.testing.assert_array_equal(*floats((q_MK, cast)))
     np.testing.assert_array_equal(*floats((q_KM, cast.T)))
-    assert seen == np.abs(wide).max() and np.abs(floats(q_MK)[0]).max() == 448
+    assert seen.max() == np.abs(wide).max() and np.abs(floats(q_MK)[0]).max() == 448
     assert "RACE" not in "".join(capfd.readouterr())
 
 
@@ -179,7 +179,8 @@ def test_on_a_gpu_mosaic_is_the_norm_and_its_cast(name):
         np.testing.assert_array_equal(one, other)
     cast = jax.jit(functools.partial(fp8_quantize_delayed, dtype=E4M3))
     wanted = cast(plain[1].reshape(-1, 1536), amax=jnp.float32(2.0))
-    for one, other in zip(floats(found.cast), floats(wanted), strict=True):
+    with_maximum = found.cast._replace(seen=jnp.max(found.cast.seen))
+    for one, other in zip(floats(with_maximum), floats(wanted), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

@@ -14,6 +14,7 @@ from jaxtrain_kernels.cross_entropy.hopper.rows import loss_rows
 from jaxtrain_kernels.cross_entropy.hopper.transpose import fp8_transpose
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.rows import hopper, reference, xla
+from jaxtrain_kernels.rows.hopper.norm import sum_rows
 from tiny import batch, build
 
 from jaxtrain.model import ModelConfig, resolve_model
@@ -123,6 +124,19 @@ def test_mosaic_keeps_one_activation_for_the_squared_relu():
     x = jnp.ones((1, 8, 512), BF16)
     saved = jax.eval_shape(lambda x: jax.vjp(functools.partial(hopper.relu2), x)[1], x)
     assert [leaf.shape for leaf in jax.tree.leaves(saved)] == [x.shape]
+
+
+@pytest.mark.parametrize(("R", "most"), [(12, 12), (32768, 16384), (49152, 16384), (32771, 32771)])
+def test_rows_are_summed_in_parts_that_take_one_kernel(R, most):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, R)), jnp.float32)
+    np.testing.assert_allclose(sum_rows(x), np.asarray(x, np.float64).sum(1), rtol=1e-3)
+    shape = jax.ShapeDtypeStruct((2, R), jnp.float32)
+    sums: list[Any] = [
+        e.invars[0].aval
+        for e in jax.make_jaxpr(sum_rows)(shape).eqns
+        if e.primitive.name == "reduce_sum"
+    ]
+    assert [x.shape[-1] for x in sums] == [most]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from jaxtrain.main import main
 from jaxtrain.parallel import place_batch
 from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.runs.config import CheckpointConfig
+from jaxtrain.train.float8_scaling import Float8
 from jaxtrain.train.restore import init_or_restore, non_param_state
 from jaxtrain.train.step import gradients, make_step, state_shardings
 from jaxtrain.weights import float8 as model_fp8
@@ -96,6 +97,16 @@ def test_a_history_holds_the_last_steps_and_its_largest_counts(settled):
     most = model_fp8.amax_from_history(twice, jnp.float32(0.5))
     same(most.inputs, {name: 2 * x[0] for name, x in past.inputs.items()})
     same(most.gradients, {name: x[0] for name, x in past.gradients.items()})
+
+
+def test_unrolled_layers_find_the_same_maxima_in_slots(settled):
+    task, run, one, past = settled
+    unrolled = task._replace(transforms=(Float8(3, unrolled=True),))
+    amax, slots = (t.transforms[0].statistics(past, FACTOR) for t in (task, unrolled))
+    for alone, found in zip(jax.tree.leaves(amax), jax.tree.leaves(slots), strict=True):
+        wanted = np.repeat(np.asarray(alone)[:, None], model_fp8.AMAX_SLOTS, 1)
+        np.testing.assert_array_equal(found, wanted)
+    close_within_rounding(slopes(unrolled)(one, past), run(one, past), 1e-6)
 
 
 @pytest.mark.slow

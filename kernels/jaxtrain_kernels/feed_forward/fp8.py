@@ -19,6 +19,7 @@ from jaxtrain_kernels.matmul.fp8 import (
     Fp8,
     Fp8Input,
     Implementation,
+    amax_in_slots,
     fp8_input,
     fp8_product,
     fp8_quantize,
@@ -34,7 +35,7 @@ def fp8_feed_forward_relu2(
     w_down_FD: Float[Array, "F D"],
     *,
     copies: tuple[Fp8, Fp8] | None = None,
-    amax_22: Float[Array, "2 2"] | None = None,
+    amax_22: Float[Array, "2 2 *P"] | None = None,
     x_cast: Fp8Input | None = None,
     constrain: Callable[[Array], Array] = lambda h: h,
     keep_hidden: bool = True,
@@ -46,7 +47,8 @@ def fp8_feed_forward_relu2(
 
     copies: both matrices, already quantized to e4m3; the arguments themselves then only receive the
     gradient. amax_22: delayed scaling. For W_up and W_down, it holds the amax of the matmul's input
-    and of its output's gradient in earlier steps; its cotangent is the amaxes of this call.
+    and of its output's gradient in earlier steps; its cotangent is the amaxes of this call, in
+    slots as of `fp8_matmul`.
     x_cast: as of `fp8_matmul`.
     constrain: sharding constraint on the hidden layer and the activation's gradient under a mesh.
     keep_hidden: save the hidden layer in x's dtype for the backward. Otherwise the backward takes
@@ -130,7 +132,8 @@ def _backward(options, saved, dy):
     d_up = exact(x_fp8.q_KM, dh_fp8.q_KM, x_fp8.scale * dh_fp8.scale, like_up.dtype)
     maxima_22 = None
     if amax_22 is not None:
-        maxima_22 = jnp.stack([jnp.stack([seen[0], seen_dh]), jnp.stack([seen[1], seen_dy])])
+        in_slots = lambda *seen: jnp.stack([amax_in_slots(x, amax_22.shape[2:]) for x in seen])
+        maxima_22 = jnp.stack([in_slots(seen[0], seen_dh), in_slots(seen[1], seen_dy)])
     return dx_MD.reshape(dy.shape), (d_up, d_down), None, maxima_22, None
 
 

@@ -88,7 +88,8 @@ def _forward(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, id
     *out, qkv_BTCH, r_NR, v_BTKH = run(qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT)
     out_BTNH, lse_BNT = kept(*out)
     saved = qkv_BTCH, r_NR, v_BTKH, cos_BTH, sin_BTH, ids_BT, out_BTNH, lse_BNT
-    return out_BTNH, (saved, None if gradient is None else gradient.scale)
+    given = None if gradient is None else (gradient.scale, gradient.seen)
+    return out_BTNH, (saved, given)
 
 
 def _forward_rows(o: RopeAttentionOptions, qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, ids_BT):
@@ -118,11 +119,11 @@ def of_rows(x_bTH: jax.Array, rows: int) -> jax.Array:
 def _backward(o: RopeAttentionOptions, residuals, dout_BTNH):
     from jaxtrain_kernels.attention.hopper.flash import folding
 
-    saved, scale = residuals
+    saved, given = residuals
     # The angles are functions of the positions, so they need no gradient.
     of_angles = map(jax.numpy.zeros_like, saved[3:5])
-    if scale is not None:
-        d_BTCH, dvalue, cast = _backward_cast(o, saved, dout_BTNH, 1 / scale)
+    if given is not None:
+        d_BTCH, dvalue, cast = _backward_cast(o, saved, dout_BTNH, *given)
         return d_BTCH, *of_angles, dvalue, None, cast
     run = folding(functools.partial(_backward_rows, o), last_in=1)
     d_BTCH, dvalue = run(*saved, dout_BTNH)
@@ -145,7 +146,7 @@ def _backward_rows(
     return d_BTCH, None if v_BTKH is None else d_BTCH[:, :, o.N + o.K :]
 
 
-def _backward_cast(o: RopeAttentionOptions, saved, dout_BTNH, multiplier):
+def _backward_cast(o: RopeAttentionOptions, saved, dout_BTNH, scale, like_seen):
     """(an unread gradient of qkv, gradient of value, the gradient of qkv in float8)."""
     from jaxtrain_kernels.rows.hopper import rope_cast, rope_in_place
 
@@ -155,10 +156,10 @@ def _backward_cast(o: RopeAttentionOptions, saved, dout_BTNH, multiplier):
     options = rope_in_place.TurnOptions((o.N, o.K), o.eps, o.interpret)
     cos_BTH, sin_BTH = (of_rows(x, len(qkv_BTCH)) for x in (cos_BTH, sin_BTH))
     q_MN, q_NM, most = rope_cast.turn_back_cast(
-        options, o.scale, qkv_BTCH, r_NR, dq_BTNH, d_BTCH, cos_BTH, sin_BTH, multiplier
+        options, o.scale, qkv_BTCH, r_NR, dq_BTNH, d_BTCH, cos_BTH, sin_BTH, 1 / scale
     )
     dvalue = None if v_BTKH is None else d_BTCH[:, :, o.N + o.K :]
-    return d_BTCH, dvalue, cotangent(q_MN, q_NM, jax.numpy.max(most))
+    return d_BTCH, dvalue, cotangent(q_MN, q_NM, most, like_seen.shape)
 
 
 def _of_attention(o: RopeAttentionOptions, qkv_BTCH, v_BTKH, ids_BT, results):

@@ -11,6 +11,7 @@ matrix and its transpose in `Fp8`. XLA turns a dot of float8 arrays into cuBLASL
 """
 
 import functools
+import math
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -35,7 +36,10 @@ BACKENDS: dict[str, Any] = {"mosaic": hopper, "xla": xla, "reference": reference
 
 @runtime_checkable
 class CastBackend(Protocol):
-    """The two passes of a backend, as in `reference`; hashable."""
+    """The two passes of a backend, as in `reference`; hashable.
+
+    The last result of `cast_measured` is amaxes of parts of the value, in any shape.
+    """
 
     def cast(
         self, arrays: tuple[Array, ...], multiplier: Array, dtype: DTypeLike, function: Function,
@@ -59,7 +63,7 @@ class Fp8(NamedTuple):
 
 
 class Fp8Input(NamedTuple):
-    """A matmul's input, cast to e4m3 by the pass that computed it, and its amax."""
+    """A matmul's input, cast to e4m3 by the pass that computed it; seen: amaxes of its parts."""
 
     fp8: Fp8
     seen: Array
@@ -107,7 +111,8 @@ def fp8_quantize_delayed(
     implementation: Implementation = None,
 ) -> tuple[Fp8, Float[Array, ""]]:
     """Return `fp8_quantize` by an earlier amax, and x's own amax, which the same pass finds."""
-    return fp8_quantize_function(itself, (x_MK,), dtype, amax, implementation)
+    fp8, seen = fp8_quantize_function(itself, (x_MK,), dtype, amax, implementation)
+    return fp8, jnp.max(seen)
 
 
 def fp8_quantize_function(
@@ -118,21 +123,22 @@ def fp8_quantize_function(
     implementation: Implementation,
 ) -> tuple[Fp8, Any]:
     """Quantize function(*arrays), one of `fp8.functions`. If an earlier amax is given to scale by,
-    also return the value's own amax (else None). Nothing is written in the arrays' dtype.
+    also return the amaxes of the value's parts (else None). Nothing is written in the arrays'
+    dtype. amax: as of `amax_in_slots`.
     """
     backend = choose_cast(arrays_MK, dtype, implementation)
     if amax is None:
         scale = fp8_scale(fp8_amax(*arrays_MK, function=function), dtype)
         q_MK, q_KM = backend.cast(arrays_MK, 1 / scale, dtype, function, saturate=False)
         return Fp8(q_MK, q_KM, scale), None
-    scale = given_scale(amax, dtype)
+    scale = given_scale(known_amax(amax), dtype)
     q_MK, q_KM, seen = backend.cast_measured(arrays_MK, 1 / scale, dtype, function)
     return Fp8(q_MK, q_KM, scale), seen
 
 
 def fp8_input(
     x_MK: Float[Array, "M K"],
-    amax: Float[Array, ""] | None,
+    amax: Float[Array, "*P"] | None,
     *,
     function: Function = itself,
     implementation: Implementation = None,
@@ -169,6 +175,26 @@ def choose_cast(
     return BACKENDS[choose_backend("fp8_quantize", reasons, implementation, signature)]
 
 
+def known_amax(amax: Float[Array, "*P"]) -> Float[Array, ""]:
+    """The amax of earlier steps, which an array has in each of its slots."""
+    return amax.reshape(-1)[0]
+
+
+def amax_in_slots(seen: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """Amaxes of parts in an array of this shape, with the same maximum: the cotangent of the amax
+    of earlier steps, which has this shape.
+
+    A kernel finds one amax for each of its blocks. With a slot for each, a step takes the maximum
+    of all layers' in one kernel; a scalar, or more parts than slots, take a kernel for each tensor.
+    """
+    parts, slots = seen.reshape(-1), math.prod(shape)
+    rows = -(-parts.size // slots)
+    parts = jnp.pad(parts, (0, rows * slots - parts.size))
+    if rows > 1:
+        parts = jnp.max(parts.reshape(rows, slots), axis=0)
+    return parts.reshape(shape)
+
+
 def given_scale(amax: Array, dtype: DTypeLike) -> Array:
     """`fp8_scale` of an amax that may be 0, which means a scale of 1."""
     return jnp.where(amax > 0, fp8_scale(amax, dtype), 1.0)
@@ -192,7 +218,7 @@ def fp8_matmul(
     w_KN: Float[Array, "K N"],
     *,
     w_fp8: Fp8 | None = None,
-    amax_2: Float[Array, "2"] | None = None,
+    amax_2: Float[Array, "2 *P"] | None = None,
     x_cast: Fp8Input | None = None,
     fast_accum: bool = False,
     implementation: Implementation = None,
@@ -202,7 +228,7 @@ def fp8_matmul(
     w_fp8: w in e4m3, quantized once for many calls; w itself then only receives the gradient.
     amax_2: delayed scaling: amaxes of x and of y's gradient in earlier steps, to scale by (0 = no
     scale yet). Its cotangent is these amaxes in this call; the caller keeps the amax history in its
-    training state.
+    training state. With slots, as of `amax_in_slots`, the cotangent is amaxes of parts.
     x_cast: x, already cast with the scale of its amax in amax_2; x itself then only receives the
     gradient, and is not read.
     fast_accum: x's gradient is summed with the tensor cores' 14 bits, as y is, not in float32.
@@ -262,7 +288,7 @@ def matmul_backward(
     dw_KN = fp8_product(x_KM, dy.q_KM, x_scale * dy.scale, like_w.dtype, exact=True)
     maxima = None
     if amax_2 is not None and seen is not None and seen_dy is not None:
-        maxima = jnp.stack([seen, seen_dy])
+        maxima = jnp.stack([amax_in_slots(x, amax_2.shape[1:]) for x in (seen, seen_dy)])
     return dx_MK, dw_KN, None, maxima, None
 
 

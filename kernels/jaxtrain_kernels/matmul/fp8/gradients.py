@@ -20,7 +20,8 @@ from jaxtrain_kernels.matmul.fp8.functions import itself
 
 
 class GradientCast(NamedTuple):
-    """Placeholders, whose cotangents are an output's gradient in e5m2, its transpose, and its amax.
+    """Placeholders, whose cotangents are an output's gradient in e5m2, its transpose, and its amax,
+    in slots (see `fp8.amax_in_slots`).
 
     scale: of the gradient, from the amax of earlier steps; its own cotangent is not read.
     """
@@ -31,15 +32,16 @@ class GradientCast(NamedTuple):
     scale: Array
 
 
-def placeholders(M: int, N: int, amax: Float[Array, ""]) -> GradientCast:
+def placeholders(M: int, N: int, amax: Float[Array, "*P"]) -> GradientCast:
     """For the gradient of an output [M, N]; amax: of it in earlier steps, 0 = none yet."""
     zeros = lambda *shape: jnp.zeros(shape, E5M2)
-    scale = jax.lax.stop_gradient(fp8.given_scale(amax, E5M2))
-    return GradientCast(zeros(M, N), zeros(N, M), jnp.zeros((), jnp.float32), scale)
+    scale = jax.lax.stop_gradient(fp8.given_scale(fp8.known_amax(amax), E5M2))
+    return GradientCast(zeros(M, N), zeros(N, M), jnp.zeros_like(amax), scale)
 
 
-def cotangent(q_MN: Array, q_NM: Array, seen: Array) -> GradientCast:
-    """The cotangent of a `GradientCast`."""
+def cotangent(q_MN: Array, q_NM: Array, seen: Array, slots: tuple[int, ...]) -> GradientCast:
+    """The cotangent of a `GradientCast`. seen: amaxes of parts; slots: shape of its `seen`."""
+    seen = fp8.amax_in_slots(seen, slots)
     return GradientCast(q_MN, q_NM, seen, jnp.zeros((), jnp.float32))
 
 
@@ -58,14 +60,17 @@ def _cast_gradient(implementation, y, gradient):
     return y
 
 
-def _cast_gradient_backward(implementation, scale, dy):
+def _cast_gradient_backward(implementation, saved, dy):
+    scale, like_seen = saved
     dy_MN = dy.reshape(-1, dy.shape[-1])
     backend = fp8.choose_cast((dy_MN,), E5M2, implementation)
-    return dy, cotangent(*backend.cast_measured((dy_MN,), 1 / scale, E5M2, itself))
+    found = backend.cast_measured((dy_MN,), 1 / scale, E5M2, itself)
+    return dy, cotangent(*found, like_seen.shape)
 
 
 _cast_gradient.defvjp(
-    lambda implementation, y, gradient: (y, gradient.scale), _cast_gradient_backward
+    lambda implementation, y, gradient: (y, (gradient.scale, gradient.seen)),
+    _cast_gradient_backward,
 )
 
 
@@ -74,7 +79,7 @@ def fp8_matmul_for_cast(
     w_KN: Float[Array, "K N"],
     *,
     w_fp8: Fp8 | None = None,
-    amax_2: Float[Array, "2"],
+    amax_2: Float[Array, "2 *P"],
     x_cast: Fp8Input | None = None,
     fast_accum: bool = False,
     implementation: Implementation = None,
@@ -102,7 +107,7 @@ def _forward(options, x_MK, w_KN, w_fp8, amax_2, x_cast):
 
 def _backward(options, saved, cotangents):
     dy_MN, (q_MN, q_NM, seen, _) = cotangents
-    scale = fp8.given_scale(saved.amax_2[1], E5M2)
+    scale = fp8.given_scale(fp8.known_amax(saved.amax_2[1]), E5M2)
     return fp8.matmul_backward(options, saved, Fp8(q_MN, q_NM, scale), seen, dy_MN.dtype)
 
 

@@ -48,9 +48,8 @@ def cast(
 
 
 def cast_measured(arrays, multiplier, dtype, function, *, interpret: hopper.Interpret = False):
-    """Saturating `cast`, and the amax of the function's values."""
-    *quantized, most_RC = _cast(arrays, multiplier, dtype, function, True, True, interpret)
-    return *quantized, jnp.max(most_RC)
+    """Saturating `cast`, and the amax of the function's values in each block."""
+    return tuple(_cast(arrays, multiplier, dtype, function, True, True, interpret))
 
 
 @hopper.jit_kernel("dtype", "function", "saturate", "measure", "interpret")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxtrain_kernels.dispatch import choose_backend, target
-from jaxtrain_kernels.matmul.fp8 import Fp8, given_scale
+from jaxtrain_kernels.matmul.fp8 import Fp8, given_scale, known_amax
 from jaxtrain_kernels.matmul.fp8.functions import Function
 from jaxtrain_kernels.matmul.fp8_epilogue import hopper, reference, xla
 
@@ -19,8 +19,8 @@ BACKENDS = {"xla": xla, "mosaic": hopper, "reference": reference}
 
 
 class QuantizedProduct(NamedTuple):
-    """fp8: function(product) in both layouts. seen: its amax. product_MN: the matmul's result
-    before the function, if requested.
+    """fp8: function(product) in both layouts. seen: amaxes of its parts, in any shape. product_MN:
+    the matmul's result before the function, if requested.
     """
 
     fp8: Fp8
@@ -34,7 +34,7 @@ def fp8_product_quantized(
     scale: Float[Array, ""],
     function: Function,
     dtype: DTypeLike,
-    amax: Float[Array, ""],
+    amax: Float[Array, "*P"],
     *,
     product_dtype: DTypeLike,
     other_MN: Float[Array, "M N"] | None = None,
@@ -45,14 +45,15 @@ def fp8_product_quantized(
     """function(a b^T scale), or function(a b^T scale, other), in float8.
 
     a, b: in float8. scale: a power of two. function: of `fp8.functions`. amax: amax of earlier
-    steps, to scale by; larger values saturate, and 0 means a scale of 1. product_dtype: dtype that
+    steps, to scale by (in slots: `fp8.amax_in_slots`); larger values saturate, and 0 means a scale
+    of 1. product_dtype: dtype that
     the product is rounded to. keep: return the product as well. exact: accumulate in float32, as in
     `fp8_product`. Raises NotImplementedError where a named backend cannot serve.
     """
     operands = (a_MK, b_NK) if other_MN is None else (a_MK, b_NK, other_MN)
     options = reference.ProductOptions(function, dtype, product_dtype, keep, exact)
     backend = BACKENDS[_choose(implementation, options, *operands)]
-    cast_scale = given_scale(amax, dtype)
+    cast_scale = given_scale(known_amax(amax), dtype)
     q_MN, q_NM, seen, product_MN = backend.product_quantized(
         options, operands, scale, 1 / cast_scale
     )

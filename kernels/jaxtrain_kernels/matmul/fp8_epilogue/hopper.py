@@ -88,12 +88,13 @@ class EpiloguePlan(NamedTuple):
 class EpilogueArrays(NamedTuple):
     """gemm.a, gemm.b: [rows / 2, 2, K].
 
-    factors: the product's scale, and the multiplier of the function's value before the cast. most:
-    amax of each thread.
+    scale: of the product. multiplier: of the function's value before the cast. most: amax of each
+    thread.
     """
 
     gemm: gemm.GemmArrays
-    factors: Ref
+    scale: Ref
+    multiplier: Ref
     q_MN: Ref
     q_NM: Ref
     most: Ref
@@ -143,11 +144,10 @@ def product_quantized(
     With a second input, `options.function` is linear in it, which is where both factors go: they
     are powers of two.
     """
-    factors = jnp.stack([scale.astype(jnp.float32), multiplier.astype(jnp.float32)])
+    # Two arrays: XLA computes the scalars of all layers in one kernel, but stacks each pair in one.
+    factors = [x.astype(jnp.float32).reshape(1) for x in (scale, multiplier)]
     q_MN, q_NM, most, *product = _product(options, operands, factors, tiling, interpret)
-    seen = jnp.max(most)
-    if len(operands) > 2:
-        seen = seen / multiplier
+    seen = most / multiplier if len(operands) > 2 else most
     return q_MN, q_NM, seen, product[0] if options.keep else None
 
 
@@ -160,10 +160,12 @@ def _product(options, operands, factors, tiling, interpret):
     tiling, plan_of_gemm = plan.gemm.tiling, plan.gemm
 
     def fp8_epilogue_matmul(*refs, a, b, results, full, free, arrived=None):
-        inputs, outputs = refs[: 3 + plan.other], refs[3 + plan.other :]
+        inputs, outputs = refs[: 4 + plan.other], refs[4 + plan.other :]
         given = gemm.GemmArrays(inputs[0], inputs[1], inputs[2] if plan.other else None, None)
         q_MN, q_NM, most, *kept = outputs
-        arrays = EpilogueArrays(given, inputs[-1], q_MN, q_NM, most, kept[0] if plan.keep else None)
+        scale, multiplier = inputs[-2:]
+        kept = kept[0] if plan.keep else None
+        arrays = EpilogueArrays(given, scale, multiplier, q_MN, q_NM, most, kept)
         other, results = (results[0], results[1:]) if plan.other else (None, results)
         memory = EpilogueMemory(gemm.GemmMemory(a, b, other, full, free, arrived), tuple(results))
         hopper.specialize_warpgroups(
@@ -173,7 +175,7 @@ def _product(options, operands, factors, tiling, interpret):
                 EpilogueWork(
                     plan, arrays, memory,
                     gemm.GemmWork(plan_of_gemm, arrays.gemm, memory.gemm, warpgroup),
-                    arrays.factors[0], arrays.factors[1],
+                    arrays.scale[0], arrays.multiplier[0],
                 )
             ),
         )  # fmt: skip
@@ -210,7 +212,7 @@ def _product(options, operands, factors, tiling, interpret):
         thread_name="warpgroup",
         compiler_params=hopper.compiler_params(approx_math=False),
         interpret=interpret,
-    )(a_MK.reshape(M // 2, 2, K), b_NK.reshape(N // 2, 2, K), *others, factors)
+    )(a_MK.reshape(M // 2, 2, K), b_NK.reshape(N // 2, 2, K), *others, *factors)
 
 
 def _plan(options, sizes, dtype, other: bool, tiling: GemmTiling | None, interpret: bool):

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxtrain_kernels.dispatch import choose_backend, target
-from jaxtrain_kernels.matmul.fp8 import E4M3, Fp8, Fp8Input, given_scale, named
+from jaxtrain_kernels.matmul.fp8 import E4M3, Fp8, Fp8Input, given_scale, known_amax, named
 from jaxtrain_kernels.rows.fp8 import hopper, reference, xla
 
 # The first that can serve is the default.
@@ -36,7 +36,7 @@ def norm_quantized(
     y_BTD: Float[Array, "B T D"] | None,
     x0_BTD: Float[Array, "B T D"] | None,
     scales: tuple[Float[Array, ""], Float[Array, ""]] | None,
-    amax: Float[Array, ""],
+    amax: Float[Array, "*P"],
     *,
     eps: float,
     implementation: str | None = None,
@@ -45,14 +45,15 @@ def norm_quantized(
     to e4m3.
 
     y None = 0, with scales only; x0 is None without them. amax: of the norm in earlier steps, to
-    scale by; larger values saturate, and 0 means a scale of 1. The casts have no gradient. Raises
+    scale by (in slots: `fp8.amax_in_slots`); larger values saturate, and 0 means a scale of 1. The
+    casts have no gradient. Raises
     NotImplementedError where a named backend cannot serve, ValueError for an unknown one.
     """
     given = [x for x in (x_BTD, y_BTD, x0_BTD) if x is not None]
     reasons = {name: b.supports(target(), *given) for name, b in BACKENDS.items()}
     signature = f"{x_BTD.dtype}{list(x_BTD.shape)}"
     backend = BACKENDS[choose_backend("norm_quantized", reasons, implementation, signature)]
-    scale = lax.stop_gradient(given_scale(amax, E4M3))
+    scale = lax.stop_gradient(given_scale(known_amax(amax), E4M3))
     s_BTD, h_BTD, x0_BTD, q_MK, q_KM, seen = backend.norm_quantized(
         x_BTD, y_BTD, x0_BTD, scales, 1 / scale, eps=eps
     )

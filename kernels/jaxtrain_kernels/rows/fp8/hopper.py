@@ -64,7 +64,7 @@ def _outputs(options, x_BTD, y_BTD, x0_BTD, scales, multiplier):
     # No kernel writes h: XLA computes what is read of it.
     r_BT1 = r_R.reshape(*s_BTD.shape[:-1], 1)
     h_BTD = (s_BTD.astype(jnp.float32) * r_BT1).astype(s_BTD.dtype)
-    return s_BTD, h_BTD, x0_BTD, q_RD, q_DR, jnp.max(most_S)
+    return s_BTD, h_BTD, x0_BTD, q_RD, q_DR, most_S
 
 
 def _norm_quantized_fwd(options, x_BTD, y_BTD, x0_BTD, scales, multiplier):

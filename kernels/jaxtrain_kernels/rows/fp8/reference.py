@@ -16,7 +16,7 @@ def supports(target: Target, *arrays) -> None:
 
 
 def norm_quantized(x_BTD, y_BTD, x0_BTD, scales, multiplier, *, eps):
-    """Return (s, h, x0, q_MK, q_KM, amax of h)."""
+    """Return (s, h, x0, q_MK, q_KM, amaxes of parts of h)."""
     return norm_then_cast(norms, casts, (x_BTD, y_BTD, x0_BTD), scales, multiplier, eps)
 
 

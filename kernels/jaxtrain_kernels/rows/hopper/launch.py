@@ -46,9 +46,10 @@ def like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def rows_layout(columns: int) -> hopper.RegisterLayout:
-    """One row per warp, 16 bytes of 16-bit values per thread (8 if columns % 256 is not 0)."""
-    vector = 8 if columns % 256 == 0 else 4
+def rows_layout(columns: int, vector: int | None = None) -> hopper.RegisterLayout:
+    """One row per warp. vector: adjacent values per thread; None: 16 bytes of 16-bit values (8 if
+    columns % 256 is not 0)."""
+    vector = vector or (8 if columns % 256 == 0 else 4)
     return plgpu.Layout.TILED(plgpu.Tiling(((4, 32 * vector), (vector,))), (-3,), (-2,), -1)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
 
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.rows.hopper.launch import broadcast_lanes, launch, like, load, rows_layout
@@ -54,16 +55,24 @@ def _mixed_fwd(options, x_BTD, y_BTD, x0_BTD, a, b):
 def mixed_bwd(options, saved, cotangents):
     s_BTD, x0_BTD, a, b, like_y = saved
     ds_BTD, dh_BTD, dx0_BTD = cotangents
-    dx_BTD, dx0_BTD, ds_R, d0_R = _backward(
+    dx_BTD, dx0_BTD, sums_2R = _backward(
         options, s_BTD, ds_BTD, dh_BTD, x0_BTD, dx0_BTD, stacked(a, b)
     )
     # <g, s> and <g, x0> for g = d loss / d s. x + y was not saved: it is (s - b x0) / a.
-    of_s, of_x0 = jnp.sum(ds_R), jnp.sum(d0_R)
+    of_s, of_x0 = sum_rows(sums_2R)
     da = ((of_s - b.astype(jnp.float32) * of_x0) / a.astype(jnp.float32)).astype(a.dtype)
     return dx_BTD, None if like_y is None else dx_BTD, dx0_BTD, da, of_x0.astype(b.dtype)
 
 
 mixed_norm.defvjp(_mixed_fwd, mixed_bwd)
+
+
+def sum_rows(x_NR: Float[Array, "N R"]) -> list[Float[Array, ""]]:
+    """Sum each row in one kernel: XLA sums up to 16,384 numbers in one, and more in two."""
+    R = x_NR.shape[1]
+    parts = next((n for n in range(1, 9) if R % n == 0 and R // n <= 16384), 1)
+    x_NP = jnp.sum(x_NR.reshape(-1, parts, R // parts), axis=2)
+    return [functools.reduce(jnp.add, [row[n] for n in range(parts)]) for row in x_NP]
 
 
 def stacked(a, b):
@@ -107,7 +116,7 @@ def _forward(options, x_BTD, y_BTD, x0_BTD, scales_2):
 
 @hopper.jit_kernel("options")
 def _backward(options, s_BTD, ds_BTD, dh_BTD, x0_BTD, dx0_BTD, scales_2):
-    """Return, for g = d loss / d s: [g]; with scales [a g, dx0 + b g, rows' <g, s>, <g, x0>]."""
+    """Return, for g = d loss / d s: [g]; with scales [a g, dx0 + b g, rows' (<g, s>, <g, x0>)]."""
     D = s_BTD.shape[-1]
     layout = rows_layout(D)
     mixed = scales_2 is not None
@@ -116,7 +125,7 @@ def _backward(options, s_BTD, ds_BTD, dh_BTD, x0_BTD, dx0_BTD, scales_2):
         here = pl.ds(block * ROWS, ROWS)
         s, dh, ds = (load(ref.at[here], layout) for ref in (s_ref, dh_ref, ds_ref))
         if mixed:
-            x0_ref, acc_ref, scales, dx_ref, dx0_ref, by_s_ref, by_x0_ref = more
+            x0_ref, acc_ref, scales, dx_ref, dx0_ref, sums_ref = more
             x0, acc = load(x0_ref.at[here], layout), load(acc_ref.at[here], layout)
         scale = lax.rsqrt(jnp.sum(s * s, 1) * (1 / D) + options.eps)
         along = jnp.sum(dh * s, 1) * (-1 / D) * scale * scale * scale
@@ -126,15 +135,16 @@ def _backward(options, s_BTD, ds_BTD, dh_BTD, x0_BTD, dx0_BTD, scales_2):
             return
         dx_ref[here] = (scales[0] * g).astype(s_BTD.dtype)
         dx0_ref[here] = (acc + scales[1] * g).astype(s_BTD.dtype)
-        by_s_ref[here] = jnp.sum(g * s, 1)
-        by_x0_ref[here] = jnp.sum(g * x0, 1)
+        sums_ref[0, here] = jnp.sum(g * s, 1)
+        sums_ref[1, here] = jnp.sum(g * x0, 1)
 
     arrays = [x.reshape(-1, D) for x in (s_BTD, ds_BTD, dh_BTD)]
     out_types = [like(arrays[0])]
     if mixed:
-        sums_R = jax.ShapeDtypeStruct(arrays[0].shape[:1], jnp.float32)
-        out_types += [like(arrays[0]), sums_R, sums_R]
+        sums_2R = jax.ShapeDtypeStruct((2, len(arrays[0])), jnp.float32)
+        out_types += [like(arrays[0]), sums_2R]
         arrays += [x0_BTD.reshape(-1, D), dx0_BTD.reshape(-1, D), scales_2]
     blocks = arrays[0].shape[0] // ROWS
     out = launch(norm_backward, out_types, blocks, *arrays, interpret=options.interpret)
-    return [x.reshape(s_BTD.shape) if x.ndim == 2 else x for x in out]
+    grads = 1 + mixed
+    return [*(x.reshape(s_BTD.shape) for x in out[:grads]), *out[grads:]]
