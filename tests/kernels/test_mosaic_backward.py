@@ -191,6 +191,15 @@ def test_lowers_for_hopper(shape, dtype):
     assert "mosaic_gpu" in text
 
 
+def lower_anew(head_dim):
+    struct = jax.ShapeDtypeStruct
+    q, lse = struct((1, 264, 1, head_dim), jnp.bfloat16), struct((1, 1, 264), jnp.float32)
+    run = functools.partial(backward.backward.__wrapped__, causal=True, window=None, softcap=None)
+    with on_target("cuda", (9, 0)):
+        traced = jax.jit(functools.partial(run, scale=0.1)).trace(q, q, q, None, q, lse, q, None)
+        traced.lower(lowering_platforms=("cuda",))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_products_of_queries_cover_the_head_dim_and_start_without_zeros(head_dim, monkeypatch):
     issued = []
@@ -202,12 +211,7 @@ def test_products_of_queries_cover_the_head_dim_and_start_without_zeros(head_dim
         return inner(result, arguments, ptx, constraints)
 
     monkeypatch.setattr(inline, "_asm", record)
-    struct = jax.ShapeDtypeStruct
-    q, lse = struct((1, 264, 1, head_dim), jnp.bfloat16), struct((1, 1, 264), jnp.float32)
-    run = functools.partial(backward.backward.__wrapped__, causal=True, window=None, softcap=None)
-    with on_target("cuda", (9, 0)):
-        traced = jax.jit(functools.partial(run, scale=0.1)).trace(q, q, q, None, q, lse, q, None)
-        traced.lower(lowering_platforms=("cuda",))
+    lower_anew(head_dim)
     width, steps = ("128", 1) if head_dim == 64 else ("64", 2)  # the first step is compiled apart
     one = [("0", width), *[("1", width)] * (head_dim // 16 - 1)]
     assert issued == 2 * steps * one  # S and dP
@@ -265,6 +269,24 @@ def key_plan(tiling, H):
     q = jnp.zeros((1, 512, 1, H), jnp.bfloat16)
     mask = Mask(True, None)
     return backward.make_backward_plan(KeyPlan, q, q, None, mask, None, 1.0, tiling, False)
+
+
+@pytest.mark.parametrize("head_dim, finish", [(64, "WCCW"), (128, "WCWCW")])
+def test_outputs_are_staged_once_earlier_stores_have_read_their_memory(
+    head_dim, finish, monkeypatch
+):
+    """Which the interpreter does not show: there dq and the outputs have memory of their own."""
+    events = []
+
+    def recorded(letter, inner):
+        return lambda *args, **more: events.append(letter) or inner(*args, **more)
+
+    for name, letter in (("wait_smem_to_gmem", "W"), ("copy_smem_to_gmem", "C")):
+        monkeypatch.setattr(plgpu, name, recorded(letter, getattr(plgpu, name)))
+    lower_anew(head_dim)
+    assert "".join(events).endswith(
+        "CCC" + finish
+    )  # after dq of the loop and of the last two steps
 
 
 @pytest.mark.parametrize("block_q", [32, 192, 256])

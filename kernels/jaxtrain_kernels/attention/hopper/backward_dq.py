@@ -35,9 +35,8 @@ def memory(plan: KeyPlan) -> pl.MemoryRef:
 
 def issue(work: KeyWork, t: Index, dq: Ref) -> None:
     rows, columns = _part(work)
-    hopper.untyped.wgmma(
-        dq, work.memory.ds.at[work.ds_slot(t), :, rows].T, work.memory.k.at[:, columns]
-    )
+    ds = work.read(work.memory.ds.at[work.ds_slot(t), :, rows])
+    hopper.untyped.wgmma(dq, ds.T, work.read(work.memory.k.at[:, columns]))
 
 
 def store_dq(work: KeyWork, dq: jax.Array) -> None:

@@ -258,11 +258,13 @@ def _product(work: KeyWork, of_keys: Any, of_queries: Any) -> Any:
 
 
 def _issue_dv(work: KeyWork, t: Any, dv: Any, p: Any):
-    plgpu.wgmma(dv, work.left(p), work.memory.do.at[work.slot(t), :, work.columns()])
+    do = work.read(work.memory.do.at[work.slot(t), :, work.columns()])
+    plgpu.wgmma(dv, work.left(p), do)
 
 
 def _issue_dk(work: KeyWork, t: Any, dk: Any, ds: Any):
-    plgpu.wgmma(dk, work.left(ds), work.memory.q.at[work.slot(t), :, work.columns()])
+    q = work.read(work.memory.q.at[work.slot(t), :, work.columns()])
+    plgpu.wgmma(dk, work.left(ds), q)
 
 
 def _p_and_ds(

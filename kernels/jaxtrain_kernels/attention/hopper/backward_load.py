@@ -102,7 +102,14 @@ class KeyWork(NamedTuple):
         hopper.bar_sync(self._ds_barrier(t, 1 - self.warpgroup), 2)
 
     def _ds_barrier(self, t: Index, writer: Index) -> Index:
+        # (Two of each writer: one may tell of the next step before the other awaits this one.)
         return self.plan.barrier("ds") + 2 * self.ds_slot(t) + writer
+
+    def read(self, ref: Any) -> Any:
+        """Return a matmul's operand. The interpreter's race detector sees ordinary loads alone."""
+        if self.plan.interpret:
+            plgpu.load(ref)
+        return ref
 
     def left(self, x: jax.Array) -> jax.Array | Ref:
         """Return x as the left operand of a matmul: x in registers; in memory if interpreted."""
