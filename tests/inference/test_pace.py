@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engine_cases import OPTIONS, make_engine, prompts, tokens_of
 
-from jaxtrain.inference.engine.pace import PATIENCE, TRIED, Pace, step_counts
+from jaxtrain.inference.engine.pace import PATIENCE, TRIED, UNSETTLED, Pace, step_counts
 
 
 class Clock:
@@ -30,7 +30,7 @@ def work(pace, clock, calls, device, host):
 def test_a_slow_step_is_a_call_of_its_own():
     clock = Clock()
     seen = work(Pace(8, clock), clock, 20, device=10.0, host=2.0)
-    tried = TRIED + 1  # the first call of a choice is not measured
+    tried = TRIED + UNSETTLED - 1  # calls of a choice until it is changed
     assert seen == [8] * tried + [4] * tried + [1] * (20 - 2 * tried)
 
 
@@ -58,6 +58,18 @@ def test_programs_for_the_steps_that_may_be_chosen(adapt, expected):
         if key.name == "decode_slots":
             found.setdefault(key.rows, set()).add(key.steps)
     assert found == (expected or {1: {1, 8}, 3: {1, 8}})
+
+
+def test_the_first_calls_after_a_change_are_not_measured():
+    """As of a device that had nothing to do: the host waits for it only after some calls."""
+    clock = Clock()
+    pace = Pace(8, clock)
+    for _ in range(TRIED):
+        assert pace.steps == 8
+        pace.reset()
+        work(pace, clock, UNSETTLED - 2, device=0.1, host=9.0)
+        work(pace, clock, 2, device=10.0, host=1.0)
+    assert pace.steps == 4
 
 
 def test_what_is_not_decoding_is_not_judged():

@@ -13,6 +13,7 @@ IDLE_ENOUGH, TOO_BUSY = 0.7, 0.9  # share of time the host works: try fewer step
 FEW = 4  # steps between one and several
 TRIED = 4  # minimum calls that are measured before a change
 PATIENCE = 64  # calls until fewer steps are tried again
+UNSETTLED = 3  # calls after a change or a prompt until the host waits for the device as usual
 
 
 class Pace:
@@ -24,10 +25,12 @@ class Pace:
         self.waited = 0.0
         self.last: float | None = None
         self.busy, self.measured, self.pause = 1.0, 0, 0
+        self.unsettled = UNSETTLED
 
     def reset(self) -> None:
-        """Leave the time until the next call unmeasured."""
-        self.last = None
+        """Leave the time until the next calls unmeasured. The device may have had nothing to do:
+        the host is ahead of it again only after a few calls."""
+        self.last, self.unsettled = None, UNSETTLED
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -40,7 +43,8 @@ class Pace:
         """Record the start of a call of `steps` decode steps."""
         now, last, waited = self.clock(), self.last, self.waited
         self.last, self.waited = now, 0.0
-        if last is None or now <= last or steps != self.steps:
+        self.unsettled -= self.unsettled > 0
+        if last is None or now <= last or steps != self.steps or self.unsettled:
             return
         busy = 1 - min(1.0, waited / (now - last))
         self.busy += (SMOOTHING if self.measured else 1.0) * (busy - self.busy)
