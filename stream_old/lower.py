@@ -10,9 +10,9 @@ from shapes import plan_of, abstract
 from jaxtrain_kernels.matmul.streamed.kernel import streamed_products
 from jaxtrain_kernels.dispatch import on_target
 t = topologies.get_topology_desc("1x1x2", platform="cuda", target_config=open("/tmp/castsw/h200.txtpb").read(), topology="1x1x2")
-args = sys.argv[1:] or ["int8"]
+args = sys.argv[1:] or ["int8_1", "int8_8", "int4_1", "int4_8", "int8_3"]
 for form in args:
-    plan = plan_of(form)
+    plan = plan_of(form.split("_")[0], int(form.split("_")[1]))
     with on_target("cuda", (9, 0)):
         a = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(t.devices[0])), abstract(plan))
         s = time.time()
