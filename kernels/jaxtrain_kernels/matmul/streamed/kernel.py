@@ -6,8 +6,8 @@ results of one product, which are the inputs of the next, the codes of the next 
 
 A product's columns are in panels (`order`); a block has adjacent panels, and its warps have
 different inputs, which they keep in registers. The exchange: all write their columns to global memory, then increment a counter of the
-product, and wait until it has all increments. Counters are never reset: the last product's, which
-all blocks read before any of them can increment it, tells where the others began.
+product, and wait until it has all increments. Counters are zeros before and after a call: the last
+block to end resets them.
 """
 
 import functools
@@ -253,7 +253,6 @@ class _Block:
     def run(self) -> None:
         self.stamp()
         self.start()
-        self.began = Int(ptx("ld.relaxed.gpu.global.b32 $0, [$1];", self.counter(-1), out="r"))
         ring = [const(0).value, const(0).value, const(0).value]  # place, parity, slot
         source, gains = self.x, self.load_gains(0)
         for p, phase in enumerate(self.plan.phases):
@@ -268,7 +267,7 @@ class _Block:
             last = p + 1 == len(self.plan.phases)
             self.sync()
             self.stamp()
-            self.signal(-1 if last else p)
+            when(self.is_first, self.end if last else functools.partial(self.signal, p))
             self.stamp()
             if not last:
                 gains = self.load_gains(p + 1)
@@ -282,30 +281,35 @@ class _Block:
         ptx("bar.sync 0;")
 
     def counter(self, p: int) -> Int:
-        p = COUNTERS - 2 if p < 0 else p
         return self.state + p * COUNTER_BYTES
 
     def signal(self, p: int) -> None:
-        def add():
-            ptx("fence.acq_rel.gpu;")
-            ptx("red.release.gpu.global.add.u32 [$0], 1;", self.counter(p))
+        ptx("fence.acq_rel.gpu;")
+        ptx("red.release.gpu.global.add.u32 [$0], 1;", self.counter(p))
 
-        when(self.is_first, add)
+    def end(self) -> None:
+        """Reset the counters, in the last block: all others have waited for the last time."""
+        last = len(self.plan.phases) - 1
+        before = Int(ptx("atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;", self.counter(last), out="r"))
+
+        def reset():
+            for p in range(last + 1):
+                ptx("st.relaxed.gpu.global.b32 [$0], 0;", self.counter(p))
+
+        when(before.equals(self.plan.blocks - 1), reset)
 
     def wait(self, p: int) -> None:
         """Wait in the first thread until all blocks have signalled the phase."""
-        end = self.began + self.plan.blocks
 
         def poll():
             left = ptx(
-                "{ .reg .pred p; .reg .b32 n, c; mov.b32 n, %d; AGAIN:"
-                " ld.acquire.gpu.global.b32 c, [$1]; sub.s32 c, c, $2;"
-                " setp.ge.s32 p, c, 0; @p bra DONE;"
-                " sub.s32 n, n, 1; setp.gt.s32 p, n, 0; @p bra AGAIN; DONE: mov.b32 $0, n; }"
-                % POLLS,
-                self.counter(p), end, out="r",
+                f"{{ .reg .pred p; .reg .b32 n, c; mov.b32 n, {POLLS}; AGAIN:"
+                f" ld.acquire.gpu.global.b32 c, [$1]; setp.ge.s32 p, c, {self.plan.blocks};"
+                " @p bra DONE; sub.s32 n, n, 1; setp.gt.s32 p, n, 0; @p bra AGAIN;"
+                " DONE: mov.b32 $0, n; }",
+                self.counter(p), out="r",
             )  # fmt: skip
-            failed = lambda: ptx("st.global.b32 [$0], 1;", self.state + 7 * COUNTER_BYTES)
+            failed = lambda: ptx("st.global.b32 [$0], 1;", self.counter(COUNTERS - 1))
             when(Int(left).equals(0), failed)
 
         when(self.is_first, poll)
