@@ -13,7 +13,7 @@ with on_target("cuda", (9, 0)):
     new1 = jax.eval_shape(lambda k: layer_of("int8", k)[0], jax.random.key(0))
     xs, ss, st = put(jax.eval_shape(lambda: x0(1))), put(jax.eval_shape(lambda: s0(1))), put(jax.ShapeDtypeStruct((8, 32), jax.numpy.int32))
     b = time.time()
-    lo = jax.jit(chain(plan_of(stamps=False))).trace(xs, ss, st, [put(new1)] * KEPT).lower(lowering_platforms=("cuda",))
+    lo = jax.jit(chain(plan_of(ahead=4))).trace(xs, ss, st, [put(new1)] * KEPT).lower(lowering_platforms=("cuda",))
     c = lo.compile(); print("chain compiled", time.time() - b)
     open("/tmp/streamdump/chain.hlo", "w").write(c.as_text())
     lo = jax.jit(lambda *a: streamed_products(plan_of(stamps=True), *a)).trace(xs, ss, st, put(new1)).lower(lowering_platforms=("cuda",)).compile()

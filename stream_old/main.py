@@ -8,7 +8,8 @@ from shapes import plan_of, abstract, D, F, KV
 from jaxtrain_kernels.matmul.streamed.kernel import streamed_products
 from jaxtrain_kernels.matmul.streamed.order import to_stream
 from jaxtrain_kernels.matmul.integers import to_fragments
-from benchmarks.integer_chain import Chain, joined_chain
+try: from benchmarks.integer_chain import Chain, joined_chain
+except Exception as e: print("no joined chain", repr(e))
 O = os.environ.get("O", ".")
 say = lambda *x: print(f"[{time.time()-T0:5.1f}]", *x, flush=True)
 LAYERS, KEPT = 32, 8
@@ -17,6 +18,8 @@ VARIANTS = {}
 for f, m in CASES:
     n = f"{f} rows {m}"
     VARIANTS[n, "base"] = plan_of(f, m)
+    for a in (2, 4, 6, 10):
+        if a <= VARIANTS[n, "base"].slots: VARIANTS[n, f"ahead {a}"] = plan_of(f, m, ahead=a)
     VARIANTS[n, "no exchange"] = plan_of(f, m, exchange=False)
     VARIANTS[n, "stream only"] = plan_of(f, m, exchange=False, multiply=False)
     if m == 1:
@@ -69,7 +72,8 @@ def reference(form, key, x, stream):
 def chain(plan):
     def run(x, stream, state, layers):
         for i in range(LAYERS):
-            _, _, stream, x, *_ = streamed_products(plan, x, stream, state, layers[i % KEPT])
+            following = tuple(layers[(i + 1) % KEPT][j][0] for j in range(2)) if plan.ahead else ()
+            _, _, stream, x, *_ = streamed_products(plan, x, stream, state, layers[i % KEPT], following)
         return x, stream
     return run
 def old_chain(form, m):

@@ -68,8 +68,9 @@ class Phase(NamedTuple):
 
 
 class StreamPlan(NamedTuple):
-    """form: int8 or int4. rows: of the inputs, up to 8. slots: of a warp. eps: of the norms.
-    exchange, multiply: False only to time the rest."""
+    """form: int8 or int4. rows: of the inputs, up to 8. slots: of a warp. eps: of the norms. ahead:
+    slots of a warp that are fetched into the L2 cache for the following call, which begins with
+    two products of few inputs. exchange, multiply: False only to time the rest."""
 
     form: str
     rows: int
@@ -77,6 +78,7 @@ class StreamPlan(NamedTuple):
     blocks: int
     slots: int
     eps: float
+    ahead: int = 0
     exchange: bool = True
     multiply: bool = True
     stamps: bool = False
@@ -118,11 +120,14 @@ class Memory(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def streamed_products(plan: StreamPlan, x, stream, state, weights) -> list[jax.Array]:
+def streamed_products(
+    plan: StreamPlan, x, stream, state, weights, following: tuple[jax.Array, ...] = ()
+) -> list[jax.Array]:
     """Results [M, outputs] of each phase. x [M, >= K]: the first phase's input. stream [M, D].
     weights: (codes, scales or None in int4, gain or None) of each phase, codes in the order of
-    `to_stream`. state: int32 [COUNTERS, 32], zeros at first."""
-    flat = jax.tree.leaves(weights)
+    `to_stream`. state: int32 [COUNTERS, 32], zeros at first. following: codes of the next call's
+    first two phases."""
+    flat = [*jax.tree.leaves(weights), *following]
 
     def body(x_ref, stream_ref, state_ref, *refs, **memory):
         refs, outs = list(refs[: len(flat)]), list(refs[len(flat) :])
@@ -132,7 +137,7 @@ def streamed_products(plan: StreamPlan, x, stream, state, weights) -> list[jax.A
             codes = refs.pop(0)
             scales = refs.pop(0) if plan.form == "int8" else None
             given.append(PhaseRefs(codes, scales, refs.pop(0) if phase.normed else None, out))
-        args = (x_ref, stream_ref, state_ref, given, Memory(**memory), stamps)
+        args = (x_ref, stream_ref, state_ref, given, Memory(**memory), stamps, refs)
         types = jax.tree.map(lambda _: plgpu.RefType(), args)
         run = lambda _, *args: _Block(plan, x.shape[-1], *args).run()
         plgpu.inline_mgpu(arg_types=types)(run)(*args)
@@ -160,7 +165,7 @@ def streamed_products(plan: StreamPlan, x, stream, state, weights) -> list[jax.A
 class _Block:
     """One block, as operations of each thread."""
 
-    def __init__(self, plan: StreamPlan, width: int, x, stream, state, refs, memory, stamps):
+    def __init__(self, plan, width: int, x, stream, state, refs, memory, stamps, following=()):
         self.plan, self.refs, self.width = plan, refs, width
         self.memory = Memory(*map(address, memory))
         self.x, self.stream, self.state = address(x), address(stream), address(state)
@@ -174,6 +179,7 @@ class _Block:
         self.stamps = None if stamps is None else address(stamps) + (block * 256).wide()
         self.stamped = 0
         self.first, self.panels, self.bases, self.ends = [], [], [], [const(0)]
+        self.following = []
         for phase, ref in zip(plan.phases, refs, strict=True):
             total = phase.N // phase.panel_columns
             first = (block * total) // plan.blocks
@@ -183,6 +189,9 @@ class _Block:
             skipped = first * (each * WARPS * plan.slot_bytes)
             self.bases.append(address(ref.codes) + skipped.wide())
             self.ends.append(self.ends[-1] + self.panels[-1] * each)
+            if len(self.following) < len(following):
+                codes = following[len(self.following)]
+                self.following.append(address(codes) + skipped.wide())
 
     # Slots. Each warp counts its own.
 
@@ -214,6 +223,18 @@ class _Block:
             )  # fmt: skip
 
         when(arith.andi(self.is_first_lane, slot < self.ends[-1]), copy)
+        if self.following:
+            self.fetch(slot - self.ends[-1])
+
+    def fetch(self, slot: Int) -> None:
+        """Fetch a slot of the following call into the L2 cache, from slot 0 on."""
+        earlier = slot < self.ends[1]
+        base = select(earlier, self.following[0], self.following[1])
+        own = select(earlier, slot, slot - self.ends[1])
+        source = base + (own * WARPS + self.warp).wide() * self.plan.slot_bytes
+        code = f"cp.async.bulk.prefetch.L2.global [$0], {self.plan.slot_bytes};"
+        inside = arith.andi(slot.compare("sge", 0), slot < self.plan.ahead)
+        when(arith.andi(self.is_first_lane, inside), lambda: ptx(code, source))
 
     def start(self) -> None:
         def init():
