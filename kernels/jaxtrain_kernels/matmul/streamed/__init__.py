@@ -1,0 +1,74 @@
+"""Products of a few rows with integer codes, each of which reads the result of the one before.
+
+Between two attentions a decode step has four products: the output's, gate with up, down, and the
+next layer's queries, keys and values. One kernel for all of them reads codes without a pause.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int32
+
+from jaxtrain_kernels.dispatch import choose_backend, target
+from jaxtrain_kernels.matmul.few_rows.operations import InputNorm
+from jaxtrain_kernels.matmul.streamed import hopper, reference
+from jaxtrain_kernels.matmul.streamed.order import columns_of, from_stream, inputs_of, to_stream
+from jaxtrain_kernels.matmul.streamed.plan import Phase
+
+# The first backend that can serve the call is the default.
+BACKENDS = {"hopper": hopper, "reference": reference}
+
+__all__ = ["BACKENDS", "StreamedMatrix", "from_stream", "serves", "streamed_products", "to_stream"]
+
+
+class StreamedMatrix(NamedTuple):
+    """A matrix and the operations around its product.
+
+    codes: in the order of `to_stream`; with their scales in int4. scales_N: of int8. norm: of the
+    input. gated: column 2 n is a gate's, and SwiGLU multiplies it by column 2 n + 1. residual: the
+    residual stream is added, and the result is the stream from then on.
+    """
+
+    codes: Int32[Array, "P S A W"]
+    scales_N: Float[Array, "N"] | None
+    norm: InputNorm | None = None
+    gated: bool = False
+    residual: bool = False
+
+    def phase(self, form: str) -> Phase:
+        K, N = inputs_of(self.codes), columns_of(self.codes)
+        return Phase(K, N, self.norm is not None, self.gated, self.residual)
+
+
+def serves(form: str, x: Float[Array, "M K"], matrices: Sequence[StreamedMatrix]) -> bool:
+    """Whether the device has a kernel for these products, or would."""
+    return hopper.supports(target(), form, x, [m.phase(form) for m in matrices]) is None
+
+
+def streamed_products(
+    form: str,
+    x: Float[Array, "M _"],
+    stream_MD: Float[Array, "M D"],
+    matrices: Sequence[StreamedMatrix],
+    *,
+    following: tuple[Int32[Array, "P S A W"], ...] = (),
+    implementation: str | None = None,
+) -> list[Float[Array, "M _"]]:
+    """Results of consecutive products, in x's dtype; x's first columns are the first one's input.
+
+    Rounded after each product and each sum, as the products are one by one. form: int4 or int8.
+    following: codes of the next call's first two matrices, which the kernel brings into the L2
+    cache at its end. Raises ValueError for norms with different eps or an unknown implementation,
+    NotImplementedError for one that cannot serve.
+    """
+    phases = tuple(m.phase(form) for m in matrices)
+    norms = [m.norm for m in matrices if m.norm is not None]
+    if len({norm.eps for norm in norms}) > 1:
+        raise ValueError("the norms of streamed products have one eps")
+    reasons = {name: one.supports(target(), form, x, phases) for name, one in BACKENDS.items()}
+    signature = f"{form} {x.dtype}{list(x.shape)} {[(p.K, p.N) for p in phases]}"
+    name = choose_backend("streamed_products", reasons, implementation, signature)
+    arrays = [(m.codes, m.scales_N, m.norm.gain_K if m.norm else None) for m in matrices]
+    eps = norms[0].eps if norms else 0.0
+    run = BACKENDS[name].streamed_products
+    return run(form, x, stream_MD, phases, arrays, eps, following)

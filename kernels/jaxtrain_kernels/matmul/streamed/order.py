@@ -46,9 +46,43 @@ def to_stream(form: str, codes: jax.Array, scales_GN: Any = None) -> jax.Array:
     a = codes.reshape(deep, PIECES // 2, 2, 4, 2, 2, panels, across, 8, 2).astype(jnp.uint32)
     a = a.transpose(6, 0, 7, 1, 8, 3, 2, 4, 5, 9)  # .., g, t, piece, word, pair of inputs, column
     first, second = a & 15, a >> 4
-    shifts = (jnp.arange(2)[:, None] * 8 + jnp.arange(2)[None] * 4).astype(jnp.uint32)
+    shifts = _shifts(a.ndim).astype(jnp.uint32)
     words = ((first << shifts) | (second << (shifts + 16))).sum((-2, -1), dtype=jnp.uint32)
     words = jax.lax.bitcast_convert_type(words, jnp.int32).reshape(panels, deep, across, -1)
     s = scales_GN.astype(jnp.bfloat16).reshape(deep, 2, panels, across, 8, 2)
     s = jax.lax.bitcast_convert_type(s.transpose(2, 0, 3, 1, 4, 5), jnp.int32)
     return jnp.concatenate([words, s.reshape(panels, deep, across, COLUMNS)], axis=-1)
+
+
+def from_stream(form: str, words: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Inverse of `to_stream`: codes, and int4's scales."""
+    panels, deep, across, _ = words.shape
+    N = columns_of(words)
+    if form == "int8":
+        a = jax.lax.bitcast_convert_type(words, jnp.int8)
+        a = a.reshape(panels, deep, across, PIECES, 8, 4, 4, 2, 2)
+        return a.transpose(1, 3, 5, 6, 7, 0, 2, 4, 8).reshape(-1, N), None
+    count = SLOT_WORDS[form] - COLUMNS
+    codes, scales = words[..., :count], words[..., count:]
+    a = codes.reshape(panels, deep, across, PIECES // 2, 8, 4, 2, 2, 1, 1)
+    shifts = _shifts(a.ndim)
+    a = ((a >> shifts) & 15) | (((a >> (shifts + 16)) & 15) << 4)  # .., pair of inputs, column
+    a = a.transpose(1, 3, 6, 5, 7, 8, 0, 2, 4, 9).astype(jnp.uint8).reshape(-1, N)
+    s = jax.lax.bitcast_convert_type(scales, jnp.bfloat16)
+    s = s.reshape(panels, deep, across, 2, COLUMNS).transpose(1, 3, 0, 2, 4)
+    return a, s.reshape(-1, N)
+
+
+def inputs_of(words: jax.Array) -> int:
+    """Number of a matrix's inputs."""
+    return words.shape[1] * SLOT_INPUTS
+
+
+def columns_of(words: jax.Array) -> int:
+    return words.shape[0] * words.shape[2] * COLUMNS
+
+
+def _shifts(rank: int) -> jax.Array:
+    """First bit of int4's codes in a word, by pair of inputs and column, in the last two dims."""
+    shifts = jnp.arange(2)[:, None] * 8 + jnp.arange(2)[None] * 4
+    return jnp.expand_dims(shifts, range(rank - 2))

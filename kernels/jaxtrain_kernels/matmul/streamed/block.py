@@ -1,0 +1,314 @@
+"""One block of the kernel of `streamed`, as operations of each thread.
+
+It has adjacent panels of each product, and one row of inputs for each 4 lanes of a warp.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir.dialects import arith, gpu
+
+from jaxtrain_kernels.matmul.streamed.emit import (
+    Int, address, const, i32, loop, number, ptx, select, when, zero,
+)  # fmt: skip
+from jaxtrain_kernels.matmul.streamed.order import COLUMNS, PIECES, SLOT_INPUTS
+from jaxtrain_kernels.matmul.streamed.plan import (
+    COUNTER_BYTES, THREADS, WARPS, Memory, PhaseRefs, StreamPlan,
+)  # fmt: skip
+from jaxtrain_kernels.matmul.streamed.registers import add_int4, add_int8, floats, packed
+from jaxtrain_kernels.matmul.streamed.ring import Ring
+
+POLLS = 1 << 22  # of a counter, some seconds, before a block ends the program with an error
+LOG2E = 1.4426950408889634
+
+
+class Operands(NamedTuple):
+    """References to the call's arrays. x: the first input; its rows have `width` values. phases: of
+    each product. following: codes of the next call's first two products."""
+
+    x: Any
+    width: int
+    stream: Any
+    counters: Any
+    phases: Sequence[PhaseRefs]
+    following: Sequence[Any]
+
+
+class Block:
+    """A block's registers, and what its threads do."""
+
+    def __init__(self, plan: StreamPlan, operands: Operands, memory: Memory):
+        self.plan, self.refs = plan, operands.phases
+        self.memory = Memory(*map(address, memory))
+        self.source, self.width = address(operands.x), operands.width
+        self.stream, self.counters = address(operands.stream), address(operands.counters)
+        self.thread = Int(mgpu.utils.thread_idx())
+        self.warp, self.lane = Int(mgpu.utils.warp_idx()), self.thread & 31
+        self.g, self.t = self.lane >> 2, self.lane & 3
+        self.is_first = self.thread.equals(0)
+        block = Int(arith.index_cast(i32(), gpu.block_id(gpu.Dimension.x)))
+        self.panels = []  # first, and number, in each phase
+        for phase in plan.phases:
+            total = phase.N // phase.panel_columns
+            first = (block * total) // plan.blocks
+            self.panels.append((first, ((block + 1) * total) // plan.blocks - first))
+        codes = [ref.codes for ref in operands.phases]
+        ends = codes, operands.following, self.panels
+        self.ring = Ring(plan, self.memory, self.warp, self.lane.equals(0), *ends)
+
+    def run(self) -> None:
+        position, gains = self.ring.begin(), self.load_gains(0)
+        for p, phase in enumerate(self.plan.phases):
+            ahead = self.load_epilogue(p)
+            multiply = self.multiply if phase.across == 1 else self.multiply_wide
+            position = multiply(p, gains, position)
+            self.sync()
+            self.finish(p, ahead)
+            self.sync()
+            if p + 1 == len(self.plan.phases):
+                when(self.is_first, self.end)
+                return
+            when(self.is_first, functools.partial(self.signal, p))
+            gains = self.load_gains(p + 1)
+            when(self.is_first, functools.partial(self.wait, p))
+            self.sync()
+            self.source, self.width = address(self.refs[p].out), phase.outputs
+
+    # Exchange
+
+    def sync(self) -> None:
+        ptx("bar.sync 0;")
+
+    def counter(self, p: int) -> Int:
+        return self.counters + p * COUNTER_BYTES
+
+    def signal(self, p: int) -> None:
+        """Publish the block's results, which its other threads have written."""
+        ptx("fence.acq_rel.gpu;")
+        ptx("red.release.gpu.global.add.u32 [$0], 1;", self.counter(p))
+
+    def wait(self, p: int) -> None:
+        """Wait until all blocks have signalled the phase."""
+        ptx(
+            f"{{ .reg .pred p; .reg .b32 n, c; mov.b32 n, {POLLS}; AGAIN:"
+            f" ld.acquire.gpu.global.b32 c, [$0]; setp.ge.s32 p, c, {self.plan.blocks};"
+            " @p bra DONE; sub.s32 n, n, 1; setp.gt.s32 p, n, 0; @p bra AGAIN; trap; DONE: }",
+            self.counter(p),
+        )  # fmt: skip
+
+    def end(self) -> None:
+        """Reset the counters, in the last block: all others have waited for the last time."""
+        last = len(self.plan.phases) - 1
+        add = "atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;"
+        before = Int(ptx(add, self.counter(last), out="r"))
+
+        def reset() -> None:
+            for p in range(last + 1):
+                ptx("st.relaxed.gpu.global.b32 [$0], 0;", self.counter(p))
+
+        when(before.equals(self.plan.blocks - 1), reset)
+
+    # Inputs
+
+    def loaded(self, base: Int, turn: Int, row: Int, width: int) -> list[list[Any]]:
+        """The lane's 16 bytes of each piece of a slot's inputs, of the warp's turn."""
+        at = row * (width * 2) + (turn * WARPS + self.warp) * (SLOT_INPUTS * 2) + self.t * 16
+        load = "ld.global.cg.v4.b32 {$0, $1, $2, $3}, [$4];"
+        start = base + at.wide()
+        return [ptx(load, start + 64 * piece, out="rrrr") for piece in range(PIECES)]
+
+    def load_inputs(self, turn: Int) -> list[list[Any]]:
+        most = self.plan.rows - 1
+        row = self.g if most == 7 else select(self.g < most, self.g, const(most))
+        return self.loaded(self.source, turn, row, self.width)
+
+    def load_gains(self, p: int) -> list[list[list[Any]]]:
+        """Gains of the warp's inputs, for a norm."""
+        phase = self.plan.phases[p]
+        if self.refs[p].gain is None:
+            return []
+        base = address(self.refs[p].gain)
+        return [self.loaded(base, const(j), const(0), 0) for j in range(phase.turns)]
+
+    def normed(self, inputs: list[Any], gains: list[Any]) -> list[Any]:
+        """Inputs times gains, if there are any. Writes the sums of the inputs' squares to shared memory."""
+        total = zero()
+        for four in itertools.chain(*inputs):
+            for x in itertools.chain(*map(floats, four)):
+                total = ptx("fma.rn.f32 $0, $1, $1, $2;", x, total, out="f", effects=False)
+        for distance in (1, 2):
+            total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+        at = self.memory.squares + (self.warp * 8 + self.g) * 4
+        when(self.t.equals(0), lambda: ptx("st.shared.f32 [$0], $1;", at, total))
+        times = lambda x, y: ptx("mul.rn.bf16x2 $0, $1, $2;", x, y, out="r", effects=False)
+        return jax.tree.map(times, inputs, gains) if gains else inputs
+
+    # Products
+
+    def multiply(self, p: int, gains: list[Any], position: list[Any]) -> list[Any]:
+        """Write the warp's sums of each panel to shared memory."""
+        phase = self.plan.phases[p]
+        inputs = [self.load_inputs(const(j)) for j in range(phase.turns)]
+        if phase.normed:
+            inputs = self.normed(inputs, gains)
+
+        def panel(n: Int, position: list[Any]) -> list[Any]:
+            sums = self.zeros()
+            for xs in inputs:
+                position, sums = self.use_slot(position, xs, sums)
+            self.store_sums(n, sums)
+            return position
+
+        return loop(self.panels[p][1], position, panel)
+
+    def multiply_wide(self, p: int, gains: list[Any], position: list[Any]) -> list[Any]:
+        """As `multiply`, with too many inputs for registers: they are loaded one turn ahead, and
+        multiply all slots across a panel."""
+        phase, end = self.plan.phases[p], 3 + 4 * PIECES
+
+        def parts(sums: list[Any]) -> list[list[Any]]:
+            return [list(part) for part in itertools.batched(sums, len(sums) // phase.across)]
+
+        def panel(n: Int, position: list[Any]) -> list[Any]:
+            def turn(j: Int, carried: list[Any]) -> list[Any]:
+                position, words, every = carried[:3], carried[3:end], []
+                following = j + 1
+                wraps = following.equals(phase.turns)
+                ahead = self.load_inputs(select(wraps, const(0), following))
+                xs = [list(four) for four in itertools.batched(words, 4)]
+                for part in parts(carried[end:]):
+                    position, sums = self.use_slot(position, xs, part)
+                    every += sums
+                return [*position, *itertools.chain(*ahead), *every]
+
+            first = itertools.chain(*self.load_inputs(const(0)))
+            zeros = self.zeros() * phase.across
+            found = loop(const(phase.turns), [*position, *first, *zeros], turn)
+            for i, sums in enumerate(parts(found[end:])):
+                self.store_sums(n * phase.across + i, sums)
+            return found[:3]
+
+        return loop(self.panels[p][1], position, panel)
+
+    def zeros(self) -> list[Any]:
+        return [zero() for _ in range(8 if self.plan.form == "int8" else 4)]
+
+    def use_slot(
+        self, position: list[Any], xs: list[Any], sums: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Next position, and the sums with the slot's products."""
+        begin, add = self.ring.wait(position), add_int8 if self.plan.form == "int8" else add_int4
+        sums = add(begin, self.lane, xs, list(sums))
+        return self.ring.advance(position), sums
+
+    def store_sums(self, slot: Int, sums: list[Any]) -> None:
+        """Write the sums of a slot's columns, by a block's number of its slots across panels."""
+        if len(sums) == 8:
+            sums = [arith.addf(sums[i], sums[4 + i]) for i in range(4)]
+        quads = self.plan.quads
+        at = (slot * WARPS + self.warp) * self.plan.sums_bytes + (self.g * quads + self.t) * 16
+        store = "st.shared.v4.f32 [$0], {$1, $2, $3, $4};"
+        put = lambda: ptx(store, self.memory.sums + at, *sums)
+        when(self.t < quads, put)
+
+    # Epilogue. A thread has two adjacent columns of two rows, or several such.
+
+    def items(self, p: int) -> list["_Item"]:
+        phase, quads = self.plan.phases[p], self.plan.quads
+        first, count = self.panels[p]
+        found = []
+        for i in range(-(-self.plan.most_slots(phase) * 8 * quads // THREADS)):
+            index = self.thread + i * THREADS
+            slot, rest = index // (8 * quads), index % (8 * quads)
+            column = first * phase.panel_columns + slot * COLUMNS + (rest // quads) * 2
+            sums = self.memory.sums + slot * (WARPS * self.plan.sums_bytes) + rest * 16
+            item = _Item(slot < count * phase.across, column, (rest % quads) * 2, sums)
+            found.append(item)
+        return found
+
+    def load_epilogue(self, p: int) -> list["_Ahead"]:
+        """Load what the epilogue needs before the products, which last longer than the loads."""
+        phase, ref, found = self.plan.phases[p], self.refs[p], []
+        for item in self.items(p):
+            safe, scales, old = select(item.valid, item.column, const(0)), [], []
+            if ref.scales is not None:
+                load = "ld.global.v2.f32 {$0, $1}, [$2];"
+                scales = ptx(load, address(ref.scales) + safe.wide() * 4, out="ff")
+            for row in self.rows(item) if phase.residual else ():
+                inside = select(row < self.plan.rows, row, const(0))
+                at = self.stream + (inside * phase.outputs + safe).wide() * 2
+                old.append(ptx("ld.global.cg.b32 $0, [$1];", at, out="r"))
+            found.append(_Ahead(scales, old))
+        return found
+
+    def rows(self, item: "_Item") -> list[Int]:
+        return [item.row + r for r in range(min(self.plan.rows, 2))]
+
+    def finish(self, p: int, ahead: list["_Ahead"]) -> None:
+        for item, own in zip(self.items(p), ahead, strict=True):
+            when(item.valid, functools.partial(self.finish_item, p, item, own))
+        if self.plan.phases[p].residual:
+            self.stream = address(self.refs[p].out)
+
+    def finish_item(self, p: int, item: "_Item", ahead: "_Ahead") -> None:
+        """Add the warps' sums, and store the results."""
+        phase, sums = self.plan.phases[p], [zero() for _ in range(4)]
+        for warp in range(WARPS):
+            at = item.sums + warp * self.plan.sums_bytes
+            part = ptx("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", at, out="ffff")
+            sums = [arith.addf(a, b) for a, b in zip(sums, part, strict=True)]
+        for r, row in enumerate(self.rows(item)):
+            ys = [sums[r], sums[2 + r]]
+            if ahead.scales:
+                ys = [arith.mulf(y, scale) for y, scale in zip(ys, ahead.scales, strict=True)]
+            if phase.normed:
+                inverse = self.inverse_rms(phase.K, row)
+                ys = [arith.mulf(y, inverse) for y in ys]
+            old = ahead.old[r] if phase.residual else None
+            put = functools.partial(self.store, p, item.column, row, ys, old)
+            put() if self.plan.rows in (1, 2, 4, 8) else when(row < self.plan.rows, put)
+
+    def inverse_rms(self, K: int, row: Int) -> Any:
+        total = zero()
+        for warp in range(WARPS):
+            at = self.memory.squares + (row + warp * 8) * 4
+            total = arith.addf(total, ptx("ld.shared.f32 $0, [$1];", at, out="f"))
+        mean = arith.addf(arith.mulf(total, number(1 / K)), number(self.plan.eps))
+        return ptx("rsqrt.approx.f32 $0, $1;", mean, out="f", effects=False)
+
+    def store(self, p: int, column: Int, row: Int, ys: list[Any], old: Any) -> None:
+        """Store two columns of a row: rounded, then SwiGLU of both, or the stream plus both."""
+        phase, both = self.plan.phases[p], packed(*ys)
+        column = column >> 1 if phase.gated else column
+        at = address(self.refs[p].out) + (row * phase.outputs + column).wide() * 2
+        if phase.gated:
+            gate, up = floats(both)
+            power = arith.mulf(gate, number(-LOG2E))
+            below = arith.addf(number(1), ptx("ex2.approx.f32 $0, $1;", power, out="f"))
+            y = arith.mulf(ptx("div.full.f32 $0, $1, $2;", gate, below, out="f"), up)
+            ptx("{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; st.global.b16 [$0], h; }", at, y)
+            return
+        if phase.residual:
+            pairs = zip(floats(both), floats(old), strict=True)
+            both = packed(*[arith.addf(y, x) for y, x in pairs])
+        ptx("st.global.b32 [$0], $1;", at, both)
+
+
+class _Item(NamedTuple):
+    """Two columns and two rows, from these on. sums: address of the first warp's sums."""
+
+    valid: Any
+    column: Int
+    row: Int
+    sums: Int
+
+
+class _Ahead(NamedTuple):
+    """Scales of an item's columns, and words of the stream in its rows."""
+
+    scales: list[Any]
+    old: list[Any]

@@ -1,0 +1,46 @@
+"""The products of `streamed` one by one, with the codes in rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.matmul import integers
+from jaxtrain_kernels.matmul.few_rows.operations import InputNorm, Operations
+from jaxtrain_kernels.matmul.streamed.order import from_stream
+from jaxtrain_kernels.matmul.streamed.plan import Phase
+
+OPS = {"int4": integers.w4a16_matmul, "int8": integers.w8a16_matmul}
+
+
+def supports(on: Target, form: str, x: Any, phases: Sequence[Phase]) -> None:
+    return None
+
+
+def streamed_products(
+    form: str,
+    x: jax.Array,
+    stream: jax.Array,
+    phases: tuple[Phase, ...],
+    arrays: Sequence[tuple[jax.Array | None, ...]],
+    eps: float,
+    following: tuple[jax.Array, ...],
+) -> list[jax.Array]:
+    """Backend of the public function."""
+    results = []
+    for phase, (words, scales, gain) in zip(phases, arrays, strict=True):
+        codes, own = from_stream(form, words)
+        operations = Operations(
+            InputNorm(eps, gain) if phase.normed else None,
+            None,
+            "swiglu" if phase.gated else None,
+            stream if phase.residual else None,
+        )
+        given = codes, scales if form == "int8" else own
+        x = OPS[form](
+            x[:, : phase.K], *given, operations=operations, implementation="reference"
+        )
+        stream = x if phase.residual else stream
+        results.append(x)
+    return results

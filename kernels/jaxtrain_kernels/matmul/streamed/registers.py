@@ -1,0 +1,88 @@
+"""Products of a slot's codes in a warp's registers, on tensor cores."""
+
+from typing import Any
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from jaxtrain_kernels.matmul.streamed.emit import Int, ptx, zero
+from jaxtrain_kernels.matmul.streamed.order import PIECES
+
+LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+
+
+def add_int8(begin: Int, lane: Int, xs: list, sums: list) -> list:
+    """Add a slot's products to two accumulators of four."""
+    codes = begin + lane * 16
+    words = [ptx(LOAD, codes + 512 * b, out="rrrr") for b in range(PIECES)]
+    for w, x in zip(words, xs, strict=True):
+        for half in range(2):
+            a = [_bf16(w[2 * half + i], shift) for i in range(2) for shift in (0, 8)]
+            four = slice(4 * half, 4 * half + 4)
+            sums[four] = _mma(a, x[2 * half : 2 * half + 2], sums[four])
+    return sums
+
+
+def add_int4(begin: Int, lane: Int, xs: list, sums: list) -> list:
+    """Add a slot's products, times the scales of its two groups."""
+    codes, blocks = begin + lane * 16, PIECES // 2
+    words = [ptx(LOAD, codes + 512 * b, out="rrrr") for b in range(blocks)]
+    for group in range(2):
+        at = begin + (512 * blocks + 32 * group) + (lane >> 2) * 4
+        scales = floats(ptx("ld.shared.b32 $0, [$1];", at, out="r"))
+        parts = [[zero() for _ in range(4)] for _ in range(2)]
+        for block in range(group * blocks // 2, (group + 1) * blocks // 2):
+            for i, word in enumerate(words[block]):
+                x = xs[2 * block + i // 2][2 * (i % 2) : 2 * (i % 2) + 2]
+                parts[i % 2] = _mma([_bf16_of_4(word, s) for s in (0, 4, 8, 12)], x, parts[i % 2])
+        for i in range(4):
+            part = arith.addf(parts[0][i], parts[1][i])
+            sums[i] = ptx(
+                "fma.rn.f32 $0, $1, $2, $3;", part, scales[i // 2], sums[i], out="f",
+                effects=False,
+            )  # fmt: skip
+    return sums
+
+
+def floats(word: Any) -> list:
+    """The lower and the upper bfloat16 of a word, in float32."""
+    shift = "shl.b32 $0, $1, 16;", "and.b32 $0, $1, -65536;"
+    bits = [ptx(code, word, out="r", effects=False) for code in shift]
+    return [arith.bitcast(ir.F32Type.get(), x) for x in bits]
+
+
+def packed(low: Any, high: Any) -> Any:
+    return ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high, out="r", effects=False)
+
+
+def _mma(a: list, b: list, sums: list) -> list:
+    """Sums of 16 columns and 8 rows plus the products of 16 inputs."""
+    return ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3},"
+        " {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        *a, *b, *sums, out="ffff", effects=False,
+    )  # fmt: skip
+
+
+def _bf16(word: Any, shift: int) -> Any:
+    """int8 codes of one column and two inputs, as bfloat16: bytes 0 and 2 of the word, or 1 and 3.
+
+    A byte's lower 7 bits are the mantissa of 128 + bits; its top bit is the lowest of the exponent
+    of 128, or of 256. Their difference is the code.
+    """
+    first = f"shr.u32 t, $1, {shift};" if shift else "mov.b32 t, $1;"
+    return ptx(
+        "{ .reg .b32 t, m, s; " + first + " lop3.b32 m, t, 0x007F007F, 0x43004300, 0xEA;"
+        " lop3.b32 s, t, 0x00800080, 0x43004300, 0xEA; sub.rn.bf16x2 $0, m, s; }",
+        word, out="r", effects=False,
+    )  # fmt: skip
+
+
+def _bf16_of_4(word: Any, shift: int) -> Any:
+    """4-bit codes, less 8, of one column and two inputs: 128 + code, less 136."""
+    first = f"shr.u32 t, $1, {shift};" if shift else "mov.b32 t, $1;"
+    return ptx(
+        "{ .reg .b32 t, m, s; " + first + " lop3.b32 m, t, 0x000F000F, 0x43004300, 0xEA;"
+        " mov.b32 s, 0x43084308; sub.rn.bf16x2 $0, m, s; }",
+        word, out="r", effects=False,
+    )  # fmt: skip

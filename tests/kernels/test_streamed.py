@@ -1,0 +1,179 @@
+"""Consecutive products with integer codes in one kernel."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated_threads import BLOCKS, SHARED, Int, Raw, emulated
+from jaxtrain_kernels.dispatch import Target, on_target
+from jaxtrain_kernels.matmul.few_rows import InputNorm, Operations
+from jaxtrain_kernels.matmul.integers import w4a16_matmul, w8a16_matmul
+from jaxtrain_kernels.matmul.streamed import (
+    StreamedMatrix, from_stream, hopper, streamed_products, to_stream,
+)  # fmt: skip
+from jaxtrain_kernels.matmul.streamed.block import Block, Operands
+from jaxtrain_kernels.matmul.streamed.plan import COUNTERS, Memory, Phase, PhaseRefs, StreamPlan
+
+OPS = {"int8": w8a16_matmul, "int4": w4a16_matmul}
+GPU = Target("cuda", (9, 0))
+EPS = 1e-5
+
+
+def codes_of(form, K, N, rng):
+    """(codes, scales) in rows; the products have results of about the inputs' size."""
+    if form == "int8":
+        codes, scales = rng.integers(-128, 128, (K, N)), rng.uniform(0.5, 1.5, N)
+        return jnp.asarray(codes, jnp.int8), jnp.asarray(scales / (73 * K**0.5), jnp.float32)
+    codes, scales = rng.integers(0, 256, (K // 2, N)), rng.uniform(0.5, 1.5, (K // 128, N))
+    return jnp.asarray(codes, jnp.uint8), jnp.asarray(scales / (4.6 * K**0.5), jnp.bfloat16)
+
+
+def example(form, M, phases, seed=0):
+    """x, stream, (codes, scales, gain) of each phase in rows, and the `StreamedMatrix`s."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    rows, matrices = [], []
+    for p in phases:
+        codes, scales = codes_of(form, p.K, p.N, rng)
+        gain = normal(p.K) * 0.1 + 1 if p.normed else None
+        norm = InputNorm(EPS, gain) if p.normed else None
+        words = to_stream(form, codes, scales if form == "int4" else None)
+        own = scales if form == "int8" else None
+        rows.append((codes, scales, norm))
+        matrices.append(StreamedMatrix(words, own, norm, p.gated, p.residual))
+    residual = [p.N for p in phases if p.residual] or [8]
+    return normal(M, phases[0].K + 64), normal(M, residual[0]), rows, matrices
+
+
+def one_by_one(form, x, stream, phases, rows):
+    results = []
+    for p, (codes, scales, norm) in zip(phases, rows, strict=True):
+        activation, residual = "swiglu" if p.gated else None, stream if p.residual else None
+        around = Operations(norm, None, activation, residual)
+        x = OPS[form](x[:, : p.K], codes, scales, operations=around, implementation="reference")
+        stream = x if p.residual else stream
+        results.append(x)
+    return results
+
+
+def assert_near(ours, theirs):
+    ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
+    np.testing.assert_allclose(ours, theirs, atol=0.02 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("K", [512, 8192])
+def test_the_order_has_an_inverse(form, K):
+    codes, scales = codes_of(form, K, 64, np.random.default_rng(0))
+    found, own = from_stream(form, to_stream(form, codes, scales))
+    np.testing.assert_array_equal(found, codes)
+    assert (own is None) == (form == "int8")
+    if own is not None:
+        np.testing.assert_array_equal(own, scales)
+
+
+LAYER = Phase(2048, 2048, residual=True), Phase(2048, 64, normed=True, gated=True)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_the_reference_is_the_products_one_by_one(form):
+    x, stream, rows, matrices = example(form, 3, LAYER)
+    found = streamed_products(form, x, stream, matrices, implementation="reference")
+    for ours, theirs in zip(found, one_by_one(form, x, stream, LAYER, rows), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("M", "phases"),
+    [
+        (1, (*LAYER, Phase(2048, 96))[:2]),
+        (8, LAYER),
+        pytest.param(3, LAYER, marks=pytest.mark.slow),
+        (1, (Phase(6144, 160),)),
+        pytest.param(8, (Phase(6144, 160, residual=True),), marks=pytest.mark.slow),
+    ],
+)
+def test_the_threads_of_all_blocks_compute_the_products(monkeypatch, form, M, phases):
+    x, stream, rows, matrices = example(form, M, phases)
+    device = emulated(monkeypatch)
+    plan = StreamPlan(form, M, phases, BLOCKS, 3, EPS, ahead=2)
+    refs = []
+    for p, m in zip(phases, matrices, strict=True):
+        gain = m.norm.gain_K if m.norm else None
+        arrays = [None if a is None else device.put(a) for a in (m.codes, m.scales_N, gain)]
+        refs.append(PhaseRefs(*arrays, device.put(np.zeros((M, p.outputs), jnp.bfloat16))))
+    counters = device.put(np.zeros((COUNTERS, 32), np.int32))
+    starts, top = [], 0
+    for size in plan.shared_bytes:
+        starts.append(Int(Raw(top, "i32")))
+        top += -(-size // 1024) * 1024
+    assert top <= SHARED
+    following = [ref.codes for ref in refs][:2] if len(refs) > 1 else []
+    operands = Operands(device.put(x), x.shape[1], device.put(stream), counters, refs, following)
+    Block(plan, operands, Memory(*starts)).run()
+    array = lambda at: device.arrays[int(at.value.values[0, 0]) >> 40]
+    for ref, theirs in zip(refs, one_by_one(form, x, stream, phases, rows), strict=True):
+        assert_near(array(ref.out).view(jnp.bfloat16).reshape(theirs.shape), theirs)
+    assert device.copied == sum(m.codes.nbytes for m in matrices)  # each byte once
+    assert device.fetched == (2 * 8 * BLOCKS if following else 0)
+    assert not array(counters).any()  # as the next call needs them
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "dtype", "phases", "reason"),
+    [
+        (GPU, 8, jnp.bfloat16, LAYER, None),
+        (Target("cuda", (8, 0)), 8, jnp.bfloat16, LAYER, "compute capability 9.0"),
+        (GPU, 9, jnp.bfloat16, LAYER, "8 rows"),
+        (GPU, 1, jnp.float16, LAYER, "bfloat16"),
+        (GPU, 1, jnp.bfloat16, (Phase(1024, 64),), "multiples of 2048"),
+        (GPU, 1, jnp.bfloat16, (Phase(2048, 40),), "multiples of 16"),
+        (GPU, 1, jnp.bfloat16, (Phase(6144, 48),), "multiples of 32"),
+        (GPU, 1, jnp.bfloat16, (Phase(6144, 64, normed=True),), "norms up to 4,096"),
+    ],
+)
+def test_what_it_serves(device, rows, dtype, phases, reason):
+    found = hopper.supports(device, "int8", jax.ShapeDtypeStruct((rows, 2048), dtype), phases)
+    assert found is None if reason is None else reason in found
+
+
+def test_norms_have_one_eps():
+    x, stream, _, matrices = example("int8", 1, LAYER[1:])
+    other = matrices[0]._replace(norm=InputNorm(1e-6, None))
+    with pytest.raises(ValueError, match="one eps"):
+        streamed_products("int8", x, stream, [matrices[0], other])
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_all_layers_have_one_kernel_and_one_array_of_counters(form):
+    x, stream, _, matrices = example(form, 1, LAYER)
+
+    def run(x, stream, codes, scales, gain):
+        norms = None, InputNorm(EPS, gain)
+        given = zip(matrices, codes, scales, norms, strict=True)
+        given = [m._replace(codes=c, scales_N=s, norm=n) for m, c, s, n in given]
+        for _ in range(3):
+            stream, _ = streamed_products(form, x, stream, given, following=tuple(codes))
+        return stream
+
+    arrays = [m.codes for m in matrices], [m.scales_N for m in matrices], matrices[1].norm.gain_K
+    with on_target("cuda", (9, 0)):
+        lowered = jax.jit(run).trace(x, stream, *arrays).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("M", [1, 2, 3, 8])
+@pytest.mark.parametrize("wide", [False, True])
+def test_it_equals_the_reference(form, M, wide):
+    D, F = 2048, 8192 if wide else 4096
+    up = Phase(D, 2 * F, normed=True, gated=True)
+    phases = Phase(D, D, residual=True), up, Phase(F, D, residual=True), Phase(D, 3072, normed=True)
+    x, stream, rows, matrices = example(form, M, phases)
+    next_codes = tuple(m.codes for m in matrices[:2])
+    run = jax.jit(lambda x, s: streamed_products(form, x, s, matrices, following=next_codes))
+    for _ in range(3):  # a call leaves the counters as the next one needs them
+        for ours, theirs in zip(run(x, stream), one_by_one(form, x, stream, phases, rows), strict=True):
+            assert_near(ours, theirs)
