@@ -81,6 +81,15 @@ def old_chain(form, m):
         s = Chain("", m, LAYERS, D, F, KV, "swiglu")
         return joined_chain(s, form)(x, gain, *[a for i in range(LAYERS) for a in layers[i % KEPT]])
     return run
+from jaxtrain_kernels.matmul.streamed import StreamedMatrix, streamed_products as public
+from jaxtrain_kernels.matmul.few_rows import InputNorm
+def pkg_chain(form):
+    def run(x, stream, layers):
+        ms = [[StreamedMatrix(c, s, None if g is None else InputNorm(1e-5, g), p.gated, p.residual) for p, (c, s, g) in zip(PHASES, l)] for l in layers]
+        for i in range(LAYERS):
+            _, _, stream, x = public(form, x, stream, ms[i % KEPT], following=tuple(m.codes for m in ms[(i + 1) % KEPT][:2]))
+        return x, stream
+    return run
 def read(x): return jnp.bitwise_xor(x, 1)
 
 S = lambda t: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), t)
@@ -105,6 +114,7 @@ for f in BYTES: lower(("stamps", f"{f} rows 1"), lambda *a, f=f: streamed_produc
 lower(("stamps", "int8 rows 8"), lambda *a: streamed_products(plan_of("int8", 8, stamps=True), *a), shape(x0, 8), shape(s0, 8), st, like["int8"][0])
 for (n, v), p in VARIANTS.items():
     lower((n, v), chain(p), shape(x0, p.rows), shape(s0, p.rows), st, [like[p.form][0]] * KEPT)
+for f, m in CASES: lower(("pkg", f"{f} rows {m}"), pkg_chain(f), shape(x0, m), shape(s0, m), [like[f][0]] * KEPT)
 lower("copy", read, jax.ShapeDtypeStruct((1 << 28,), jnp.int32))
 say("lowered", len(low))
 if os.environ.get("LOWER_ONLY"): sys.exit()
@@ -161,6 +171,13 @@ def one(n, v):
     x, s = x0(p.rows), s0(p.rows)
     t = times(lambda: done[n, v](x, s, state, layers[p.form]))
     res[f"{n} {v}"] = t; say(f"{n} {v}: {t[0]:.0f} us (min {t[1]:.0f}), {t[0]/LAYERS:.2f} a layer, of copy {floor[p.form]*LAYERS/t[0]:.3f}", "TIMED OUT" if int(state[7, 0]) else ""); save()
+def pkg(f, m):
+    n = f"{f} rows {m}"
+    if not good.get(n): return
+    x, s = x0(m), s0(m)
+    t = times(lambda: done["pkg", n](x, s, layers[f]))
+    same = [far(a, b) for a, b in zip(done["pkg", n](x, s, layers[f]), done[n, "base"](x, s, zeros(), layers[f]))]
+    res[f"{n} package"] = t; say(f"{n} package: {t[0]:.0f} us (min {t[1]:.0f}), {t[0]/LAYERS:.2f} a layer, of copy {floor[f]*LAYERS/t[0]:.3f}; far from base {same}"); save()
 def stamps(n):
     f, _, m = n.split(); m = int(m); state = zeros()
     if not good.get(n): return
@@ -178,5 +195,6 @@ for n, v in VARIANTS:
 for f, m in CASES: attempt(("old", f, m), lambda: old(f, m))
 for n, v in VARIANTS:
     if v != "base": attempt((n, v), lambda: one(n, v))
+for f, m in CASES: attempt(("pkg", f, m), lambda: pkg(f, m))
 for n in ("int8 rows 1", "int4 rows 1", "int8 rows 8"): attempt(("stamps", n), lambda: stamps(n))
 save()
