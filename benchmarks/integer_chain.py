@@ -18,7 +18,12 @@ from jaxtrain_kernels.matmul.integers import (
     serves_fragments,
     to_fragments,
 )
-from jaxtrain_kernels.matmul.streamed import StreamedMatrix, serves, streamed_products, to_stream
+from jaxtrain_kernels.matmul.streamed import (
+    StreamedMatrix,
+    has_stream_kernel,
+    streamed_products,
+    to_stream,
+)
 
 from benchmarks.decode import bandwidth
 from benchmarks.integers import BACKENDS, OPS, Product, ordered, product, stack
@@ -91,7 +96,7 @@ def streamed_rows(s: Chain, form: str, dtype: Any, copy_gbps: float) -> Iterator
     if s.activation != "swiglu":
         return
     x_MD, gain_D, layers = jax.eval_shape(lambda: streamed_inputs(s, form, dtype))
-    if not serves(form, x_MD, streamed_matrices(gain_D, layers[0])):
+    if not has_stream_kernel(form, x_MD, streamed_matrices(gain_D, layers[0])):
         return
     x_MD, gain_D, layers = streamed_inputs(s, form, dtype)
     size = sum(array.nbytes for array in jax.tree.leaves(layers))
@@ -164,7 +169,7 @@ def streamed_matrices(gain_D: Any, arrays: Iterable[Any]) -> list[StreamedMatrix
     qkv, out, up, down = arrays
     return [
         StreamedMatrix(*qkv, norm), StreamedMatrix(*out, residual=True),
-        StreamedMatrix(*up, norm, gated=True), StreamedMatrix(*down, residual=True),
+        StreamedMatrix(*up, norm, "swiglu"), StreamedMatrix(*down, residual=True),
     ]  # fmt: skip
 
 

@@ -17,9 +17,9 @@ def matrix(form, K, N, norm, gated, residual):
     return StreamedMatrix(S(N // 16 // c, K // 256, c, SLOT_WORDS[form], d=jnp.int32), S(N, d=jnp.float32) if form == "int8" else None, S(K) if norm else None, gated, residual)
 for form in ("int8", "int4"):
     for m in (1, 8, 3):
-        ms = [matrix(form, D, D, False, False, True), matrix(form, D, 2 * F, True, True, False), matrix(form, F, D, False, False, True), matrix(form, D, D + 2 * KV, True, False, False)]
+        ms = [matrix(form, D, D, False, None, True), matrix(form, D, 2 * F, True, "swiglu", False), matrix(form, F, D, False, None, True), matrix(form, D, D + 2 * KV, True, None, False)]
         def f(x, s, a, m=m):
-            a = [StreamedMatrix(c, sc, None if g is None else InputNorm(1e-5, g), q.gated, q.residual) for (c, sc, g), q in zip(a, ms)]
+            a = [StreamedMatrix(c, sc, None if g is None else InputNorm(1e-5, g), q.activation, q.residual) for (c, sc, g), q in zip(a, ms)]
             for _ in range(2):
                 *_, s, x = streamed_products(form, x, s, a, following=(a[0].codes, a[1].codes), implementation="hopper")
             return x, s

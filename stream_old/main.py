@@ -85,7 +85,7 @@ from jaxtrain_kernels.matmul.streamed import StreamedMatrix, streamed_products a
 from jaxtrain_kernels.matmul.few_rows import InputNorm
 def pkg_chain(form):
     def run(x, stream, layers):
-        ms = [[StreamedMatrix(c, s, None if g is None else InputNorm(1e-5, g), p.gated, p.residual) for p, (c, s, g) in zip(PHASES, l)] for l in layers]
+        ms = [[StreamedMatrix(c, s, None if g is None else InputNorm(1e-5, g), "swiglu" if p.gated else None, p.residual) for p, (c, s, g) in zip(PHASES, l)] for l in layers]
         for i in range(LAYERS):
             _, _, stream, x = public(form, x, stream, ms[i % KEPT], following=tuple(m.codes for m in ms[(i + 1) % KEPT][:2]))
         return x, stream

@@ -40,7 +40,7 @@ def example(form, M, phases, seed=0):
         words = to_stream(form, codes, scales if form == "int4" else None)
         own = scales if form == "int8" else None
         rows.append((codes, scales, norm))
-        matrices.append(StreamedMatrix(words, own, norm, p.gated, p.residual))
+        matrices.append(StreamedMatrix(words, own, norm, p.activation, p.residual))
     residual = [p.N for p in phases if p.residual] or [8]
     return normal(M, phases[0].K + 64), normal(M, residual[0]), rows, matrices
 
@@ -48,8 +48,8 @@ def example(form, M, phases, seed=0):
 def one_by_one(form, x, stream, phases, rows):
     results = []
     for p, (codes, scales, norm) in zip(phases, rows, strict=True):
-        activation, residual = "swiglu" if p.gated else None, stream if p.residual else None
-        around = Operations(norm, None, activation, residual)
+        residual = stream if p.residual else None
+        around = Operations(norm, None, p.activation, residual)
         x = OPS[form](x[:, : p.K], codes, scales, operations=around, implementation="reference")
         stream = x if p.residual else stream
         results.append(x)
@@ -72,7 +72,7 @@ def test_the_order_has_an_inverse(form, K):
         np.testing.assert_array_equal(own, scales)
 
 
-LAYER = Phase(2048, 2048, residual=True), Phase(2048, 64, normed=True, gated=True)
+LAYER = Phase(2048, 2048, residual=True), Phase(2048, 64, normed=True, activation="swiglu")
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
@@ -169,7 +169,7 @@ def test_all_layers_have_one_kernel_and_one_array_of_counters(form):
 @pytest.mark.parametrize("wide", [False, True])
 def test_it_equals_the_reference(form, M, wide):
     D, F = 2048, 8192 if wide else 4096
-    up = Phase(D, 2 * F, normed=True, gated=True)
+    up = Phase(D, 2 * F, normed=True, activation="swiglu")
     phases = Phase(D, D, residual=True), up, Phase(F, D, residual=True), Phase(D, 3072, normed=True)
     x, stream, rows, matrices = example(form, M, phases)
     next_codes = tuple(m.codes for m in matrices[:2])

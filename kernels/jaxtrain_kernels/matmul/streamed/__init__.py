@@ -18,29 +18,36 @@ from jaxtrain_kernels.matmul.streamed.plan import Phase
 # The first backend that can serve the call is the default.
 BACKENDS = {"hopper": hopper, "reference": reference}
 
-__all__ = ["BACKENDS", "StreamedMatrix", "from_stream", "serves", "streamed_products", "to_stream"]
+__all__ = [
+    "BACKENDS",
+    "StreamedMatrix",
+    "from_stream",
+    "has_stream_kernel",
+    "streamed_products",
+    "to_stream",
+]
 
 
 class StreamedMatrix(NamedTuple):
     """A matrix and the operations around its product.
 
     codes: in the order of `to_stream`; with their scales in int4. scales_N: of int8. norm: of the
-    input. gated: column 2 n is a gate's, and SwiGLU multiplies it by column 2 n + 1. residual: the
-    residual stream is added, and the result is the stream from then on.
+    input. activation: swiglu or geglu, of column 2 n times column 2 n + 1. residual: the residual
+    stream is added, and the result is the stream from then on.
     """
 
     codes: Int32[Array, "P S A W"]
     scales_N: Float[Array, "N"] | None
     norm: InputNorm | None = None
-    gated: bool = False
+    activation: str | None = None
     residual: bool = False
 
     def phase(self, form: str) -> Phase:
         K, N = inputs_of(self.codes), columns_of(self.codes)
-        return Phase(K, N, self.norm is not None, self.gated, self.residual)
+        return Phase(K, N, self.norm is not None, self.activation, self.residual)
 
 
-def serves(form: str, x: Float[Array, "M K"], matrices: Sequence[StreamedMatrix]) -> bool:
+def has_stream_kernel(form: str, x: Float[Array, "M K"], matrices: Sequence[StreamedMatrix]) -> bool:
     """Whether the device has a kernel for these products, or would."""
     return hopper.supports(target(), form, x, [m.phase(form) for m in matrices]) is None
 

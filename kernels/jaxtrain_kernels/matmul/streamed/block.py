@@ -19,11 +19,10 @@ from jaxtrain_kernels.matmul.streamed.order import COLUMNS, PIECES, SLOT_INPUTS
 from jaxtrain_kernels.matmul.streamed.plan import (
     COUNTER_BYTES, THREADS, WARPS, Memory, PhaseRefs, StreamPlan,
 )  # fmt: skip
-from jaxtrain_kernels.matmul.streamed.registers import add_int4, add_int8, floats, packed
+from jaxtrain_kernels.matmul.streamed.registers import add_int4, add_int8, floats, gated, packed
 from jaxtrain_kernels.matmul.streamed.ring import Ring
 
 POLLS = 1 << 22  # of a counter, some seconds, before a block ends the program with an error
-LOG2E = 1.4426950408889634
 
 
 class Operands(NamedTuple):
@@ -281,15 +280,12 @@ class Block:
         return ptx("rsqrt.approx.f32 $0, $1;", mean, out="f", effects=False)
 
     def store(self, p: int, column: Int, row: Int, ys: list[Any], old: Any) -> None:
-        """Store two columns of a row: rounded, then SwiGLU of both, or the stream plus both."""
+        """Store two columns of a row: rounded, then the activation of both, or the stream plus both."""
         phase, both = self.plan.phases[p], packed(*ys)
-        column = column >> 1 if phase.gated else column
+        column = column if phase.activation is None else column >> 1
         at = address(self.refs[p].out) + (row * phase.outputs + column).wide() * 2
-        if phase.gated:
-            gate, up = floats(both)
-            power = arith.mulf(gate, number(-LOG2E))
-            below = arith.addf(number(1), ptx("ex2.approx.f32 $0, $1;", power, out="f"))
-            y = arith.mulf(ptx("div.full.f32 $0, $1, $2;", gate, below, out="f"), up)
+        if phase.activation is not None:
+            y = gated(phase.activation, *floats(both))
             ptx("{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; st.global.b16 [$0], h; }", at, y)
             return
         if phase.residual:

@@ -11,18 +11,19 @@ COUNTERS = 8  # one for each phase
 
 
 class Phase(NamedTuple):
-    """A product. normed: its input is an RMS norm. gated: columns alternate, gate and up.
-    residual: the stream is added to the result, which becomes the stream."""
+    """A product. normed: its input is an RMS norm. activation: swiglu or geglu, if columns
+    alternate, gate and up. residual: the stream is added to the result, which becomes the stream.
+    """
 
     K: int
     N: int
     normed: bool = False
-    gated: bool = False
+    activation: str | None = None
     residual: bool = False
 
     @property
     def outputs(self) -> int:
-        return self.N // 2 if self.gated else self.N
+        return self.N if self.activation is None else self.N // 2
 
     @property
     def across(self) -> int:

@@ -34,7 +34,7 @@ def streamed_products(
         operations = Operations(
             InputNorm(eps, gain) if phase.normed else None,
             None,
-            "swiglu" if phase.gated else None,
+            phase.activation,
             stream if phase.residual else None,
         )
         given = codes, scales if form == "int8" else own

@@ -5,9 +5,10 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from jaxtrain_kernels.matmul.streamed.emit import Int, ptx, zero
+from jaxtrain_kernels.matmul.streamed.emit import Int, number, ptx, zero
 from jaxtrain_kernels.matmul.streamed.order import PIECES
 
+LOG2E = 1.4426950408889634
 LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 
 
@@ -53,6 +54,18 @@ def floats(word: Any) -> list:
 
 def packed(low: Any, high: Any) -> Any:
     return ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high, out="r", effects=False)
+
+
+def gated(activation: str, gate: Any, up: Any) -> Any:
+    """SwiGLU or GeGLU: gate times the logistic function of z, times up; z is the gate, or for GELU
+    by tanh a polynomial of it."""
+    z = gate
+    if activation == "geglu":
+        cubic = arith.mulf(arith.mulf(gate, gate), number(2 * 0.7978845608028654 * 0.044715))
+        z = arith.mulf(gate, arith.addf(cubic, number(2 * 0.7978845608028654)))
+    power = ptx("ex2.approx.f32 $0, $1;", arith.mulf(z, number(-LOG2E)), out="f", effects=False)
+    below = arith.addf(number(1), power)
+    return arith.mulf(ptx("div.full.f32 $0, $1, $2;", gate, below, out="f", effects=False), up)
 
 
 def _mma(a: list, b: list, sums: list) -> list:
