@@ -96,7 +96,7 @@ def streamed_rows(s: Chain, form: str, dtype: Any, copy_gbps: float) -> Iterator
     if s.activation != "swiglu":
         return
     x_MD, gain_D, layers = jax.eval_shape(lambda: streamed_inputs(s, form, dtype))
-    if not has_stream_kernel(form, x_MD, streamed_matrices(gain_D, layers[0])):
+    if not has_stream_kernel(form, x_MD, streamed_matrices(s, gain_D, layers[0])):
         return
     x_MD, gain_D, layers = streamed_inputs(s, form, dtype)
     size = sum(array.nbytes for array in jax.tree.leaves(layers))
@@ -151,25 +151,24 @@ def streamed_chain(s: Chain, form: str) -> Kernel:
     """As `joined_chain`. The first layer's queries have a kernel of their own."""
 
     def run(x_MD: jax.Array, gain_D: jax.Array, arrays: list[Any]) -> jax.Array:
-        layers = [streamed_matrices(gain_D, four) for four in arrays]
+        layers = [streamed_matrices(s, gain_D, four) for four in arrays]
         (q_MC,) = streamed_products(form, x_MD, x_MD, layers[0][:1])
         for layer, following in itertools.pairwise([*layers, []]):
             given = [*layer[1:], *following[:1]]
-            codes = tuple(m.codes for m in following[1:3])
-            _, _, x_MD, *last = streamed_products(form, q_MC, x_MD, given, following=codes)
+            _, _, x_MD, *last = streamed_products(form, q_MC, x_MD, given)
             q_MC = last[0] if last else q_MC
         return x_MD
 
     return run
 
 
-def streamed_matrices(gain_D: Any, arrays: Iterable[Any]) -> list[StreamedMatrix]:
+def streamed_matrices(s: Chain, gain_D: Any, arrays: Iterable[Any]) -> list[StreamedMatrix]:
     """A layer's matrices: queries with keys and values, output, gate with up, down."""
     norm = InputNorm(1e-5, gain_D)
     qkv, out, up, down = arrays
     return [
-        StreamedMatrix(*qkv, norm), StreamedMatrix(*out, residual=True),
-        StreamedMatrix(*up, norm, "swiglu"), StreamedMatrix(*down, residual=True),
+        StreamedMatrix(s.D, *qkv, norm), StreamedMatrix(s.D, *out, residual=True),
+        StreamedMatrix(s.D, *up, norm, "swiglu"), StreamedMatrix(s.F, *down, residual=True),
     ]  # fmt: skip
 
 

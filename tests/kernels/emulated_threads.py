@@ -1,10 +1,12 @@
 """Threads of a few CUDA blocks in NumPy, which run the kernel of `streamed` without a GPU.
 
 All blocks run in lockstep: an array has a value for each block and thread, and a mask says which
-threads are active. A load to shared memory is complete at once. So this tests what is computed
-where, not the order of accesses.
+threads are active. Loads to shared memory are queued, and the next one of a barrier completes
+when a warp that multiplies waits for it. So this tests what is computed where, not the order of
+accesses.
 """
 
+import collections
 import re
 import types
 
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtrain_kernels.matmul.streamed import block, emit, plan, registers, ring
 
-BLOCKS, THREADS = 5, plan.THREADS
+BLOCKS, THREADS = 5, 32 * (plan.WARPS + plan.LOADERS)
 SHARED = 1 << 18
 WORD, HALF = np.uint32, 0xFFFF0000
 KINDS = {"r": "i32", "f": "f32"}
@@ -87,10 +89,9 @@ def dequantized(code, word):
     """`registers._bf16` and `_bf16_of_4`, by their masks."""
     shift = re.search(r"shr\.u32 t, \$1, (\d+)", code)
     t = word >> WORD(int(shift[1]) if shift else 0)
-    operands = re.findall(r"lop3\.b32 \w, t, (\w+), (\w+), 0xEA", code)
-    m, *others = [floats(t & WORD(int(mask, 16)) | WORD(int(base, 16))) for mask, base in operands]
-    constant = re.search(r"mov\.b32 s, (\w+);", code)
-    return packed(m - (others[0] if others else floats(WORD(int(constant[1], 16)))))
+    operands = re.findall(r"lop3\.b32 \S+ t, (\w+), (\w+), 0xEA", code)
+    values = [floats(t & WORD(int(mask, 16)) | WORD(int(base, 16))) for mask, base in operands]
+    return packed(values[0] - (values[1] if len(values) > 1 else 0))
 
 
 def mma(operands):
@@ -123,7 +124,7 @@ class Device:
     def __init__(self):
         self.arrays, self.mask = [], np.ones((BLOCKS, THREADS), bool)
         self.shared = np.zeros((BLOCKS, SHARED), np.uint8)
-        self.copied = self.fetched = 0
+        self.queues, self.copied = collections.defaultdict(collections.deque), 0
 
     def put(self, array):
         """Address of an array's copy in device memory."""
@@ -175,10 +176,12 @@ class Device:
     def ptx(self, code, *args, out="", effects=True):
         given = [x.value if isinstance(x, Int) else x for x in args]
         op = code.split()[0]
-        if "try_wait" in code or op.startswith(("mbarrier", "fence", "bar.")):
+        if "try_wait" in code:
+            return self.complete(given[0])
+        if op.startswith(("mbarrier", "fence", "bar.")):
             return None
         if op.startswith("cp.async.bulk"):
-            return self.copy(op, code, given)
+            return self.copy(code, *given)
         if op.startswith(("red.", "atom.")):
             return self.add(given[0])
         if "ld.acquire" in code:
@@ -207,18 +210,21 @@ class Device:
         with np.errstate(all="ignore"):  # of inactive threads
             return Raw(np.float32(run(*[x.values for x in given])), "f32")
 
-    def copy(self, op, code, given):
-        if ".prefetch." in op:
-            self.fetched += int(self.mask.sum())
-            return
-        target, source, _ = given
+    def copy(self, code, target, source, barrier):
         size = int(re.search(r"\[\$1\], (\d+)", code)[1])
         for b, t in zip(*np.nonzero(self.mask), strict=True):
-            at, to = int(source.values[b, t]), int(target.values[b, t])
+            at, to, key = (int(x.values[b, t]) for x in (source, target, barrier))
             memory, at = self.arrays[at >> 40], at & (1 << 40) - 1
             assert at % 16 == 0 and to % 16 == 0 and at + size <= len(memory)
-            self.shared[b, to : to + size] = memory[at : at + size]
+            self.queues[b, key].append((to, memory[at : at + size]))
             self.copied += size
+
+    def complete(self, barrier):
+        """Complete the next load of each barrier that a warp that multiplies waits for."""
+        warps = self.mask[:, : 32 * plan.WARPS : 32]
+        for b, warp in zip(*np.nonzero(warps), strict=True):
+            to, data = self.queues[b, int(barrier.values[b, 32 * warp])].popleft()
+            self.shared[b, to : to + len(data)] = data
 
     def store(self, code, given):
         address, *values = given

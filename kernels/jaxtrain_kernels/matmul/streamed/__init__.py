@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 from jaxtrain_kernels.dispatch import choose_backend, target
 from jaxtrain_kernels.matmul.few_rows.operations import InputNorm
 from jaxtrain_kernels.matmul.streamed import hopper, reference
-from jaxtrain_kernels.matmul.streamed.order import columns_of, from_stream, inputs_of, to_stream
+from jaxtrain_kernels.matmul.streamed.order import COLUMNS, from_stream, slots_across, to_stream
 from jaxtrain_kernels.matmul.streamed.plan import Phase
 
 # The first backend that can serve the call is the default.
@@ -31,20 +31,21 @@ __all__ = [
 class StreamedMatrix(NamedTuple):
     """A matrix and the operations around its product.
 
-    codes: in the order of `to_stream`; with their scales in int4. scales_N: of int8. norm: of the
+    inputs: of the matrix, K. codes: in the order of `to_stream`; with their scales in int4. scales_N: of int8. norm: of the
     input. activation: swiglu or geglu, of column 2 n times column 2 n + 1. residual: the residual
     stream is added, and the result is the stream from then on.
     """
 
-    codes: Int32[Array, "P S A W"]
+    inputs: int
+    codes: Int32[Array, "P S W"]
     scales_N: Float[Array, "N"] | None
     norm: InputNorm | None = None
     activation: str | None = None
     residual: bool = False
 
     def phase(self, form: str) -> Phase:
-        K, N = inputs_of(self.codes), columns_of(self.codes)
-        return Phase(K, N, self.norm is not None, self.activation, self.residual)
+        N = self.codes.shape[0] * slots_across(self.inputs) * COLUMNS
+        return Phase(self.inputs, N, self.norm is not None, self.activation, self.residual)
 
 
 def has_stream_kernel(form: str, x: Float[Array, "M K"], matrices: Sequence[StreamedMatrix]) -> bool:
@@ -58,14 +59,12 @@ def streamed_products(
     stream_MD: Float[Array, "M D"],
     matrices: Sequence[StreamedMatrix],
     *,
-    following: tuple[Int32[Array, "P S A W"], ...] = (),
     implementation: str | None = None,
 ) -> list[Float[Array, "M _"]]:
     """Results of consecutive products, in x's dtype; x's first columns are the first one's input.
 
     Rounded after each product and each sum, as the products are one by one. form: int4 or int8.
-    following: codes of the next call's first two matrices, which the kernel brings into the L2
-    cache at its end. Raises ValueError for norms with different eps or an unknown implementation,
+    Raises ValueError for norms with different eps or an unknown implementation,
     NotImplementedError for one that cannot serve.
     """
     phases = tuple(m.phase(form) for m in matrices)
@@ -78,4 +77,4 @@ def streamed_products(
     arrays = [(m.codes, m.scales_N, m.norm.gain_K if m.norm else None) for m in matrices]
     eps = norms[0].eps if norms else 0.0
     run = BACKENDS[name].streamed_products
-    return run(form, x, stream_MD, phases, arrays, eps, following)
+    return run(form, x, stream_MD, phases, arrays, eps)

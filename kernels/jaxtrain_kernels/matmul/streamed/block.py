@@ -1,6 +1,7 @@
 """One block of the kernel of `streamed`, as operations of each thread.
 
-It has adjacent panels of each product, and one row of inputs for each 4 lanes of a warp.
+It has adjacent panels of each product. Its warps multiply different inputs, with a row of inputs
+in each 4 lanes, or load codes (`ring`).
 """
 
 import functools
@@ -15,26 +16,27 @@ from jaxlib.mlir.dialects import arith, gpu
 from jaxtrain_kernels.matmul.streamed.emit import (
     Int, address, const, i32, loop, number, ptx, select, when, zero,
 )  # fmt: skip
-from jaxtrain_kernels.matmul.streamed.order import COLUMNS, PIECES, SLOT_INPUTS
+from jaxtrain_kernels.matmul.streamed.order import COLUMNS, HALF_INPUTS, PIECES
 from jaxtrain_kernels.matmul.streamed.plan import (
     COUNTER_BYTES, THREADS, WARPS, Memory, PhaseRefs, StreamPlan,
 )  # fmt: skip
-from jaxtrain_kernels.matmul.streamed.registers import add_int4, add_int8, floats, gated, packed
-from jaxtrain_kernels.matmul.streamed.ring import Ring
+from jaxtrain_kernels.matmul.streamed.registers import (
+    add_int4, add_int8, floats, gated, offsets_of_groups, packed,
+)  # fmt: skip
+from jaxtrain_kernels.matmul.streamed.ring import SERVED, Ring
 
 POLLS = 1 << 22  # of a counter, some seconds, before a block ends the program with an error
 
 
 class Operands(NamedTuple):
     """References to the call's arrays. x: the first input; its rows have `width` values. phases: of
-    each product. following: codes of the next call's first two products."""
+    each product."""
 
     x: Any
     width: int
     stream: Any
     counters: Any
     phases: Sequence[PhaseRefs]
-    following: Sequence[Any]
 
 
 class Block:
@@ -43,6 +45,7 @@ class Block:
     def __init__(self, plan: StreamPlan, operands: Operands, memory: Memory):
         self.plan, self.refs = plan, operands.phases
         self.memory = Memory(*map(address, memory))
+        self.ring = Ring(plan, self.memory)
         self.source, self.width = address(operands.x), operands.width
         self.stream, self.counters = address(operands.stream), address(operands.counters)
         self.thread = Int(mgpu.utils.thread_idx())
@@ -55,15 +58,23 @@ class Block:
             total = phase.N // phase.panel_columns
             first = (block * total) // plan.blocks
             self.panels.append((first, ((block + 1) * total) // plan.blocks - first))
-        codes = [ref.codes for ref in operands.phases]
-        ends = codes, operands.following, self.panels
-        self.ring = Ring(plan, self.memory, self.warp, self.lane.equals(0), *ends)
 
     def run(self) -> None:
-        position, gains = self.ring.begin(), self.load_gains(0)
+        loader = self.warp - WARPS
+        loads = arith.andi(loader.compare("sge", 0), self.lane.equals(0))
+        warps = [loader * SERVED + n for n in range(SERVED)]
+        when(loads, lambda: self.ring.init(warps))
+        ptx("bar.sync 0;")
+        when(loads, lambda: self.ring.load(warps, [ref.codes for ref in self.refs], self.panels))
+        when(loader < 0, self.compute)
+
+    def compute(self) -> None:
+        position, gains = [const(0).value] * 2, self.load_gains(0)
+        if self.plan.early:
+            ptx("griddepcontrol.wait;")  # for the kernel that computes the inputs
         for p, phase in enumerate(self.plan.phases):
             ahead = self.load_epilogue(p)
-            multiply = self.multiply if phase.across == 1 else self.multiply_wide
+            multiply = self.multiply if phase.turns == 1 else self.multiply_wide
             position = multiply(p, gains, position)
             self.sync()
             self.finish(p, ahead)
@@ -80,14 +91,14 @@ class Block:
     # Exchange
 
     def sync(self) -> None:
-        ptx("bar.sync 0;")
+        """Wait for all warps that multiply."""
+        ptx(f"bar.sync 1, {THREADS};")
 
     def counter(self, p: int) -> Int:
         return self.counters + p * COUNTER_BYTES
 
     def signal(self, p: int) -> None:
         """Publish the block's results, which its other threads have written."""
-        ptx("fence.acq_rel.gpu;")
         ptx("red.release.gpu.global.add.u32 [$0], 1;", self.counter(p))
 
     def wait(self, p: int) -> None:
@@ -113,32 +124,31 @@ class Block:
 
     # Inputs
 
-    def loaded(self, base: Int, turn: Int, row: Int, width: int) -> list[list[Any]]:
+    def loaded(self, base: Int, turn: Int, row: Int, width: int, deep: int) -> list[list[Any]]:
         """The lane's 16 bytes of each piece of a slot's inputs, of the warp's turn."""
-        at = row * (width * 2) + (turn * WARPS + self.warp) * (SLOT_INPUTS * 2) + self.t * 16
+        at = row * (width * 2) + (turn * WARPS + self.warp) * (HALF_INPUTS * deep * 2) + self.t * 16
         load = "ld.global.cg.v4.b32 {$0, $1, $2, $3}, [$4];"
         start = base + at.wide()
-        return [ptx(load, start + 64 * piece, out="rrrr") for piece in range(PIECES)]
+        return [ptx(load, start + 64 * piece, out="rrrr") for piece in range(PIECES * deep)]
 
-    def load_inputs(self, turn: Int) -> list[list[Any]]:
+    def load_inputs(self, p: int, turn: Int) -> list[list[Any]]:
         most = self.plan.rows - 1
         row = self.g if most == 7 else select(self.g < most, self.g, const(most))
-        return self.loaded(self.source, turn, row, self.width)
+        return self.loaded(self.source, turn, row, self.width, self.plan.phases[p].deep)
 
-    def load_gains(self, p: int) -> list[list[list[Any]]]:
+    def load_gains(self, p: int) -> list[list[Any]]:
         """Gains of the warp's inputs, for a norm."""
-        phase = self.plan.phases[p]
-        if self.refs[p].gain is None:
+        gain = self.refs[p].gain
+        if gain is None:
             return []
-        base = address(self.refs[p].gain)
-        return [self.loaded(base, const(j), const(0), 0) for j in range(phase.turns)]
+        return self.loaded(address(gain), const(0), const(0), 0, self.plan.phases[p].deep)
 
-    def normed(self, inputs: list[Any], gains: list[Any]) -> list[Any]:
-        """Inputs times gains, if there are any. Writes the sums of the inputs' squares to shared memory."""
+    def normed(self, inputs: list[list[Any]], gains: list[list[Any]]) -> list[list[Any]]:
+        """Inputs times gains, if there are any. Writes the sums of the inputs' squares to shared
+        memory."""
         total = zero()
-        for four in itertools.chain(*inputs):
-            for x in itertools.chain(*map(floats, four)):
-                total = ptx("fma.rn.f32 $0, $1, $1, $2;", x, total, out="f", effects=False)
+        for x in itertools.chain(*(floats(word) for four in inputs for word in four)):
+            total = ptx("fma.rn.f32 $0, $1, $1, $2;", x, total, out="f", effects=False)
         for distance in (1, 2):
             total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
         at = self.memory.squares + (self.warp * 8 + self.g) * 4
@@ -148,71 +158,84 @@ class Block:
 
     # Products
 
-    def multiply(self, p: int, gains: list[Any], position: list[Any]) -> list[Any]:
-        """Write the warp's sums of each panel to shared memory."""
+    def multiply(self, p: int, gains: list[list[Any]], position: list[Any]) -> list[Any]:
+        """Write the warp's sums of each panel to shared memory. All its inputs are in registers."""
         phase = self.plan.phases[p]
-        inputs = [self.load_inputs(const(j)) for j in range(phase.turns)]
+        inputs = self.load_inputs(p, const(0))
         if phase.normed:
             inputs = self.normed(inputs, gains)
+        offsets = self.offsets(inputs)
 
         def panel(n: Int, position: list[Any]) -> list[Any]:
-            sums = self.zeros()
-            for xs in inputs:
-                position, sums = self.use_slot(position, xs, sums)
-            self.store_sums(n, sums)
+            sums = [self.zeros() for _ in range(phase.across)]
+            position, sums = self.use_slot(position, inputs, offsets, sums)
+            self.store_sums(n * phase.across, sums)
             return position
 
         return loop(self.panels[p][1], position, panel)
 
-    def multiply_wide(self, p: int, gains: list[Any], position: list[Any]) -> list[Any]:
-        """As `multiply`, with too many inputs for registers: they are loaded one turn ahead, and
-        multiply all slots across a panel."""
-        phase, end = self.plan.phases[p], 3 + 4 * PIECES
-
-        def parts(sums: list[Any]) -> list[list[Any]]:
-            return [list(part) for part in itertools.batched(sums, len(sums) // phase.across)]
+    def multiply_wide(self, p: int, gains: list[list[Any]], position: list[Any]) -> list[Any]:
+        """As `multiply`, with more inputs, which are loaded one turn ahead."""
+        phase, end = self.plan.phases[p], 2 + 4 * PIECES
 
         def panel(n: Int, position: list[Any]) -> list[Any]:
             def turn(j: Int, carried: list[Any]) -> list[Any]:
-                position, words, every = carried[:3], carried[3:end], []
                 following = j + 1
                 wraps = following.equals(phase.turns)
-                ahead = self.load_inputs(select(wraps, const(0), following))
-                xs = [list(four) for four in itertools.batched(words, 4)]
-                for part in parts(carried[end:]):
-                    position, sums = self.use_slot(position, xs, part)
-                    every += sums
-                return [*position, *itertools.chain(*ahead), *every]
+                ahead = self.load_inputs(p, select(wraps, const(0), following))
+                inputs = [list(four) for four in itertools.batched(carried[2:end], 4)]
+                sums = self.by_half(carried[end:])
+                position, sums = self.use_slot(carried[:2], inputs, self.offsets(inputs), sums)
+                return [*position, *itertools.chain(*ahead), *itertools.chain(*sums)]
 
-            first = itertools.chain(*self.load_inputs(const(0)))
-            zeros = self.zeros() * phase.across
-            found = loop(const(phase.turns), [*position, *first, *zeros], turn)
-            for i, sums in enumerate(parts(found[end:])):
-                self.store_sums(n * phase.across + i, sums)
-            return found[:3]
+            first = itertools.chain(*self.load_inputs(p, const(0)))
+            found = loop(const(phase.turns), [*position, *first, *self.zeros(), *self.zeros()], turn)
+            self.store_sums(n * phase.across, self.by_half(found[end:]))
+            return found[:2]
 
         return loop(self.panels[p][1], position, panel)
+
+    def by_half(self, sums: list[Any]) -> list[list[Any]]:
+        return [list(half) for half in itertools.batched(sums, len(sums) // 2)]
 
     def zeros(self) -> list[Any]:
         return [zero() for _ in range(8 if self.plan.form == "int8" else 4)]
 
-    def use_slot(
-        self, position: list[Any], xs: list[Any], sums: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Next position, and the sums with the slot's products."""
-        begin, add = self.ring.wait(position), add_int8 if self.plan.form == "int8" else add_int4
-        sums = add(begin, self.lane, xs, list(sums))
-        return self.ring.advance(position), sums
+    def offsets(self, inputs: list[list[Any]]) -> list[list[Any]]:
+        return offsets_of_groups(inputs) if self.plan.form == "int4" else []
 
-    def store_sums(self, slot: Int, sums: list[Any]) -> None:
-        """Write the sums of a slot's columns, by a block's number of its slots across panels."""
-        if len(sums) == 8:
-            sums = [arith.addf(sums[i], sums[4 + i]) for i in range(4)]
+    def use_slot(
+        self,
+        position: list[Any],
+        inputs: list[list[Any]],
+        offsets: list[list[Any]],
+        sums: list[list[Any]],
+    ) -> tuple[list[Any], list[list[Any]]]:
+        """Next position, and the sums with the products of the slot's halves, whose sums are the
+        same if they have the same columns."""
+        begin, sums = self.ring.await_slot(position, self.warp), [list(half) for half in sums]
+        deep = 2 // len(sums)
+        for half in range(2):
+            own, part = sums[half // deep], half % deep
+            xs = inputs[part * PIECES : (part + 1) * PIECES]
+            if self.plan.form == "int8":
+                sums[half // deep] = add_int8(begin, half, self.lane, xs, own)
+            else:
+                own_offsets = offsets[2 * part : 2 * part + 2]
+                sums[half // deep] = add_int4(begin, half, self.lane, xs, own_offsets, own)
+        position = self.ring.release(position, self.warp, self.lane.equals(0))
+        return position, sums
+
+    def store_sums(self, first: Int, sums: list[list[Any]]) -> None:
+        """Write the sums of groups of 16 columns, from the block's group `first` on."""
         quads = self.plan.quads
-        at = (slot * WARPS + self.warp) * self.plan.sums_bytes + (self.g * quads + self.t) * 16
-        store = "st.shared.v4.f32 [$0], {$1, $2, $3, $4};"
-        put = lambda: ptx(store, self.memory.sums + at, *sums)
-        when(self.t < quads, put)
+        for i, half in enumerate(sums):
+            half = half if len(half) == 4 else [arith.addf(half[n], half[4 + n]) for n in range(4)]
+            at = ((first + i) * WARPS + self.warp) * self.plan.sums_bytes
+            at = self.memory.sums + at + (self.g * quads + self.t) * 16
+            store = "st.shared.v4.f32 [$0], {$1, $2, $3, $4};"
+            put = functools.partial(ptx, store, at, *half)
+            when(self.t < quads, put)
 
     # Epilogue. A thread has two adjacent columns of two rows, or several such.
 
@@ -220,12 +243,12 @@ class Block:
         phase, quads = self.plan.phases[p], self.plan.quads
         first, count = self.panels[p]
         found = []
-        for i in range(-(-self.plan.most_slots(phase) * 8 * quads // THREADS)):
+        for i in range(-(-self.plan.most_columns(phase) * 8 * quads // THREADS)):
             index = self.thread + i * THREADS
-            slot, rest = index // (8 * quads), index % (8 * quads)
-            column = first * phase.panel_columns + slot * COLUMNS + (rest // quads) * 2
-            sums = self.memory.sums + slot * (WARPS * self.plan.sums_bytes) + rest * 16
-            item = _Item(slot < count * phase.across, column, (rest % quads) * 2, sums)
+            group, rest = index // (8 * quads), index % (8 * quads)
+            column = first * phase.panel_columns + group * COLUMNS + (rest // quads) * 2
+            sums = self.memory.sums + group * (WARPS * self.plan.sums_bytes) + rest * 16
+            item = _Item(group < count * phase.across, column, (rest % quads) * 2, sums)
             found.append(item)
         return found
 

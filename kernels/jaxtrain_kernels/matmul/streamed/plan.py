@@ -2,9 +2,10 @@
 
 from typing import Any, NamedTuple
 
-from jaxtrain_kernels.matmul.streamed.order import COLUMNS, SLOT_INPUTS, SLOT_WORDS, slots_across
+from jaxtrain_kernels.matmul.streamed.order import COLUMNS, HALF_INPUTS, slot_words, slots_across
 
-WARPS = 8
+WARPS = 8  # that multiply
+LOADERS = 4  # warps, each of which loads for WARPS / LOADERS others
 THREADS = 32 * WARPS
 COUNTER_BYTES = 128
 COUNTERS = 8  # one for each phase
@@ -27,8 +28,13 @@ class Phase(NamedTuple):
 
     @property
     def across(self) -> int:
-        """Slots of the same inputs in a panel."""
+        """Halves of a slot that have different columns."""
         return slots_across(self.K)
+
+    @property
+    def deep(self) -> int:
+        """Halves of a slot that have different inputs."""
+        return 2 // self.across
 
     @property
     def panel_columns(self) -> int:
@@ -36,51 +42,47 @@ class Phase(NamedTuple):
 
     @property
     def turns(self) -> int:
-        """Different inputs of a warp, in slots."""
-        return self.K // (SLOT_INPUTS * WARPS)
-
-    @property
-    def panel_slots(self) -> int:
         """Slots of a warp in a panel."""
-        return self.turns * self.across
+        return self.K // (HALF_INPUTS * self.deep * WARPS)
 
 
 class StreamPlan(NamedTuple):
-    """form: int8 or int4. rows: of the inputs, up to 8. slots: of a warp. eps: of the norms. ahead:
-    slots of a warp that are fetched into the L2 cache for the following call, which begins with
-    two products of few inputs."""
+    """form: int8 or int4. rows: of the inputs, up to 8. slots: of a warp, in shared memory. flight:
+    most slots that one loader has in flight. eps: of the norms. early: codes are loaded before the
+    kernel before has ended, which has not computed them."""
 
     form: str
     rows: int
     phases: tuple[Phase, ...]
     blocks: int
     slots: int
+    flight: int
     eps: float
-    ahead: int = 0
+    early: bool = True
 
     @property
     def slot_bytes(self) -> int:
-        return SLOT_WORDS[self.form] * 4
+        return slot_words(self.form) * 4
 
     @property
     def quads(self) -> int:
         """Pairs of rows."""
         return 1 if self.rows <= 2 else 2 if self.rows <= 4 else 4
 
-    def most_slots(self, phase: Phase) -> int:
-        """Most slots across all panels of a block."""
+    def most_columns(self, phase: Phase) -> int:
+        """Most groups of 16 columns in the panels of a block."""
         return -(-phase.N // phase.panel_columns // self.blocks) * phase.across
 
     @property
     def sums_bytes(self) -> int:
-        """Of a slot's columns, by one warp."""
+        """Of 16 columns, by one warp."""
         return 8 * self.quads * 16
 
     @property
     def shared_bytes(self) -> tuple[int, ...]:
         """Of each part of `Memory`."""
-        ring, sums = WARPS * self.slots, max(map(self.most_slots, self.phases)) * WARPS
-        return ring * self.slot_bytes, ring * 8, sums * self.sums_bytes, WARPS * 8 * 4
+        ring, sums = WARPS * self.slots, max(map(self.most_columns, self.phases)) * WARPS
+        return ring * self.slot_bytes, ring * 8, ring * 8, sums * self.sums_bytes, WARPS * 8 * 4
 
 
 class PhaseRefs(NamedTuple):
@@ -93,10 +95,11 @@ class PhaseRefs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory. ring: slots; barriers: of slots; sums: of columns by warps; squares: of rows
-    by warps."""
+    """Shared memory. ring: slots; full, free: their barriers; sums: of columns by warps; squares:
+    of rows by warps."""
 
     ring: Any
-    barriers: Any
+    full: Any
+    free: Any
     sums: Any
     squares: Any

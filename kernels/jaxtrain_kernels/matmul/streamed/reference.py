@@ -25,12 +25,11 @@ def streamed_products(
     phases: tuple[Phase, ...],
     arrays: Sequence[tuple[jax.Array | None, ...]],
     eps: float,
-    following: tuple[jax.Array, ...],
 ) -> list[jax.Array]:
     """Backend of the public function."""
     results = []
     for phase, (words, scales, gain) in zip(phases, arrays, strict=True):
-        codes, own = from_stream(form, words)
+        codes, own = from_stream(form, phase.K, words)
         operations = Operations(
             InputNorm(eps, gain) if phase.normed else None,
             None,

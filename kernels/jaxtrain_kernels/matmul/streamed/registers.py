@@ -5,37 +5,50 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from jaxtrain_kernels.matmul.streamed.emit import Int, number, ptx, zero
-from jaxtrain_kernels.matmul.streamed.order import PIECES
+from jaxtrain_kernels.matmul.streamed.emit import Int, const, number, ptx, zero
+from jaxtrain_kernels.matmul.streamed.order import HALF_WORDS, PIECES, SCALE_WORDS
 
 LOG2E = 1.4426950408889634
+MINUS_136 = 0xC308C308 - (1 << 32)  # twice, in bfloat16
 LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 
 
-def add_int8(begin: Int, lane: Int, xs: list, sums: list) -> list:
-    """Add a slot's products to two accumulators of four."""
-    codes = begin + lane * 16
+def add_int8(
+    begin: Int, half: int, lane: Int, xs: list[list[Any]], sums: list[Any]
+) -> list[Any]:
+    """Add the products of a half of a slot to two accumulators of four. xs: words of each piece."""
+    codes = begin + (lane * 16 + half * (4 * HALF_WORDS["int8"]))
     words = [ptx(LOAD, codes + 512 * b, out="rrrr") for b in range(PIECES)]
     for w, x in zip(words, xs, strict=True):
-        for half in range(2):
-            a = [_bf16(w[2 * half + i], shift) for i in range(2) for shift in (0, 8)]
-            four = slice(4 * half, 4 * half + 4)
-            sums[four] = _mma(a, x[2 * half : 2 * half + 2], sums[four])
+        for i in range(2):
+            a = [_bf16(w[2 * i + n], shift) for n in range(2) for shift in (0, 8)]
+            four = slice(4 * i, 4 * i + 4)
+            sums[four] = _mma(a, x[2 * i : 2 * i + 2], sums[four])
     return sums
 
 
-def add_int4(begin: Int, lane: Int, xs: list, sums: list) -> list:
-    """Add a slot's products, times the scales of its two groups."""
-    codes, blocks = begin + lane * 16, PIECES // 2
+def add_int4(
+    begin: Int,
+    half: int,
+    lane: Int,
+    xs: list[list[Any]],
+    offsets: list[list[Any]],
+    sums: list[Any],
+) -> list[Any]:
+    """Add the products of a half of a slot, times the scales of its two groups, to four sums.
+    offsets: `offsets_of_groups` of the inputs."""
+    codes, blocks = begin + (lane * 16 + half * (4 * HALF_WORDS["int4"])), PIECES // 2
     words = [ptx(LOAD, codes + 512 * b, out="rrrr") for b in range(blocks)]
+    of_scales = 4 * (2 * HALF_WORDS["int4"] + half * SCALE_WORDS["int4"])
     for group in range(2):
-        at = begin + (512 * blocks + 32 * group) + (lane >> 2) * 4
+        at = begin + (of_scales + 32 * group) + (lane >> 2) * 4
         scales = floats(ptx("ld.shared.b32 $0, [$1];", at, out="r"))
-        parts = [[zero() for _ in range(4)] for _ in range(2)]
+        parts = [offsets[group] * 2, [zero() for _ in range(4)]]
         for block in range(group * blocks // 2, (group + 1) * blocks // 2):
             for i, word in enumerate(words[block]):
                 x = xs[2 * block + i // 2][2 * (i % 2) : 2 * (i % 2) + 2]
-                parts[i % 2] = _mma([_bf16_of_4(word, s) for s in (0, 4, 8, 12)], x, parts[i % 2])
+                a = [_bf16_of_4(word, shift) for shift in (0, 4, 8, 12)]
+                parts[i % 2] = _mma(a, x, parts[i % 2])
         for i in range(4):
             part = arith.addf(parts[0][i], parts[1][i])
             sums[i] = ptx(
@@ -43,6 +56,18 @@ def add_int4(begin: Int, lane: Int, xs: list, sums: list) -> list:
                 effects=False,
             )  # fmt: skip
     return sums
+
+
+def offsets_of_groups(xs: list[list[Any]]) -> list[list[Any]]:
+    """Sums of -136 times each group's inputs, of the lane's two rows; `_bf16_of_4` adds 136."""
+    a, each, found = [const(MINUS_136).value] * 4, PIECES // 2, []
+    for group in range(len(xs) // each):
+        sums = [zero() for _ in range(4)]
+        for x in xs[group * each : (group + 1) * each]:
+            for i in range(2):
+                sums = _mma(a, x[2 * i : 2 * i + 2], sums)
+        found.append(sums[:2])
+    return found
 
 
 def floats(word: Any) -> list:
@@ -92,10 +117,9 @@ def _bf16(word: Any, shift: int) -> Any:
 
 
 def _bf16_of_4(word: Any, shift: int) -> Any:
-    """4-bit codes, less 8, of one column and two inputs: 128 + code, less 136."""
+    """4-bit codes of one column and two inputs, as bfloat16: 128 + bits, which are the code + 8."""
     first = f"shr.u32 t, $1, {shift};" if shift else "mov.b32 t, $1;"
     return ptx(
-        "{ .reg .b32 t, m, s; " + first + " lop3.b32 m, t, 0x000F000F, 0x43004300, 0xEA;"
-        " mov.b32 s, 0x43084308; sub.rn.bf16x2 $0, m, s; }",
+        "{ .reg .b32 t; " + first + " lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
         word, out="r", effects=False,
     )  # fmt: skip

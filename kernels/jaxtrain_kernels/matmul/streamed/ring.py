@@ -1,118 +1,112 @@
-"""A warp's slots in shared memory, through which all its codes of a call stream."""
+"""The slots of shared memory through which all codes of a block stream.
+
+Each warp that multiplies has its own slots, which it uses in turn. A loader serves two such warps
+alternately, and never waits for anything but a free slot and its own loads: it has only so many in
+flight as keep the memory busy, because a block's other accesses queue behind them.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
-from jaxlib.mlir.dialects import arith
+from jaxtrain_kernels.matmul.streamed.emit import Int, address, const, loop, ptx, select, when
+from jaxtrain_kernels.matmul.streamed.plan import LOADERS, WARPS, Memory, StreamPlan
 
-from jaxtrain_kernels.matmul.streamed.emit import Int, address, const, ptx, select, when
-from jaxtrain_kernels.matmul.streamed.plan import WARPS, Memory, StreamPlan
+SERVED = WARPS // LOADERS  # warps of a loader
 
 
 class Ring:
-    """The warp's slots, counted from 0, and their places in shared memory.
+    """panels: a block's first panel and number of panels in each phase."""
 
-    first, panels: a block's first panel and number of panels in each phase. A position in the ring
-    is (place, parity of its barrier, slot): raw values, which loops carry.
-    """
-
-    def __init__(
-        self,
-        plan: StreamPlan,
-        memory: Memory,
-        warp: Int,
-        is_first_lane: Any,
-        codes: Sequence[Any],
-        following: Sequence[Any],
-        panels: Sequence[tuple[Int, Int]],
-    ):
+    def __init__(self, plan: StreamPlan, memory: Memory):
         self.plan, self.memory = plan, memory
-        self.warp, self.is_first_lane = warp, is_first_lane
-        self.bases, self.following, self.ends = [], [], [const(0)]
-        for p, (phase, ref, (first, count)) in enumerate(
-            zip(plan.phases, codes, panels, strict=True)
-        ):
-            skipped = first * (phase.panel_slots * WARPS * plan.slot_bytes)
-            self.bases.append(address(ref) + skipped.wide())
-            self.ends.append(self.ends[-1] + count * phase.panel_slots)
-            if p < len(following):
-                self.following.append(address(following[p]) + skipped.wide())
 
-    def begin(self) -> list[Any]:
-        """Ask for the first slots; return the first position."""
+    def barriers(self, index: Int, warp: Int) -> tuple[Int, Int]:
+        """Full and free barrier of one of a warp's slots."""
+        at = (index * WARPS + warp) * 8
+        return self.memory.full + at, self.memory.free + at
 
-        def init() -> None:
-            for place in range(self.plan.slots):
-                ptx("mbarrier.init.shared::cta.b64 [$0], 1;", self.addresses(const(place))[0])
-            ptx("fence.mbarrier_init.release.cluster;")
-            ptx("fence.proxy.async.shared::cta;")
+    def first_byte(self, index: Int, warp: Int) -> Int:
+        return self.memory.ring + (index * WARPS + warp) * self.plan.slot_bytes
 
-        when(self.is_first_lane, init)
-        ptx("bar.warp.sync -1;")
-        for place in range(self.plan.slots):
-            self.ask(const(place), const(place))
-        return [const(0).value] * 3
+    def init(self, warps: Sequence[Int]) -> None:
+        """Initialize the barriers of these warps, by one thread."""
+        for warp in warps:
+            for index in range(self.plan.slots):
+                for barrier in self.barriers(const(index), warp):
+                    ptx("mbarrier.init.shared::cta.b64 [$0], 1;", barrier)
+        ptx("fence.mbarrier_init.release.cluster;")
+        ptx("fence.proxy.async.shared::cta;")
 
-    def addresses(self, place: Int) -> tuple[Int, Int]:
-        """Barrier and first byte of a place."""
-        at = place * WARPS + self.warp
-        return self.memory.barriers + at * 8, self.memory.ring + at * self.plan.slot_bytes
+    def load(
+        self, warps: Sequence[Int], codes: Sequence[Any], panels: Sequence[tuple[Int, Int]]
+    ) -> None:
+        """Load all slots of these warps, by one thread. codes: of each phase. panels: first one,
+        and number, in each phase."""
+        carried = [const(0).value] * 3  # number of slots so far, index, parity
+        for phase, ref, (first, count) in zip(self.plan.phases, codes, panels, strict=True):
+            size = self.plan.slot_bytes
+            begin = address(ref) + (first * (phase.turns * WARPS * size)).wide()
 
-    def ask(self, slot: Int, place: Int) -> None:
-        """Start to load a slot, if there are so many. One of the following call, by the number of
-        slots past the end, is only fetched into the L2 cache."""
-        size, phases = self.plan.slot_bytes, self.plan.phases
-        base, begin, two = self.bases[-1], self.ends[-2], const(phases[-1].across - 1)
-        for p in range(len(phases) - 2, -1, -1):
-            earlier = slot < self.ends[p + 1]
-            base = select(earlier, self.bases[p], base)
-            begin = select(earlier, self.ends[p], begin)
-            two = select(earlier, const(phases[p].across - 1), two)
-        own = slot - begin
-        at = (((own >> two) * WARPS + self.warp) << two) + (own & two)
-        source = base + at.wide() * size
-        barrier, target = self.addresses(place)
+            def step(i: Int, carried: list[Any], begin: Int = begin) -> list[Any]:
+                number, index, parity = map(Int, carried)
+                for n, warp in enumerate(warps):
+                    self.await_earlier(number, index, parity, n, warps)
+                    full, free = self.barriers(index, warp)
+                    reused = number.compare("sge", self.plan.slots)
+                    when(reused, lambda free=free: _wait(free, parity ^ 1))
+                    source = begin + (i * WARPS + warp).wide() * self.plan.slot_bytes
+                    self.copy(source, self.first_byte(index, warp), full)
+                return [(number + 1).value, *self.next(index, parity)]
 
-        def copy() -> None:
-            ptx(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size};", barrier)
-            ptx(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-                f" [$0], [$1], {size}, [$2];",
-                target, source, barrier,
-            )  # fmt: skip
+            carried = loop(count * phase.turns, carried, step)
 
-        when(arith.andi(self.is_first_lane, slot < self.ends[-1]), copy)
-        if self.following:
-            self.fetch(slot - self.ends[-1])
-
-    def fetch(self, slot: Int) -> None:
-        """Fetch a slot of the following call's first two phases into the L2 cache."""
-        earlier = slot < self.ends[1]
-        base = select(earlier, self.following[0], self.following[1])
-        own = select(earlier, slot, slot - self.ends[1])
-        source = base + (own * WARPS + self.warp).wide() * self.plan.slot_bytes
-        code = f"cp.async.bulk.prefetch.L2.global [$0], {self.plan.slot_bytes};"
-        inside = arith.andi(slot.compare("sge", 0), slot < self.plan.ahead)
-        when(arith.andi(self.is_first_lane, inside), lambda: ptx(code, source))
-
-    def wait(self, position: Sequence[Any]) -> Int:
-        """First byte of the position's slot, once it is loaded."""
-        place, parity, _ = map(Int, position)
-        barrier, begin = self.addresses(place)
-        ptx(
-            "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
-            " @!p bra AGAIN; }",
-            barrier, parity,
-        )  # fmt: skip
-        return begin
-
-    def advance(self, position: Sequence[Any]) -> list[Any]:
-        """Ask for a slot in the place of the position's, which the warp has used; return the next
-        position."""
-        place, parity, slot = map(Int, position)
-        ptx("bar.warp.sync -1;")
-        self.ask(slot + self.plan.slots, place)
-        place = place + 1
-        wraps = place.equals(self.plan.slots)
+    def await_earlier(
+        self, number: Int, index: Int, parity: Int, n: int, warps: Sequence[Int]
+    ) -> None:
+        """Wait for the load `flight` loads before that of slot `number` of warps[n]."""
+        back, other = -((n - self.plan.flight) // len(warps)), (n - self.plan.flight) % len(warps)
+        earlier = index - back
+        wraps = earlier < 0
+        earlier = select(wraps, earlier + self.plan.slots, earlier)
         parity = parity ^ select(wraps, const(1), const(0))
-        return [select(wraps, const(0), place).value, parity.value, (slot + 1).value]
+        full, _ = self.barriers(earlier, warps[other])
+        when(number.compare("sge", back), lambda: _wait(full, parity))
+
+    def copy(self, source: Int, target: Int, barrier: Int) -> None:
+        size = self.plan.slot_bytes
+        ptx(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size};", barrier)
+        ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+            f" [$0], [$1], {size}, [$2];",
+            target, source, barrier,
+        )  # fmt: skip
+
+    def next(self, index: Int, parity: Int) -> list[Any]:
+        """Index of the following slot, and its parity: raw values, which loops carry."""
+        index = index + 1
+        wraps = index.equals(self.plan.slots)
+        parity = parity ^ select(wraps, const(1), const(0))
+        return [select(wraps, const(0), index).value, parity.value]
+
+    def await_slot(self, position: Sequence[Any], warp: Int) -> Int:
+        """First byte of the warp's slot at a position (index, parity), once it is loaded."""
+        index, parity = map(Int, position)
+        _wait(self.barriers(index, warp)[0], parity)
+        return self.first_byte(index, warp)
+
+    def release(self, position: Sequence[Any], warp: Int, is_first_lane: Any) -> list[Any]:
+        """Free the warp's slot; return the next position."""
+        index, parity = map(Int, position)
+        free = self.barriers(index, warp)[1]
+        ptx("bar.warp.sync -1;")
+        arrive = "mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];"
+        when(is_first_lane, lambda: ptx(arrive, free))
+        return self.next(index, parity)
+
+
+def _wait(barrier: Int, parity: Int) -> None:
+    ptx(
+        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
+        " @!p bra AGAIN; }",
+        barrier, parity,
+    )  # fmt: skip
