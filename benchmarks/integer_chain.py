@@ -96,7 +96,8 @@ def streamed_rows(s: Chain, form: str, dtype: Any, copy_gbps: float) -> Iterator
     if s.activation != "swiglu":
         return
     x_MD, gain_D, layers = jax.eval_shape(lambda: streamed_inputs(s, form, dtype))
-    if not has_stream_kernel(form, x_MD, streamed_matrices(s, gain_D, layers[0])):
+    phases = [m.phase for m in streamed_matrices(s, gain_D, layers[0])]
+    if not has_stream_kernel(s.M, dtype, phases):
         return
     x_MD, gain_D, layers = streamed_inputs(s, form, dtype)
     size = sum(array.nbytes for array in jax.tree.leaves(layers))
@@ -167,8 +168,10 @@ def streamed_matrices(s: Chain, gain_D: Any, arrays: Iterable[Any]) -> list[Stre
     norm = InputNorm(1e-5, gain_D)
     qkv, out, up, down = arrays
     return [
-        StreamedMatrix(s.D, *qkv, norm), StreamedMatrix(s.D, *out, residual=True),
-        StreamedMatrix(s.D, *up, norm, "swiglu"), StreamedMatrix(s.F, *down, residual=True),
+        StreamedMatrix(s.D, qkv[0], qkv[1], norm),
+        StreamedMatrix(s.D, out[0], out[1], residual=True),
+        StreamedMatrix(s.D, up[0], up[1], norm, "swiglu"),
+        StreamedMatrix(s.F, down[0], down[1], residual=True),
     ]  # fmt: skip
 
 

@@ -321,7 +321,7 @@ def dense_of(
     if isinstance(first, Weight) and isinstance(x, Array):
         each = first.matmul_each(x, others)
     if isinstance(x, DeferredNorm) or (has_few_rows(x) and few_rows_arrays(*matrices) is not None):
-        products = dense_fused(x, *params, biases=biases)
+        products = [computed(y) for y in dense_fused(x, *params, biases=biases)]
     else:
         if each is not None:
             products = each

@@ -7,23 +7,31 @@ computes. So the first of them return a `PendingProduct`, and the last one runs 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtrain_kernels.matmul.few_rows import GATED, InputNorm, Operations, composed
+from jaxtrain_kernels.matmul.few_rows import (
+    GATED,
+    InputNorm,
+    Operations,
+    are_fused,
+    composed,
+)
 from jaxtrain_kernels.matmul.streamed import (
+    Phase,
     StreamedMatrix,
     from_stream,
     has_stream_kernel,
     streamed_products,
     to_stream,
 )
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from jaxtrain.weights.contract import PendingProduct, Weight, computed
-from jaxtrain.weights.int4 import Int4Weight
+from jaxtrain.weights.int4 import GROUP, Int4Weight
 from jaxtrain.weights.joined import JoinedWeight, columns_of_parts, joined_matrix
 from jaxtrain.weights.quantized import Int8Weight, IntegerWeight
 
@@ -55,7 +63,7 @@ class ProductChain:
         if residual is not None and self.stream is None:
             self.start = computed(residual)
         self.matrices.append(matrix)
-        shape = *self.x.shape[:-1], matrix.phase(self.form).outputs
+        shape = *self.x.shape[:-1], matrix.phase.outputs
         result = StreamedResult(self, len(self.matrices) - 1, shape, self.x.dtype)
         self.stream = self.stream if residual is None else result
         return result
@@ -63,8 +71,8 @@ class ProductChain:
     def run(self) -> list[Array]:
         if self.results is None:
             start = self.x if self.start is None else self.start
-            flat = (y.reshape(-1, y.shape[-1]) for y in (self.x, start))
-            self.results = streamed_products(self.form, *flat, self.matrices)
+            x_MK, stream_MD = (y.reshape(-1, y.shape[-1]) for y in (self.x, start))
+            self.results = streamed_products(self.form, x_MK, stream_MD, self.matrices)
         return self.results
 
 
@@ -84,39 +92,49 @@ class StreamedResult(PendingProduct):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["words", "scales"],
-    meta_fields=["form", "dtype", "sizes", "part", "alternating"],
+    meta_fields=["form", "inputs", "dtype", "sizes", "part", "alternating"],
 )
 @dataclasses.dataclass(frozen=True)
 class StreamedWeight(Weight):
     """A part of the columns of a matrix whose codes are in the order of `to_stream`.
 
     words: with the scales in int4. scales: of the columns in int8, else None. form: int4 or int8.
+    inputs: of the matrix, K.
     sizes, part, alternating: as in `JoinedWeight`; a matrix alone has one part.
     """
 
     words: Any
     scales: Any
     form: str
+    inputs: int
     dtype: str
     sizes: tuple[int, ...]
     part: int
     alternating: bool
 
     def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
-        return self.restored().matmul(x)
+        return self.products(x)[self.part]
 
     def matmul_each(
         self, x: Float[Array, "*B K"], others: Sequence[Array | Weight]
     ) -> tuple[Float[Array, "*B _"], ...] | None:
-        if not self.is_whole(others):
-            return None
-        return self.restored().parts_of(self.restored().matrix.matmul(x))
+        return self.products(x) if self.is_whole(others) else None
+
+    def products(self, x: Float[Array, "*B K"]) -> tuple[Float[Array, "*B _"], ...]:
+        """x times each part of the matrix: by the kernel for a few rows, else as a prompt's."""
+        if self.has_kernel(math.prod(x.shape[:-1]), x.dtype):
+            x_MK = x.reshape(-1, x.shape[-1])
+            (y_MN,) = streamed_products(self.form, x_MK, x_MK, [self.matrix()])
+            return self.parts_of(y_MN.reshape(*x.shape[:-1], -1))
+        return self.parts_of(self.restored().matrix.matmul(x))
+
+    def has_kernel(self, rows: int, dtype: DTypeLike) -> bool:
+        return are_fused() and has_stream_kernel(rows, dtype, [self.matrix().phase])
 
     def takes_operations(
         self, rows: int, dtype: jnp.dtype, others: Sequence[Array | Weight]
     ) -> bool:
-        x = jax.ShapeDtypeStruct((rows, self.matrix().phase(self.form).K), dtype)
-        return self.is_whole(others) and has_stream_kernel(self.form, x, [self.matrix()])
+        return self.is_whole(others) and self.has_kernel(rows, dtype)
 
     def matmul_pending(
         self,
@@ -159,11 +177,11 @@ class StreamedWeight(Weight):
     def matrix(
         self, norm: InputNorm | None = None, activation: str | None = None, residual: bool = False
     ) -> StreamedMatrix:
-        return StreamedMatrix(self.words, self.scales, norm, activation, residual)
+        return StreamedMatrix(self.inputs, self.words, self.scales, norm, activation, residual)
 
     def restored(self) -> JoinedWeight:
         """The same matrix with its codes in rows, for the many rows of a prompt."""
-        codes, scales = from_stream(self.form, self.words)
+        codes, scales = from_stream(self.form, self.inputs, self.words)
         arrays = (codes, scales) if self.form == "int4" else (codes, self.scales)
         kind = Int4Weight if self.form == "int4" else Int8Weight
         matrix = kind(*arrays, dtype=self.dtype)
@@ -188,9 +206,8 @@ def streamed_layers(
     layers = []
     for i in range(len(first.codes)):
         words, scales = arranged(stacks, i, alternating)
-        part = functools.partial(
-            StreamedWeight, words, scales, first.FORM, first.dtype, sizes, alternating=alternating
-        )
+        given = words, scales, first.FORM, inputs_of(first), first.dtype, sizes
+        part = functools.partial(StreamedWeight, *given, alternating=alternating)
         layers.append(tuple(part(part=n) for n in range(len(sizes))))
     return layers
 
@@ -202,3 +219,22 @@ def arranged(
     """Words, and int8's scales, of a layer's matrices as one."""
     w = joined_matrix(stacks, layer, alternating)
     return to_stream(w.FORM, w.codes, w.scales), w.scales if w.FORM == "int8" else None
+
+
+def inputs_of(stack: IntegerWeight) -> int:
+    """Number of inputs of each of a stack's matrices, whose codes are in rows."""
+    return stack.codes.shape[-2] * (2 if stack.FORM == "int4" else 1)
+
+
+def may_stream(groups: Sequence[Sequence[IntegerWeight]], rows: int) -> bool:
+    """Whether one kernel multiplies so many rows by all these matrices, those of a group as one."""
+    every = [w for group in groups for w in group]
+    first = every[0]
+    if not isinstance(first, Int4Weight | Int8Weight) or {type(w) for w in every} != {type(first)}:
+        return False
+    if any(w.dtype != first.dtype or w.codes.ndim != 3 or w.are_fragments() for w in every):
+        return False
+    if first.FORM == "int4" and any(w.scales.shape[-2] * GROUP != inputs_of(w) for w in every):
+        return False
+    sizes = [(inputs_of(group[0]), sum(w.codes.shape[-1] for w in group)) for group in groups]
+    return has_stream_kernel(rows, first.dtype, [Phase(*size) for size in sizes])

@@ -7,12 +7,18 @@ next layer's queries, keys and values. One kernel for all of them reads codes wi
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, Int32
+import jax
+from jaxtyping import Array, DTypeLike, Float, Int32
 
 from jaxtrain_kernels.dispatch import choose_backend, target
 from jaxtrain_kernels.matmul.few_rows.operations import InputNorm
 from jaxtrain_kernels.matmul.streamed import hopper, reference
-from jaxtrain_kernels.matmul.streamed.order import COLUMNS, from_stream, slots_across, to_stream
+from jaxtrain_kernels.matmul.streamed.order import (
+    COLUMNS,
+    from_stream,
+    slots_across,
+    to_stream,
+)
 from jaxtrain_kernels.matmul.streamed.plan import Phase
 
 # The first backend that can serve the call is the default.
@@ -20,6 +26,7 @@ BACKENDS = {"hopper": hopper, "reference": reference}
 
 __all__ = [
     "BACKENDS",
+    "Phase",
     "StreamedMatrix",
     "from_stream",
     "has_stream_kernel",
@@ -43,14 +50,17 @@ class StreamedMatrix(NamedTuple):
     activation: str | None = None
     residual: bool = False
 
-    def phase(self, form: str) -> Phase:
+    @property
+    def phase(self) -> Phase:
+        """The product's sizes, and what surrounds it."""
         N = self.codes.shape[0] * slots_across(self.inputs) * COLUMNS
         return Phase(self.inputs, N, self.norm is not None, self.activation, self.residual)
 
 
-def has_stream_kernel(form: str, x: Float[Array, "M K"], matrices: Sequence[StreamedMatrix]) -> bool:
-    """Whether the device has a kernel for these products, or would."""
-    return hopper.supports(target(), form, x, [m.phase(form) for m in matrices]) is None
+def has_stream_kernel(rows: int, dtype: DTypeLike, phases: Sequence[Phase]) -> bool:
+    """Whether the device has a kernel for products of so many rows in `dtype`, or would."""
+    x = jax.ShapeDtypeStruct((rows, 0), dtype)
+    return hopper.supports(target(), x, phases) is None
 
 
 def streamed_products(
@@ -67,11 +77,11 @@ def streamed_products(
     Raises ValueError for norms with different eps or an unknown implementation,
     NotImplementedError for one that cannot serve.
     """
-    phases = tuple(m.phase(form) for m in matrices)
+    phases = tuple(m.phase for m in matrices)
     norms = [m.norm for m in matrices if m.norm is not None]
     if len({norm.eps for norm in norms}) > 1:
         raise ValueError("the norms of streamed products have one eps")
-    reasons = {name: one.supports(target(), form, x, phases) for name, one in BACKENDS.items()}
+    reasons = {name: one.supports(target(), x, phases) for name, one in BACKENDS.items()}
     signature = f"{form} {x.dtype}{list(x.shape)} {[(p.K, p.N) for p in phases]}"
     name = choose_backend("streamed_products", reasons, implementation, signature)
     arrays = [(m.codes, m.scales_N, m.norm.gain_K if m.norm else None) for m in matrices]

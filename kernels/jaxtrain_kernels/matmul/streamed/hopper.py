@@ -27,7 +27,7 @@ from jaxtrain_kernels.dispatch import Target, mesh_devices
 from jaxtrain_kernels.matmul.streamed.block import Block, Operands
 from jaxtrain_kernels.matmul.streamed.order import HALF_INPUTS
 from jaxtrain_kernels.matmul.streamed.plan import (
-    COUNTERS, LOADERS, WARPS, Memory, Phase, PhaseRefs, StreamPlan,
+    COUNTERS, LOADERS, WARPS, Arrays, Memory, Phase, PhaseRefs, StreamPlan,
 )  # fmt: skip
 
 MOST_ROWS = 8
@@ -35,7 +35,7 @@ SHARED_BYTES = 222 * 1024  # of a block, for slots and sums
 FLIGHT = {"int8": 2, "int4": 3}  # slots of a loader: 64 and 51 KB of a block
 
 
-def supports(on: Target, form: str, x: Any, phases: Sequence[Phase]) -> str | None:
+def supports(on: Target, x: Any, phases: Sequence[Phase]) -> str | None:
     """Return why the kernel cannot run; None = it can."""
     if reason := hopper.unsupported_reason(on):
         return reason
@@ -68,7 +68,7 @@ def streamed_products(
     x: jax.Array,
     stream: jax.Array,
     phases: tuple[Phase, ...],
-    arrays: Sequence[tuple[jax.Array | None, ...]],
+    arrays: Sequence[Arrays],
     eps: float,
 ) -> list[jax.Array]:
     """Backend of the public function. arrays: codes, scales and gain of each phase."""
@@ -85,7 +85,7 @@ def call(
     x: jax.Array,
     stream: jax.Array,
     counters: jax.Array,
-    arrays: list[tuple[jax.Array | None, ...]],
+    arrays: list[Arrays],
 ) -> list[jax.Array]:
     """Results [M, outputs] of each phase. All calls of a plan share one trace and one kernel."""
     flat, tree = jax.tree.flatten(arrays)
@@ -94,8 +94,8 @@ def call(
     def streamed_products(x_ref, stream_ref, counters_ref, *refs, **memory):
         if plan.early:
             plgpu.griddepcontrol_launch_dependents()
-        triples = zip(tree.unflatten(refs[:count]), refs[count:], strict=True)
-        given = [PhaseRefs(*triple, out) for triple, out in triples]
+        phases = zip(tree.unflatten(refs[:count]), refs[count:], strict=True)
+        given = [PhaseRefs(codes, scales, gain, out) for (codes, scales, gain), out in phases]
         arguments = x_ref, stream_ref, counters_ref, given, Memory(**memory)
         types = jax.tree.map(lambda _: plgpu.RefType(), arguments)
 

@@ -36,13 +36,19 @@ def slots_across(K: int) -> int:
     return 1 if K == DEEP_INPUTS else 2
 
 
+def stream_shape(form: str, K: int, N: int) -> tuple[int, int, int]:
+    """Shape of `to_stream` of a matrix."""
+    across = slots_across(K)
+    return N // COLUMNS // across, K // HALF_INPUTS * across // 2, slot_words(form)
+
+
 def to_stream(form: str, codes: jax.Array, scales_GN: Any = None) -> jax.Array:
     """Codes int8 [K, N], or uint8 [K / 2, N] of two inputs each with scales [K / 128, N] in
     bfloat16 -> int32 [panels, slots, words]."""
     N, K = codes.shape[1], codes.shape[0] * (1 if form == "int8" else 2)
-    across = slots_across(K)
-    panels, deep = N // COLUMNS // across, K // HALF_INPUTS
-    slots = panels, deep * across // 2
+    across, deep = slots_across(K), K // HALF_INPUTS
+    panels, each, _ = stream_shape(form, K, N)
+    slots = panels, each
     if form == "int8":
         a = codes.reshape(deep, PIECES, 4, 4, 2, panels, across, 8, 2)
         a = a.transpose(5, 0, 6, 1, 7, 2, 3, 4, 8)  # .., piece, g, t, word, input, column

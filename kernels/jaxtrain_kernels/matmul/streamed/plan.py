@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxtrain_kernels.matmul.streamed.order import COLUMNS, HALF_INPUTS, slot_words, slots_across
 
 WARPS = 8  # that multiply
@@ -83,6 +85,10 @@ class StreamPlan(NamedTuple):
         """Of each part of `Memory`."""
         ring, sums = WARPS * self.slots, max(map(self.most_columns, self.phases)) * WARPS
         return ring * self.slot_bytes, ring * 8, ring * 8, sums * self.sums_bytes, WARPS * 8 * 4
+
+
+# Codes, scales in int8, and gain of the norm, of a phase.
+Arrays = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 
 class PhaseRefs(NamedTuple):

@@ -9,12 +9,12 @@ from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.matmul import integers
 from jaxtrain_kernels.matmul.few_rows.operations import InputNorm, Operations
 from jaxtrain_kernels.matmul.streamed.order import from_stream
-from jaxtrain_kernels.matmul.streamed.plan import Phase
+from jaxtrain_kernels.matmul.streamed.plan import Arrays, Phase
 
 OPS = {"int4": integers.w4a16_matmul, "int8": integers.w8a16_matmul}
 
 
-def supports(on: Target, form: str, x: Any, phases: Sequence[Phase]) -> None:
+def supports(on: Target, x: Any, phases: Sequence[Phase]) -> None:
     return None
 
 
@@ -23,7 +23,7 @@ def streamed_products(
     x: jax.Array,
     stream: jax.Array,
     phases: tuple[Phase, ...],
-    arrays: Sequence[tuple[jax.Array | None, ...]],
+    arrays: Sequence[Arrays],
     eps: float,
 ) -> list[jax.Array]:
     """Backend of the public function."""
