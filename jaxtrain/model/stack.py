@@ -194,10 +194,22 @@ STREAMED = (
 )  # fmt: skip
 
 
+# Parameters that are read between those products, so that one kernel cannot compute them.
+BETWEEN = {
+    "attention": ("out_bias",), "ffn": ("gate_bias", "up_bias", "down_bias"),
+    "": ("attention_adapter", "ffn_adapter", "attention_scale", "ffn_scale",
+         "attention_post_gain", "ffn_post_gain"),
+}  # fmt: skip
+
+
 def codes_in_stream(params: Params, specs: Specs, rows: int) -> None:
     """Put the integer codes of STREAMED in the order of the kernel that computes all their products
     of so many rows, in place, if there is one."""
     groups = []
+    for module, names in BETWEEN.items():
+        inner = params.get(module) if module else params
+        if isinstance(inner, dict) and any(inner.get(name) is not None for name in names):
+            return
     for module, names, _ in STREAMED:
         inner, declared = params.get(module), specs.get(module)
         if not isinstance(inner, dict) or not isinstance(declared, dict):
