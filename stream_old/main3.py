@@ -4,30 +4,31 @@ from concurrent.futures import ThreadPoolExecutor
 T0 = time.time()
 import jax, jax.numpy as jnp, numpy as np
 from jaxtrain_kernels.matmul.streamed import hopper, block, order, to_stream
-from jaxtrain_kernels.matmul.streamed.plan import Phase, StreamPlan, WARPS
-from jaxtrain_kernels.matmul.streamed.emit import const, ptx, when
+from jaxtrain_kernels.matmul.streamed.plan import StreamPhase, StreamPlan, WARPS
+from jaxtrain_kernels.matmul.streamed.emit import const, ptx, run_if as when
 from jaxtrain_kernels.matmul.integers import to_fragments
 try: from benchmarks.integer_chain import Chain, joined_chain
 except Exception as e: print("no joined chain", repr(e))
 O = os.environ.get("O", "."); PART = os.environ.get("PART", "")
 say = lambda *x: print(f"[{time.time()-T0:5.1f}]", *x, flush=True)
 D, F, KV, BLOCKS = 4096, 14336, 1024, 132
-PHASES = (Phase(D, D, residual=True), Phase(D, 2 * F, True, "swiglu"), Phase(F, D, residual=True), Phase(D, D + 2 * KV, True))
+Phase = StreamPhase
+PHASES = (StreamPhase(D, D, residual=True), StreamPhase(D, 2 * F, True, "swiglu"), StreamPhase(F, D, residual=True), StreamPhase(D, D + 2 * KV, True))
 LAYERS, KEPT = 32, 4
 CASES = [("int8", 1), ("int4", 1), ("int8", 8), ("int4", 8)]
 BYTES = {"int8": sum(p.K * p.N for p in PHASES), "int4": sum(p.K * p.N // 2 + p.K * p.N // 64 for p in PHASES)}
-class NoExchange(block.Block):
+class NoExchange(block.StreamBlock):
     def wait(self, p): pass
-class NoMultiply(block.Block):
+class NoMultiply(block.StreamBlock):
     def use_slot(self, position, inputs, offsets, sums):
         self.ring.await_slot(position, self.warp)
         return self.ring.release(position, self.warp, self.lane.equals(0)), sums
 class StreamOnly(NoMultiply, NoExchange): pass
-class Stamped(block.Block):
+class Stamped(block.StreamBlock):
     def __init__(self, plan, operands, memory):
         super().__init__(plan, operands, memory); self.n = 0
         from jaxlib.mlir.dialects import arith, gpu
-        from jaxtrain_kernels.matmul.streamed.emit import Int, i32
+        from jaxtrain_kernels.matmul.streamed.emit import Int, int_type as i32
         self.block = Int(arith.index_cast(i32(), gpu.block_id(gpu.Dimension.x)))
     def stamp(self, inside=False):
         clock = ptx("mov.u32 $0, %clock;", out="r"); t = ptx("mov.u32 $0, %globaltimer_lo;", out="r")
@@ -43,12 +44,12 @@ class Stamped(block.Block):
     def end(self): self.stamp(True); super().end(); self.stamp(True)
 NAMES = ["start"]
 for p in range(4): NAMES += [f"{p} {x}" for x in (["begin", "multiplied", "sync", "stored", "signalled", "waited"] if p < 3 else ["begin", "multiplied", "sync", "stored", "ended"])]
-KINDS = {"base": block.Block, "no exchange": NoExchange, "no multiply": NoMultiply, "stream only": StreamOnly, "stamped": Stamped}
+KINDS = {"base": block.StreamBlock, "no exchange": NoExchange, "no multiply": NoMultiply, "stream only": StreamOnly, "stamped": Stamped}
 def plan(f, m, kind="base", slots=None, flight=None, early=False):
     p = hopper.plan_of(f, m, PHASES, BLOCKS, 1e-5 * (1 + 1e-4 * list(KINDS).index(kind)))
     return p._replace(slots=min(p.slots, slots or p.slots), flight=flight or p.flight, early=early)
 # The class is looked up when the kernel is lowered.
-hopper.Block = lambda p, *a: list(KINDS.values())[round((p.eps / 1e-5 - 1) * 1e4)](p, *a)
+hopper.StreamBlock = lambda p, *a: list(KINDS.values())[round((p.eps / 1e-5 - 1) * 1e4)](p, *a)
 def call(kind, p, *a): return hopper.call(p, *a)
 V = {}
 for f, m in CASES:

@@ -22,9 +22,9 @@ from jaxtrain.settings import UserError
 from jaxtrain.weights import WEIGHTS
 from jaxtrain.weights.contract import is_weight
 from jaxtrain.weights.joined import fragments_of, joined_layers, may_join
-from jaxtrain.weights.streamed import StreamedWeight, may_stream, streamed_layers
 from jaxtrain.weights.params import Params, ParamSpec, Specs, is_block_matrix, path_name
 from jaxtrain.weights.quantized import IntegerWeight
+from jaxtrain.weights.streamed import StreamedWeight, may_stream, streamed_layers
 from jaxtrain.weights.transposed import TransposedWeight
 
 

@@ -21,8 +21,8 @@ from jaxtrain_kernels.matmul.few_rows import (
     composed,
 )
 from jaxtrain_kernels.matmul.streamed import (
-    Phase,
     StreamedMatrix,
+    StreamPhase,
     from_stream,
     has_stream_kernel,
     streamed_products,
@@ -237,4 +237,4 @@ def may_stream(groups: Sequence[Sequence[IntegerWeight]], rows: int) -> bool:
     if first.FORM == "int4" and any(w.scales.shape[-2] * GROUP != inputs_of(w) for w in every):
         return False
     sizes = [(inputs_of(group[0]), sum(w.codes.shape[-1] for w in group)) for group in groups]
-    return has_stream_kernel(rows, first.dtype, [Phase(*size) for size in sizes])
+    return has_stream_kernel(rows, first.dtype, [StreamPhase(*size) for size in sizes])

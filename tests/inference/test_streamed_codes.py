@@ -1,30 +1,21 @@
 """An engine whose layers' products are one kernel's: codes in its order, and the same text."""
 
-import functools
-import inspect
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from engine_cases import GREEDY, MODELS, OPTIONS, SINGLE, letters, prompts, run
-from flax import nnx
+from engine_cases import GREEDY, MODELS, SINGLE, letters, prompts, run
 from jax.sharding import AbstractDevice, AbstractMesh
 from jaxtrain_kernels.dispatch import Target, on_target
-from jaxtrain_kernels.matmul import streamed as kernels
-from jaxtrain_kernels.matmul.few_rows import InputNorm, Operations
 from jaxtrain_kernels.matmul.streamed import hopper, reference
 from tiny import build
 
-from jaxtrain.inference.engine import Engine, Request, device
-from jaxtrain.inference.engine.sampling import Sampler
+from jaxtrain.inference.engine import Engine, Request
 from jaxtrain.model import cast
-from jaxtrain.model.stack import STREAMED, codes_in_fragments
-from jaxtrain.weights.contract import PendingProduct, computed
+from jaxtrain.model.stack import codes_in_fragments
 from jaxtrain.weights.int4 import quantize_int4
 from jaxtrain.weights.params import is_block_matrix
-from jaxtrain.weights.quantized import Int8Weight, quantize_int8
-from jaxtrain.weights.streamed import StreamedWeight, may_stream, streamed_layers
+from jaxtrain.weights.quantized import quantize_int8
+from jaxtrain.weights.streamed import StreamedWeight
 
 HOPPER = ("cuda", (9, 0))
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))

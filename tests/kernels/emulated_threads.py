@@ -73,14 +73,16 @@ for name, operation in {
 
 def floats(words):
     """Words of two bfloat16 -> float32 [..., 2], the lower first."""
-    return np.stack([(words << WORD(16)).view(np.float32), (words & WORD(HALF)).view(np.float32)], -1)
+    return np.stack(
+        [(words << WORD(16)).view(np.float32), (words & WORD(HALF)).view(np.float32)], -1
+    )
 
 
 def rounded(values):
     return np.asarray(values).astype(jnp.bfloat16).astype(np.float32)
 
 
-def packed(pairs):
+def to_word(pairs):
     bits = rounded(pairs).view(WORD)
     return (bits[..., 0] >> WORD(16)) | (bits[..., 1] & WORD(HALF))
 
@@ -91,7 +93,7 @@ def dequantized(code, word):
     t = word >> WORD(int(shift[1]) if shift else 0)
     operands = re.findall(r"lop3\.b32 \S+ t, (\w+), (\w+), 0xEA", code)
     values = [floats(t & WORD(int(mask, 16)) | WORD(int(base, 16))) for mask, base in operands]
-    return packed(values[0] - (values[1] if len(values) > 1 else 0))
+    return to_word(values[0] - (values[1] if len(values) > 1 else 0))
 
 
 def mma(operands):
@@ -131,7 +133,7 @@ class Device:
         self.arrays.append(np.frombuffer(np.asarray(array).tobytes(), np.uint8).copy())
         return Int(Raw(len(self.arrays) - 1 << 40, "i64"))
 
-    def when(self, condition, body):
+    def run_if(self, condition, body):
         outer, self.mask = self.mask, self.mask & condition.values
         body()
         self.mask = outer
@@ -145,7 +147,7 @@ class Device:
         self.mask = outer
         return list(carried)
 
-    def place(self, address):
+    def element(self, address):
         """(array, offset) of an address that all active threads share."""
         number, *others = set(address.values[self.mask].tolist())
         assert not others
@@ -167,7 +169,7 @@ class Device:
 
     def add(self, address):
         """Increment a counter once for each active thread; return the values before."""
-        memory, at = self.place(address)
+        memory, at = self.element(address)
         before = np.zeros((BLOCKS, THREADS), np.int64)
         before[self.mask] = memory[at] + np.arange(self.mask.sum())
         memory[at] += self.mask.sum()
@@ -178,14 +180,14 @@ class Device:
         op = code.split()[0]
         if "try_wait" in code:
             return self.complete(given[0])
-        if op.startswith(("mbarrier", "fence", "bar.")):
+        if op.startswith(("mbarrier", "fence", "bar.", "griddepcontrol")):
             return None
         if op.startswith("cp.async.bulk"):
             return self.copy(code, *given)
         if op.startswith(("red.", "atom.")):
             return self.add(given[0])
         if "ld.acquire" in code:
-            memory, at = self.place(given[0])
+            memory, at = self.element(given[0])
             assert memory[at] >= BLOCKS, "a block would wait for ever"
             return None
         if op.startswith("ld."):
@@ -200,9 +202,9 @@ class Device:
         if "lop3" in code:
             return Raw(dequantized(code, given[0].words), "i32")
         if op.startswith("mul.rn.bf16x2"):
-            return Raw(packed(floats(given[0].words) * floats(given[1].words)), "i32")
+            return Raw(to_word(floats(given[0].words) * floats(given[1].words)), "i32")
         if op.startswith("cvt"):
-            return Raw(packed(np.stack([x.values for x in given], -1)), "i32")
+            return Raw(to_word(np.stack([x.values for x in given], -1)), "i32")
         if op in ("shl.b32", "and.b32"):
             bits = floats(given[0].words)[..., int(op == "and.b32")]
             return Raw(bits.view(WORD), "i32")
@@ -231,8 +233,10 @@ class Device:
         if "cvt.rn.bf16.f32" in code:
             data = (rounded(values[0].values).view(WORD) >> WORD(16)).astype(np.uint16)[..., None]
         else:
-            data = np.stack([x.words for x in values], -1) if values else np.zeros(
-                (BLOCKS, THREADS, 1), WORD
+            data = (
+                np.stack([x.words for x in values], -1)
+                if values
+                else np.zeros((BLOCKS, THREADS, 1), WORD)
             )
         data = np.ascontiguousarray(data).view(np.uint8)
         self.access(address, data.shape[-1], data)
@@ -265,14 +269,14 @@ def emulated(monkeypatch):
         "Int": Int,
         "address": lambda x: x,
         "const": lambda x: Int(Raw(x, "i32")),
-        "i32": lambda: None,
+        "int_type": lambda: None,
         "loop": device.loop,
-        "number": lambda x: Raw(np.float32(x), "f32"),
+        "float_const": lambda x: Raw(np.float32(x), "f32"),
         "ptx": device.ptx,
         "select": lambda c, yes, no: Int(
             Raw(np.where(c.values, yes.value.values, no.value.values), yes.value.kind)
         ),
-        "when": device.when,
+        "run_if": device.run_if,
         "zero": lambda: Raw(np.float32(0), "f32"),
         "arith": Arithmetic,
         "mgpu": space(utils=utils),

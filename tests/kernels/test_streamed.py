@@ -9,10 +9,20 @@ from jaxtrain_kernels.dispatch import Target, on_target
 from jaxtrain_kernels.matmul.few_rows import InputNorm, Operations
 from jaxtrain_kernels.matmul.integers import w4a16_matmul, w8a16_matmul
 from jaxtrain_kernels.matmul.streamed import (
-    StreamedMatrix, from_stream, hopper, streamed_products, to_stream,
+    StreamedMatrix,
+    from_stream,
+    hopper,
+    streamed_products,
+    to_stream,
 )  # fmt: skip
-from jaxtrain_kernels.matmul.streamed.block import Block, Operands
-from jaxtrain_kernels.matmul.streamed.plan import COUNTERS, Memory, Phase, PhaseRefs, StreamPlan
+from jaxtrain_kernels.matmul.streamed.block import StreamBlock, StreamRefs
+from jaxtrain_kernels.matmul.streamed.plan import (
+    COUNTERS,
+    Memory,
+    PhaseRefs,
+    StreamPhase,
+    StreamPlan,
+)
 
 OPS = {"int8": w8a16_matmul, "int4": w4a16_matmul}
 GPU = Target("cuda", (9, 0))
@@ -72,7 +82,10 @@ def test_the_order_has_an_inverse(form, K):
         np.testing.assert_array_equal(own, scales)
 
 
-LAYER = Phase(2048, 2048, residual=True), Phase(2048, 64, normed=True, activation="swiglu")
+LAYER = (
+    StreamPhase(2048, 2048, residual=True),
+    StreamPhase(2048, 64, normed=True, activation="swiglu"),
+)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
@@ -90,9 +103,9 @@ def test_the_reference_is_the_products_one_by_one(form):
         (1, LAYER),
         (8, LAYER),
         pytest.param(3, LAYER, marks=pytest.mark.slow),
-        (1, (Phase(4096, 96, activation="geglu", normed=True),)),
-        (1, (Phase(6144, 160),)),
-        pytest.param(8, (Phase(6144, 160, residual=True),), marks=pytest.mark.slow),
+        (1, (StreamPhase(4096, 96, activation="geglu", normed=True),)),
+        (1, (StreamPhase(6144, 160),)),
+        pytest.param(8, (StreamPhase(6144, 160, residual=True),), marks=pytest.mark.slow),
     ],
 )
 def test_the_threads_of_all_blocks_compute_the_products(monkeypatch, form, M, phases):
@@ -110,8 +123,8 @@ def test_the_threads_of_all_blocks_compute_the_products(monkeypatch, form, M, ph
         starts.append(Int(Raw(top, "i32")))
         top += -(-size // 1024) * 1024
     assert top <= SHARED
-    operands = Operands(device.put(x), x.shape[1], device.put(stream), counters, refs)
-    Block(plan, operands, Memory(*starts)).run()
+    operands = StreamRefs(device.put(x), x.shape[1], device.put(stream), counters, refs)
+    StreamBlock(plan, operands, Memory(*starts)).run()
     array = lambda at: device.arrays[int(at.value.values[0, 0]) >> 40]
     for ref, theirs in zip(refs, one_by_one(form, x, stream, phases, rows), strict=True):
         assert_near(array(ref.out).view(jnp.bfloat16).reshape(theirs.shape), theirs)
@@ -126,10 +139,10 @@ def test_the_threads_of_all_blocks_compute_the_products(monkeypatch, form, M, ph
         (Target("cuda", (8, 0)), 8, jnp.bfloat16, LAYER, "compute capability 9.0"),
         (GPU, 9, jnp.bfloat16, LAYER, "8 rows"),
         (GPU, 1, jnp.float16, LAYER, "bfloat16"),
-        (GPU, 1, jnp.bfloat16, (Phase(1024, 64),), "multiples of 2048"),
-        (GPU, 1, jnp.bfloat16, (Phase(4096, 40),), "multiples of 16"),
-        (GPU, 1, jnp.bfloat16, (Phase(6144, 48),), "multiples of 32"),
-        (GPU, 1, jnp.bfloat16, (Phase(6144, 64, normed=True),), "norms 2,048 or 4,096"),
+        (GPU, 1, jnp.bfloat16, (StreamPhase(1024, 64),), "multiples of 2048"),
+        (GPU, 1, jnp.bfloat16, (StreamPhase(4096, 40),), "multiples of 16"),
+        (GPU, 1, jnp.bfloat16, (StreamPhase(6144, 48),), "multiples of 32"),
+        (GPU, 1, jnp.bfloat16, (StreamPhase(6144, 64, normed=True),), "norms 2,048 or 4,096"),
     ],
 )
 def test_what_it_serves(device, rows, dtype, phases, reason):
@@ -168,10 +181,17 @@ def test_all_layers_have_one_kernel_and_one_array_of_counters(form):
 @pytest.mark.parametrize("wide", [False, True])
 def test_it_equals_the_reference(form, M, wide):
     D, F = 2048, 8192 if wide else 4096
-    up = Phase(D, 2 * F, normed=True, activation="swiglu")
-    phases = Phase(D, D, residual=True), up, Phase(F, D, residual=True), Phase(D, 3072, normed=True)
+    up = StreamPhase(D, 2 * F, normed=True, activation="swiglu")
+    phases = (
+        StreamPhase(D, D, residual=True),
+        up,
+        StreamPhase(F, D, residual=True),
+        StreamPhase(D, 3072, normed=True),
+    )
     x, stream, rows, matrices = example(form, M, phases)
     run = jax.jit(lambda x, s: streamed_products(form, x, s, matrices))
     for _ in range(3):  # a call leaves the counters as the next one needs them
-        for ours, theirs in zip(run(x, stream), one_by_one(form, x, stream, phases, rows), strict=True):
+        for ours, theirs in zip(
+            run(x, stream), one_by_one(form, x, stream, phases, rows), strict=True
+        ):
             assert_near(ours, theirs)

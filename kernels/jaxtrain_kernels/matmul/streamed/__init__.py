@@ -19,14 +19,14 @@ from jaxtrain_kernels.matmul.streamed.order import (
     slots_across,
     to_stream,
 )
-from jaxtrain_kernels.matmul.streamed.plan import Phase
+from jaxtrain_kernels.matmul.streamed.plan import StreamPhase
 
 # The first backend that can serve the call is the default.
 BACKENDS = {"hopper": hopper, "reference": reference}
 
 __all__ = [
     "BACKENDS",
-    "Phase",
+    "StreamPhase",
     "StreamedMatrix",
     "from_stream",
     "has_stream_kernel",
@@ -38,9 +38,9 @@ __all__ = [
 class StreamedMatrix(NamedTuple):
     """A matrix and the operations around its product.
 
-    inputs: of the matrix, K. codes: in the order of `to_stream`; with their scales in int4. scales_N: of int8. norm: of the
-    input. activation: swiglu or geglu, of column 2 n times column 2 n + 1. residual: the residual
-    stream is added, and the result is the stream from then on.
+    inputs: of the matrix, K. codes: in the order of `to_stream`; with their scales in int4.
+    scales_N: of int8. norm: of the input. activation: swiglu or geglu, of column 2 n times column
+    2 n + 1. residual: the residual stream is added, and the result is the stream from then on.
     """
 
     inputs: int
@@ -51,13 +51,13 @@ class StreamedMatrix(NamedTuple):
     residual: bool = False
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> StreamPhase:
         """The product's sizes, and what surrounds it."""
         N = self.codes.shape[0] * slots_across(self.inputs) * COLUMNS
-        return Phase(self.inputs, N, self.norm is not None, self.activation, self.residual)
+        return StreamPhase(self.inputs, N, self.norm is not None, self.activation, self.residual)
 
 
-def has_stream_kernel(rows: int, dtype: DTypeLike, phases: Sequence[Phase]) -> bool:
+def has_stream_kernel(rows: int, dtype: DTypeLike, phases: Sequence[StreamPhase]) -> bool:
     """Whether the device has a kernel for products of so many rows in `dtype`, or would."""
     x = jax.ShapeDtypeStruct((rows, 0), dtype)
     return hopper.supports(target(), x, phases) is None

@@ -14,21 +14,40 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, gpu
 
 from jaxtrain_kernels.matmul.streamed.emit import (
-    Int, address, const, i32, loop, number, ptx, select, when, zero,
+    Int,
+    address,
+    const,
+    float_const,
+    int_type,
+    loop,
+    ptx,
+    run_if,
+    select,
+    zero,
 )  # fmt: skip
 from jaxtrain_kernels.matmul.streamed.order import COLUMNS, HALF_INPUTS, PIECES
 from jaxtrain_kernels.matmul.streamed.plan import (
-    COUNTER_BYTES, THREADS, WARPS, Memory, PhaseRefs, StreamPlan,
+    COUNTER_BYTES,
+    THREADS,
+    WARPS,
+    Memory,
+    PhaseRefs,
+    StreamPlan,
 )  # fmt: skip
 from jaxtrain_kernels.matmul.streamed.registers import (
-    add_int4, add_int8, floats, gated, offsets_of_groups, packed,
+    add_int4,
+    add_int8,
+    floats,
+    gated,
+    offsets_of_groups,
+    to_word,
 )  # fmt: skip
 from jaxtrain_kernels.matmul.streamed.ring import SERVED, Ring
 
 POLLS = 1 << 22  # of a counter, some seconds, before a block ends the program with an error
 
 
-class Operands(NamedTuple):
+class StreamRefs(NamedTuple):
     """References to the call's arrays. x: the first input; its rows have `width` values. phases: of
     each product."""
 
@@ -39,10 +58,10 @@ class Operands(NamedTuple):
     phases: Sequence[PhaseRefs]
 
 
-class Block:
+class StreamBlock:
     """A block's registers, and what its threads do."""
 
-    def __init__(self, plan: StreamPlan, operands: Operands, memory: Memory):
+    def __init__(self, plan: StreamPlan, operands: StreamRefs, memory: Memory):
         self.plan, self.refs = plan, operands.phases
         self.memory = Memory(*map(address, memory))
         self.ring = Ring(plan, self.memory)
@@ -52,7 +71,7 @@ class Block:
         self.warp, self.lane = Int(mgpu.utils.warp_idx()), self.thread & 31
         self.g, self.t = self.lane >> 2, self.lane & 3
         self.is_first = self.thread.equals(0)
-        block = Int(arith.index_cast(i32(), gpu.block_id(gpu.Dimension.x)))
+        block = Int(arith.index_cast(int_type(), gpu.block_id(gpu.Dimension.x)))
         self.panels = []  # first, and number, in each phase
         for phase in plan.phases:
             total = phase.N // phase.panel_columns
@@ -63,10 +82,10 @@ class Block:
         loader = self.warp - WARPS
         loads = arith.andi(loader.compare("sge", 0), self.lane.equals(0))
         warps = [loader * SERVED + n for n in range(SERVED)]
-        when(loads, lambda: self.ring.init(warps))
+        run_if(loads, lambda: self.ring.init(warps))
         ptx("bar.sync 0;")
-        when(loads, lambda: self.ring.load(warps, [ref.codes for ref in self.refs], self.panels))
-        when(loader < 0, self.compute)
+        run_if(loads, lambda: self.ring.load(warps, [ref.codes for ref in self.refs], self.panels))
+        run_if(loader < 0, self.compute)
 
     def compute(self) -> None:
         position, gains = [const(0).value] * 2, self.load_gains(0)
@@ -80,11 +99,11 @@ class Block:
             self.finish(p, ahead)
             self.sync()
             if p + 1 == len(self.plan.phases):
-                when(self.is_first, self.end)
+                run_if(self.is_first, self.end)
                 return
-            when(self.is_first, functools.partial(self.signal, p))
+            run_if(self.is_first, functools.partial(self.signal, p))
             gains = self.load_gains(p + 1)
-            when(self.is_first, functools.partial(self.wait, p))
+            run_if(self.is_first, functools.partial(self.wait, p))
             self.sync()
             self.source, self.width = address(self.refs[p].out), phase.outputs
 
@@ -120,7 +139,7 @@ class Block:
             for p in range(last + 1):
                 ptx("st.relaxed.gpu.global.b32 [$0], 0;", self.counter(p))
 
-        when(before.equals(self.plan.blocks - 1), reset)
+        run_if(before.equals(self.plan.blocks - 1), reset)
 
     # Inputs
 
@@ -152,7 +171,7 @@ class Block:
         for distance in (1, 2):
             total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
         at = self.memory.squares + (self.warp * 8 + self.g) * 4
-        when(self.t.equals(0), lambda: ptx("st.shared.f32 [$0], $1;", at, total))
+        run_if(self.t.equals(0), lambda: ptx("st.shared.f32 [$0], $1;", at, total))
         times = lambda x, y: ptx("mul.rn.bf16x2 $0, $1, $2;", x, y, out="r", effects=False)
         return jax.tree.map(times, inputs, gains) if gains else inputs
 
@@ -189,7 +208,9 @@ class Block:
                 return [*position, *itertools.chain(*ahead), *itertools.chain(*sums)]
 
             first = itertools.chain(*self.load_inputs(p, const(0)))
-            found = loop(const(phase.turns), [*position, *first, *self.zeros(), *self.zeros()], turn)
+            found = loop(
+                const(phase.turns), [*position, *first, *self.zeros(), *self.zeros()], turn
+            )
             self.store_sums(n * phase.across, self.by_half(found[end:]))
             return found[:2]
 
@@ -235,7 +256,7 @@ class Block:
             at = self.memory.sums + at + (self.g * quads + self.t) * 16
             store = "st.shared.v4.f32 [$0], {$1, $2, $3, $4};"
             put = functools.partial(ptx, store, at, *half)
-            when(self.t < quads, put)
+            run_if(self.t < quads, put)
 
     # Epilogue. A thread has two adjacent columns of two rows, or several such.
 
@@ -272,7 +293,7 @@ class Block:
 
     def finish(self, p: int, ahead: list["_Ahead"]) -> None:
         for item, own in zip(self.items(p), ahead, strict=True):
-            when(item.valid, functools.partial(self.finish_item, p, item, own))
+            run_if(item.valid, functools.partial(self.finish_item, p, item, own))
         if self.plan.phases[p].residual:
             self.stream = address(self.refs[p].out)
 
@@ -292,19 +313,19 @@ class Block:
                 ys = [arith.mulf(y, inverse) for y in ys]
             old = ahead.old[r] if phase.residual else None
             put = functools.partial(self.store, p, item.column, row, ys, old)
-            put() if self.plan.rows in (1, 2, 4, 8) else when(row < self.plan.rows, put)
+            put() if self.plan.rows in (1, 2, 4, 8) else run_if(row < self.plan.rows, put)
 
     def inverse_rms(self, K: int, row: Int) -> Any:
         total = zero()
         for warp in range(WARPS):
             at = self.memory.squares + (row + warp * 8) * 4
             total = arith.addf(total, ptx("ld.shared.f32 $0, [$1];", at, out="f"))
-        mean = arith.addf(arith.mulf(total, number(1 / K)), number(self.plan.eps))
+        mean = arith.addf(arith.mulf(total, float_const(1 / K)), float_const(self.plan.eps))
         return ptx("rsqrt.approx.f32 $0, $1;", mean, out="f", effects=False)
 
     def store(self, p: int, column: Int, row: Int, ys: list[Any], old: Any) -> None:
-        """Store two columns of a row: rounded, then the activation of both, or the stream plus both."""
-        phase, both = self.plan.phases[p], packed(*ys)
+        """Store two columns of a row: rounded; then their activation, or the stream plus them."""
+        phase, both = self.plan.phases[p], to_word(*ys)
         column = column if phase.activation is None else column >> 1
         at = address(self.refs[p].out) + (row * phase.outputs + column).wide() * 2
         if phase.activation is not None:
@@ -313,7 +334,7 @@ class Block:
             return
         if phase.residual:
             pairs = zip(floats(both), floats(old), strict=True)
-            both = packed(*[arith.addf(y, x) for y, x in pairs])
+            both = to_word(*[arith.addf(y, x) for y, x in pairs])
         ptx("st.global.b32 [$0], $1;", at, both)
 
 

@@ -8,15 +8,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
 
-def i32() -> Any:
+def int_type() -> Any:
     return ir.IntegerType.get_signless(32)
 
 
-def i64() -> Any:
+def long_type() -> Any:
     return ir.IntegerType.get_signless(64)
 
 
-def f32() -> Any:
+def float_type() -> Any:
     return ir.F32Type.get()
 
 
@@ -71,11 +71,11 @@ class Int:
 
     def wide(self) -> "Int":
         """As an int64, with its sign."""
-        return Int(arith.extsi(i64(), self.value))
+        return Int(arith.extsi(long_type(), self.value))
 
 
 def const(x: int) -> Int:
-    return Int(arith.constant(i32(), x))
+    return Int(arith.constant(int_type(), x))
 
 
 def select(condition: Any, yes: Int, no: Int) -> Int:
@@ -83,32 +83,36 @@ def select(condition: Any, yes: Int, no: Int) -> Int:
 
 
 def zero() -> Any:
-    return arith.constant(f32(), ir.FloatAttr.get(f32(), 0.0))
+    return arith.constant(float_type(), ir.FloatAttr.get(float_type(), 0.0))
 
 
-def number(x: float) -> Any:
-    return arith.constant(f32(), ir.FloatAttr.get(f32(), x))
+def float_const(x: float) -> Any:
+    return arith.constant(float_type(), ir.FloatAttr.get(float_type(), x))
 
 
 def address(ref: Any) -> Int:
     """Address of memory: int64, of shared memory int32."""
     pointer = mgpu.utils.memref_ptr(ref)
     space = llvm.PointerType(pointer.type).address_space
-    return Int(llvm.ptrtoint(i32() if space == 3 else i64(), pointer))
+    return Int(llvm.ptrtoint(int_type() if space == 3 else long_type(), pointer))
 
 
 def ptx(code: str, *args: Any, out: str = "", effects: bool = True) -> Any:
     """Inline PTX. out: a letter for each result, r (int32) or f (float32). Returns raw values, a
     list if there are several results."""
-    kinds = [{"r": i32, "f": f32, "l": i64}[x]() for x in out]
+    kinds = [{"r": int_type, "f": float_type, "l": long_type}[x]() for x in out]
     raw = [x.value if isinstance(x, Int) else x for x in args]
-    letter = lambda x: "f" if x.type == f32() else "l" if x.type == i64() else "r"
+    letter = lambda x: "f" if x.type == float_type() else "l" if x.type == long_type() else "r"
     constraints = [f"={x}" for x in out] + [letter(x) for x in raw]
     result: Any = ir.Type.parse("!llvm.void")
     if kinds:
         result = kinds[0] if len(kinds) == 1 else llvm.StructType.get_literal(kinds)
     found = llvm.inline_asm(
-        result, raw, code, ",".join(constraints), has_side_effects=effects or not kinds,
+        result,
+        raw,
+        code,
+        ",".join(constraints),
+        has_side_effects=effects or not kinds,
         convergent="bar." in code or "mma." in code,
     )
     if not kinds:
@@ -118,7 +122,7 @@ def ptx(code: str, *args: Any, out: str = "", effects: bool = True) -> Any:
     return [llvm.extractvalue(kind, found, [i]) for i, kind in enumerate(kinds)]
 
 
-def when(condition: Any, body: Callable[[], None]) -> None:
+def run_if(condition: Any, body: Callable[[], None]) -> None:
     branch = scf.IfOp(condition)
     with ir.InsertionPoint(branch.then_block):
         body()

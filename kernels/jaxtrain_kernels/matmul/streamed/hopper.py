@@ -24,10 +24,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target, mesh_devices
-from jaxtrain_kernels.matmul.streamed.block import Block, Operands
+from jaxtrain_kernels.matmul.streamed.block import StreamBlock, StreamRefs
 from jaxtrain_kernels.matmul.streamed.order import HALF_INPUTS
 from jaxtrain_kernels.matmul.streamed.plan import (
-    COUNTERS, LOADERS, WARPS, Arrays, Memory, Phase, PhaseRefs, StreamPlan,
+    COUNTERS,
+    LOADERS,
+    WARPS,
+    Arrays,
+    Memory,
+    PhaseRefs,
+    StreamPhase,
+    StreamPlan,
 )  # fmt: skip
 
 MOST_ROWS = 8
@@ -35,7 +42,7 @@ SHARED_BYTES = 222 * 1024  # of a block, for slots and sums
 FLIGHT = {"int8": 2, "int4": 3}  # slots of a loader: 64 and 51 KB of a block
 
 
-def supports(on: Target, x: Any, phases: Sequence[Phase]) -> str | None:
+def supports(on: Target, x: Any, phases: Sequence[StreamPhase]) -> str | None:
     """Return why the kernel cannot run; None = it can."""
     if reason := hopper.unsupported_reason(on):
         return reason
@@ -56,7 +63,9 @@ def supports(on: Target, x: Any, phases: Sequence[Phase]) -> str | None:
     return None
 
 
-def plan_of(form: str, rows: int, phases: tuple[Phase, ...], blocks: int, eps: float) -> StreamPlan:
+def plan_of(
+    form: str, rows: int, phases: tuple[StreamPhase, ...], blocks: int, eps: float
+) -> StreamPlan:
     """The plan with as many slots as shared memory has room for."""
     plan = StreamPlan(form, rows, phases, blocks, 0, FLIGHT[form], eps)
     *_, sums, squares = plan.shared_bytes
@@ -67,7 +76,7 @@ def streamed_products(
     form: str,
     x: jax.Array,
     stream: jax.Array,
-    phases: tuple[Phase, ...],
+    phases: tuple[StreamPhase, ...],
     arrays: Sequence[Arrays],
     eps: float,
 ) -> list[jax.Array]:
@@ -100,8 +109,8 @@ def call(
         types = jax.tree.map(lambda _: plgpu.RefType(), arguments)
 
         def run(_, x_ref, stream_ref, counters_ref, given, memory):
-            operands = Operands(x_ref, x.shape[-1], stream_ref, counters_ref, given)
-            Block(plan, operands, memory).run()
+            operands = StreamRefs(x_ref, x.shape[-1], stream_ref, counters_ref, given)
+            StreamBlock(plan, operands, memory).run()
 
         plgpu.inline_mgpu(arg_types=types)(run)(*arguments)
 

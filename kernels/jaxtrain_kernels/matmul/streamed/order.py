@@ -61,7 +61,10 @@ def to_stream(form: str, codes: jax.Array, scales_GN: Any = None) -> jax.Array:
     words = words.sum((-2, -1), dtype=jnp.uint32).reshape(*slots, -1)
     s = scales_GN.astype(jnp.bfloat16).reshape(deep, 2, panels, across, 8, 2)
     s = s.transpose(2, 0, 3, 1, 4, 5).reshape(*slots, -1, 2)
-    both = jax.lax.bitcast_convert_type(words, jnp.int32), jax.lax.bitcast_convert_type(s, jnp.int32)
+    both = (
+        jax.lax.bitcast_convert_type(words, jnp.int32),
+        jax.lax.bitcast_convert_type(s, jnp.int32),
+    )
     return jnp.concatenate(both, axis=-1)
 
 

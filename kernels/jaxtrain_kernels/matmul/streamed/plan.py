@@ -13,7 +13,7 @@ COUNTER_BYTES = 128
 COUNTERS = 8  # one for each phase
 
 
-class Phase(NamedTuple):
+class StreamPhase(NamedTuple):
     """A product. normed: its input is an RMS norm. activation: swiglu or geglu, if columns
     alternate, gate and up. residual: the stream is added to the result, which becomes the stream.
     """
@@ -55,7 +55,7 @@ class StreamPlan(NamedTuple):
 
     form: str
     rows: int
-    phases: tuple[Phase, ...]
+    phases: tuple[StreamPhase, ...]
     blocks: int
     slots: int
     flight: int
@@ -71,7 +71,7 @@ class StreamPlan(NamedTuple):
         """Pairs of rows."""
         return 1 if self.rows <= 2 else 2 if self.rows <= 4 else 4
 
-    def most_columns(self, phase: Phase) -> int:
+    def most_columns(self, phase: StreamPhase) -> int:
         """Most groups of 16 columns in the panels of a block."""
         return -(-phase.N // phase.panel_columns // self.blocks) * phase.across
 

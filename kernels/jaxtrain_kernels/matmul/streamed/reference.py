@@ -9,12 +9,12 @@ from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.matmul import integers
 from jaxtrain_kernels.matmul.few_rows.operations import InputNorm, Operations
 from jaxtrain_kernels.matmul.streamed.order import from_stream
-from jaxtrain_kernels.matmul.streamed.plan import Arrays, Phase
+from jaxtrain_kernels.matmul.streamed.plan import Arrays, StreamPhase
 
 OPS = {"int4": integers.w4a16_matmul, "int8": integers.w8a16_matmul}
 
 
-def supports(on: Target, x: Any, phases: Sequence[Phase]) -> None:
+def supports(on: Target, x: Any, phases: Sequence[StreamPhase]) -> None:
     return None
 
 
@@ -22,7 +22,7 @@ def streamed_products(
     form: str,
     x: jax.Array,
     stream: jax.Array,
-    phases: tuple[Phase, ...],
+    phases: tuple[StreamPhase, ...],
     arrays: Sequence[Arrays],
     eps: float,
 ) -> list[jax.Array]:
@@ -37,9 +37,7 @@ def streamed_products(
             stream if phase.residual else None,
         )
         given = codes, scales if form == "int8" else own
-        x = OPS[form](
-            x[:, : phase.K], *given, operations=operations, implementation="reference"
-        )
+        x = OPS[form](x[:, : phase.K], *given, operations=operations, implementation="reference")
         stream = x if phase.residual else stream
         results.append(x)
     return results

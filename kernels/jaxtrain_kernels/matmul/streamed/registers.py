@@ -5,7 +5,7 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from jaxtrain_kernels.matmul.streamed.emit import Int, const, number, ptx, zero
+from jaxtrain_kernels.matmul.streamed.emit import Int, const, float_const, ptx, zero
 from jaxtrain_kernels.matmul.streamed.order import HALF_WORDS, PIECES, SCALE_WORDS
 
 LOG2E = 1.4426950408889634
@@ -13,9 +13,7 @@ MINUS_136 = 0xC308C308 - (1 << 32)  # twice, in bfloat16
 LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 
 
-def add_int8(
-    begin: Int, half: int, lane: Int, xs: list[list[Any]], sums: list[Any]
-) -> list[Any]:
+def add_int8(begin: Int, half: int, lane: Int, xs: list[list[Any]], sums: list[Any]) -> list[Any]:
     """Add the products of a half of a slot to two accumulators of four. xs: words of each piece."""
     codes = begin + (lane * 16 + half * (4 * HALF_WORDS["int8"]))
     words = [ptx(LOAD, codes + 512 * b, out="rrrr") for b in range(PIECES)]
@@ -77,7 +75,7 @@ def floats(word: Any) -> list:
     return [arith.bitcast(ir.F32Type.get(), x) for x in bits]
 
 
-def packed(low: Any, high: Any) -> Any:
+def to_word(low: Any, high: Any) -> Any:
     return ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high, out="r", effects=False)
 
 
@@ -86,10 +84,12 @@ def gated(activation: str, gate: Any, up: Any) -> Any:
     by tanh a polynomial of it."""
     z = gate
     if activation == "geglu":
-        cubic = arith.mulf(arith.mulf(gate, gate), number(2 * 0.7978845608028654 * 0.044715))
-        z = arith.mulf(gate, arith.addf(cubic, number(2 * 0.7978845608028654)))
-    power = ptx("ex2.approx.f32 $0, $1;", arith.mulf(z, number(-LOG2E)), out="f", effects=False)
-    below = arith.addf(number(1), power)
+        cubic = arith.mulf(arith.mulf(gate, gate), float_const(2 * 0.7978845608028654 * 0.044715))
+        z = arith.mulf(gate, arith.addf(cubic, float_const(2 * 0.7978845608028654)))
+    power = ptx(
+        "ex2.approx.f32 $0, $1;", arith.mulf(z, float_const(-LOG2E)), out="f", effects=False
+    )
+    below = arith.addf(float_const(1), power)
     return arith.mulf(ptx("div.full.f32 $0, $1, $2;", gate, below, out="f", effects=False), up)
 
 

@@ -8,7 +8,7 @@ flight as keep the memory busy, because a block's other accesses queue behind th
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain_kernels.matmul.streamed.emit import Int, address, const, loop, ptx, select, when
+from jaxtrain_kernels.matmul.streamed.emit import Int, address, const, loop, ptx, run_if, select
 from jaxtrain_kernels.matmul.streamed.plan import LOADERS, WARPS, Memory, StreamPlan
 
 SERVED = WARPS // LOADERS  # warps of a loader
@@ -53,7 +53,7 @@ class Ring:
                     self.await_earlier(number, index, parity, n, warps)
                     full, free = self.barriers(index, warp)
                     reused = number.compare("sge", self.plan.slots)
-                    when(reused, lambda free=free: _wait(free, parity ^ 1))
+                    run_if(reused, lambda free=free: _wait(free, parity ^ 1))
                     source = begin + (i * WARPS + warp).wide() * self.plan.slot_bytes
                     self.copy(source, self.first_byte(index, warp), full)
                 return [(number + 1).value, *self.next(index, parity)]
@@ -70,7 +70,7 @@ class Ring:
         earlier = select(wraps, earlier + self.plan.slots, earlier)
         parity = parity ^ select(wraps, const(1), const(0))
         full, _ = self.barriers(earlier, warps[other])
-        when(number.compare("sge", back), lambda: _wait(full, parity))
+        run_if(number.compare("sge", back), lambda: _wait(full, parity))
 
     def copy(self, source: Int, target: Int, barrier: Int) -> None:
         size = self.plan.slot_bytes
@@ -100,7 +100,7 @@ class Ring:
         free = self.barriers(index, warp)[1]
         ptx("bar.warp.sync -1;")
         arrive = "mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];"
-        when(is_first_lane, lambda: ptx(arrive, free))
+        run_if(is_first_lane, lambda: ptx(arrive, free))
         return self.next(index, parity)
 
 
