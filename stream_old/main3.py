@@ -50,7 +50,7 @@ def plan(f, m, kind="base", slots=None, flight=None, early=False):
     return p._replace(slots=min(p.slots, slots or p.slots), flight=flight or p.flight, early=early)
 # The class is looked up when the kernel is lowered.
 hopper.StreamBlock = lambda p, *a: list(KINDS.values())[round((p.eps / 1e-5 - 1) * 1e4)](p, *a)
-def call(kind, p, *a): return hopper.call(p, *a)
+def call(kind, p, *a): return hopper.call_streamed(p, *a)
 V = {}
 for f, m in CASES:
     for fl in ((1, 2, 3, 4) if f == "int8" else (2, 3, 4, 6)):

@@ -85,11 +85,11 @@ def streamed_products(
     counters = jnp.zeros((COUNTERS, 32), jnp.int32)
     cast = lambda gain: None if gain is None else gain.astype(x.dtype)
     given = [(codes, scales, cast(gain)) for codes, scales, gain in arrays]
-    return call(plan, x, stream, counters, given)
+    return call_streamed(plan, x, stream, counters, given)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def call(
+def call_streamed(
     plan: StreamPlan,
     x: jax.Array,
     stream: jax.Array,
