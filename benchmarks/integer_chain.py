@@ -153,11 +153,11 @@ def streamed_chain(s: Chain, form: str) -> Kernel:
 
     def run(x_MD: jax.Array, gain_D: jax.Array, arrays: list[Any]) -> jax.Array:
         layers = [streamed_matrices(s, gain_D, four) for four in arrays]
-        (q_MC,) = streamed_products(form, x_MD, x_MD, layers[0][:1])
+        q_MD, *_ = streamed_products(form, x_MD, x_MD, layers[0][:1])
         for layer, following in itertools.pairwise([*layers, []]):
             given = [*layer[1:], *following[:1]]
-            _, _, x_MD, *last = streamed_products(form, q_MC, x_MD, given)
-            q_MC = last[0] if last else q_MC
+            _, _, x_MD, *last = streamed_products(form, q_MD, x_MD, given)
+            q_MD = last[0] if last else q_MD
         return x_MD
 
     return run
@@ -168,7 +168,7 @@ def streamed_matrices(s: Chain, gain_D: Any, arrays: Iterable[Any]) -> list[Stre
     norm = InputNorm(1e-5, gain_D)
     qkv, out, up, down = arrays
     return [
-        StreamedMatrix(s.D, qkv[0], qkv[1], norm),
+        StreamedMatrix(s.D, qkv[0], qkv[1], norm, parts=(s.D, s.kv, s.kv)),
         StreamedMatrix(s.D, out[0], out[1], residual=True),
         StreamedMatrix(s.D, up[0], up[1], norm, "swiglu"),
         StreamedMatrix(s.F, down[0], down[1], residual=True),

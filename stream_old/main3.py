@@ -13,7 +13,7 @@ O = os.environ.get("O", "."); PART = os.environ.get("PART", "")
 say = lambda *x: print(f"[{time.time()-T0:5.1f}]", *x, flush=True)
 D, F, KV, BLOCKS = 4096, 14336, 1024, 132
 Phase = StreamPhase
-PHASES = (StreamPhase(D, D, residual=True), StreamPhase(D, 2 * F, True, "swiglu"), StreamPhase(F, D, residual=True), StreamPhase(D, D + 2 * KV, True))
+PHASES = (StreamPhase(D, D, residual=True), StreamPhase(D, 2 * F, True, "swiglu"), StreamPhase(F, D, residual=True), StreamPhase(D, D + 2 * KV, True, parts=(D, KV, KV)))
 LAYERS, KEPT = 32, 4
 CASES = [("int8", 1), ("int4", 1), ("int8", 8), ("int4", 8)]
 BYTES = {"int8": sum(p.K * p.N for p in PHASES), "int4": sum(p.K * p.N // 2 + p.K * p.N // 64 for p in PHASES)}
@@ -60,7 +60,7 @@ for f, m in CASES:
     for k in ("no exchange", "stream only"): V[f, m, k] = (k, plan(f, m, k))
     if m == 1: V[f, m, "stream only, early"] = ("stream only", plan(f, m, "stream only", early=True))
     if m == 1 and f == "int4": V[f, m, "fewer slots"] = ("base", plan(f, m, slots=plan(f, m).slots - 1))
-x0 = lambda m: jax.random.normal(jax.random.key(1), (m, D + 2 * KV), jnp.bfloat16)
+x0 = lambda m: jax.random.normal(jax.random.key(1), (m, D), jnp.bfloat16)
 s0 = lambda m: jax.random.normal(jax.random.key(2), (m, D), jnp.bfloat16)
 def codes_of(form, key):
     out = []
@@ -94,16 +94,16 @@ def reference(form, key, x, stream):
             g, u = y[:, ::2], y[:, 1::2]
             y = g / (1 + jnp.exp(-g)) * u
         if p.residual: y = stream = (f32(stream) + y).astype(jnp.bfloat16)
-        x = y.astype(jnp.bfloat16); outs.append(x)
+        x = y.astype(jnp.bfloat16); outs += [x] if not p.parts else jnp.split(x, [D, D + KV], -1)
     return outs
 def chain(kind, p):
     def run(x, stream, counters, layers):
-        for i in range(LAYERS): _, _, stream, x = call(kind, p, x, stream, counters, layers[i % KEPT])
+        for i in range(LAYERS): _, _, stream, x, *_ = call(kind, p, x, stream, counters, layers[i % KEPT])
         return x, stream
     return run
 def stamped(p):
     def run(x, stream, counters, layers):
-        for i in range(4): _, _, stream, x = call("stamped", p, x, stream, counters[i], layers[i])
+        for i in range(4): _, _, stream, x, *_ = call("stamped", p, x, stream, counters[i], layers[i])
         return x, stream
     return run
 def old_chain(form, m):

@@ -63,7 +63,7 @@ class ProductChain:
         if residual is not None and self.stream is None:
             self.start = computed(residual)
         self.matrices.append(matrix)
-        shape = *self.x.shape[:-1], matrix.phase.outputs
+        shape = *self.x.shape[:-1], matrix.phase.outputs[0]
         result = StreamedResult(self, len(self.matrices) - 1, shape, self.x.dtype)
         self.stream = self.stream if residual is None else result
         return result
@@ -124,8 +124,9 @@ class StreamedWeight(Weight):
         """x times each part of the matrix: by the kernel for a few rows, else as a prompt's."""
         if self.has_kernel(math.prod(x.shape[:-1]), x.dtype):
             x_MK = x.reshape(-1, x.shape[-1])
-            (y_MN,) = streamed_products(self.form, x_MK, x_MK, [self.matrix()])
-            return self.parts_of(y_MN.reshape(*x.shape[:-1], -1))
+            ys = streamed_products(self.form, x_MK, x_MK, [self.matrix()])
+            ys = self.parts_of(ys[0]) if self.alternating else ys
+            return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
         return self.parts_of(self.restored().matrix.matmul(x))
 
     def has_kernel(self, rows: int, dtype: DTypeLike) -> bool:
@@ -154,7 +155,10 @@ class StreamedWeight(Weight):
         result = chain.add(matrix, residual)
         if gated or residual is not None:
             return (result,)
-        return self.parts_of(result.array())
+        if self.alternating:
+            return self.parts_of(result.array())
+        ys = chain.run()[-len(self.sizes) :]
+        return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
 
     def one_by_one(
         self,
@@ -177,7 +181,9 @@ class StreamedWeight(Weight):
     def matrix(
         self, norm: InputNorm | None = None, activation: str | None = None, residual: bool = False
     ) -> StreamedMatrix:
-        return StreamedMatrix(self.inputs, self.words, self.scales, norm, activation, residual)
+        parts = self.sizes if len(self.sizes) > 1 and not self.alternating else ()
+        arrays = self.words, self.scales
+        return StreamedMatrix(self.inputs, *arrays, norm, activation, residual, parts)
 
     def restored(self) -> JoinedWeight:
         """The same matrix with its codes in rows, for the many rows of a prompt."""

@@ -7,7 +7,7 @@ import pytest
 from emulated_threads import BLOCKS, SHARED, Int, Raw, emulated
 from jaxtrain_kernels.dispatch import Target, on_target
 from jaxtrain_kernels.matmul.few_rows import InputNorm, Operations
-from jaxtrain_kernels.matmul.integers import w4a16_matmul, w8a16_matmul
+from jaxtrain_kernels.matmul.integers import columns_by_size, w4a16_matmul, w8a16_matmul
 from jaxtrain_kernels.matmul.streamed import (
     StreamedMatrix,
     from_stream,
@@ -50,7 +50,7 @@ def example(form, M, phases, seed=0):
         words = to_stream(form, codes, scales if form == "int4" else None)
         own = scales if form == "int8" else None
         rows.append((codes, scales, norm))
-        matrices.append(StreamedMatrix(p.K, words, own, norm, p.activation, p.residual))
+        matrices.append(StreamedMatrix(p.K, words, own, norm, p.activation, p.residual, p.parts))
     residual = [p.N for p in phases if p.residual] or [8]
     return normal(M, phases[0].K + 64), normal(M, residual[0]), rows, matrices
 
@@ -62,7 +62,7 @@ def one_by_one(form, x, stream, phases, rows):
         around = Operations(norm, None, p.activation, residual)
         x = OPS[form](x[:, : p.K], codes, scales, operations=around, implementation="reference")
         stream = x if p.residual else stream
-        results.append(x)
+        results += columns_by_size(x, p.outputs)
     return results
 
 
@@ -104,7 +104,7 @@ def test_the_reference_is_the_products_one_by_one(form):
         (8, LAYER),
         pytest.param(3, LAYER, marks=pytest.mark.slow),
         (1, (StreamPhase(4096, 96, activation="geglu", normed=True),)),
-        (1, (StreamPhase(6144, 160),)),
+        (1, (StreamPhase(6144, 160, parts=(96, 32, 32)),)),
         pytest.param(8, (StreamPhase(6144, 160, residual=True),), marks=pytest.mark.slow),
     ],
 )
@@ -116,7 +116,8 @@ def test_the_threads_of_all_blocks_compute_the_products(monkeypatch, form, M, ph
     for p, m in zip(phases, matrices, strict=True):
         gain = m.norm.gain_K if m.norm else None
         arrays = [None if a is None else device.put(a) for a in (m.codes, m.scales_N, gain)]
-        refs.append(PhaseRefs(*arrays, device.put(np.zeros((M, p.outputs), jnp.bfloat16))))
+        outs = [device.put(np.zeros((M, N), jnp.bfloat16)) for N in p.outputs]
+        refs.append(PhaseRefs(*arrays, outs))
     counters = device.put(np.zeros((COUNTERS, 32), np.int32))
     starts, top = [], 0
     for size in plan.shared_bytes:
@@ -126,8 +127,9 @@ def test_the_threads_of_all_blocks_compute_the_products(monkeypatch, form, M, ph
     operands = StreamRefs(device.put(x), x.shape[1], device.put(stream), counters, refs)
     StreamBlock(plan, operands, Memory(*starts)).run()
     array = lambda at: device.arrays[int(at.value.values[0, 0]) >> 40]
-    for ref, theirs in zip(refs, one_by_one(form, x, stream, phases, rows), strict=True):
-        assert_near(array(ref.out).view(jnp.bfloat16).reshape(theirs.shape), theirs)
+    outs = [out for ref in refs for out in ref.outs]
+    for out, theirs in zip(outs, one_by_one(form, x, stream, phases, rows), strict=True):
+        assert_near(array(out).view(jnp.bfloat16).reshape(theirs.shape), theirs)
     assert device.copied == sum(m.codes.nbytes for m in matrices)  # each byte once
     assert not array(counters).any()  # as the next call needs them
 

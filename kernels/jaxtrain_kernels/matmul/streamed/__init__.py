@@ -41,6 +41,7 @@ class StreamedMatrix(NamedTuple):
     inputs: of the matrix, K. codes: in the order of `to_stream`; with their scales in int4.
     scales_N: of int8. norm: of the input. activation: swiglu or geglu, of column 2 n times column
     2 n + 1. residual: the residual stream is added, and the result is the stream from then on.
+    parts: columns of each result, if the last product has several.
     """
 
     inputs: int
@@ -49,12 +50,15 @@ class StreamedMatrix(NamedTuple):
     norm: InputNorm | None = None
     activation: str | None = None
     residual: bool = False
+    parts: tuple[int, ...] = ()
 
     @property
     def phase(self) -> StreamPhase:
         """The product's sizes, and what surrounds it."""
         N = self.codes.shape[0] * slots_across(self.inputs) * COLUMNS
-        return StreamPhase(self.inputs, N, self.norm is not None, self.activation, self.residual)
+        return StreamPhase(
+            self.inputs, N, self.norm is not None, self.activation, self.residual, self.parts
+        )
 
 
 def has_stream_kernel(rows: int, dtype: DTypeLike, phases: Sequence[StreamPhase]) -> bool:
@@ -71,7 +75,8 @@ def streamed_products(
     *,
     implementation: str | None = None,
 ) -> list[Float[Array, "M _"]]:
-    """Results of consecutive products, in x's dtype; x's first columns are the first one's input.
+    """Results of consecutive products, in x's dtype; x's first columns are the first one's input. A
+    matrix with `parts` has several.
 
     Rounded after each product and each sum, as the products are one by one. form: int4 or int8.
     Raises ValueError for norms with different eps or an unknown implementation,

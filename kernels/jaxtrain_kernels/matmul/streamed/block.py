@@ -105,7 +105,7 @@ class StreamBlock:
             gains = self.load_gains(p + 1)
             run_if(self.is_first, functools.partial(self.wait, p))
             self.sync()
-            self.source, self.width = address(self.refs[p].out), phase.outputs
+            self.source, self.width = address(self.refs[p].outs[0]), phase.outputs[0]
 
     # Exchange
 
@@ -283,7 +283,7 @@ class StreamBlock:
                 scales = ptx(load, address(ref.scales) + safe.wide() * 4, out="ff")
             for row in self.rows(item) if phase.residual else ():
                 inside = select(row < self.plan.rows, row, const(0))
-                at = self.stream + (inside * phase.outputs + safe).wide() * 2
+                at = self.stream + (inside * phase.N + safe).wide() * 2
                 old.append(ptx("ld.global.cg.b32 $0, [$1];", at, out="r"))
             found.append(_Ahead(scales, old))
         return found
@@ -295,7 +295,7 @@ class StreamBlock:
         for item, own in zip(self.items(p), ahead, strict=True):
             run_if(item.valid, functools.partial(self.finish_item, p, item, own))
         if self.plan.phases[p].residual:
-            self.stream = address(self.refs[p].out)
+            self.stream = address(self.refs[p].outs[0])
 
     def finish_item(self, p: int, item: "_Item", ahead: "_Ahead") -> None:
         """Add the warps' sums, and store the results."""
@@ -327,7 +327,7 @@ class StreamBlock:
         """Store two columns of a row: rounded; then their activation, or the stream plus them."""
         phase, both = self.plan.phases[p], to_word(*ys)
         column = column if phase.activation is None else column >> 1
-        at = address(self.refs[p].out) + (row * phase.outputs + column).wide() * 2
+        at = self.out_address(p, row, column)
         if phase.activation is not None:
             y = gated(phase.activation, *floats(both))
             ptx("{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; st.global.b16 [$0], h; }", at, y)
@@ -336,6 +336,16 @@ class StreamBlock:
             pairs = zip(floats(both), floats(old), strict=True)
             both = to_word(*[arith.addf(y, x) for y, x in pairs])
         ptx("st.global.b32 [$0], $1;", at, both)
+
+    def out_address(self, p: int, row: Int, column: Int) -> Int:
+        """Address of a value of the phase's results, whose parts have adjacent columns."""
+        sizes, outs = self.plan.phases[p].outputs, self.refs[p].outs
+        base, size, own = address(outs[0]), const(sizes[0]), column
+        for first, n, out in zip(itertools.accumulate(sizes), sizes[1:], outs[1:], strict=False):
+            later = column.compare("sge", first)
+            base, size = select(later, address(out), base), select(later, const(n), size)
+            own = select(later, column - first, own)
+        return base + (row * size + own).wide() * 2
 
 
 class _Item(NamedTuple):

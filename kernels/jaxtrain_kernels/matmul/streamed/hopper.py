@@ -96,15 +96,17 @@ def call_streamed(
     counters: jax.Array,
     arrays: list[Arrays],
 ) -> list[jax.Array]:
-    """Results [M, outputs] of each phase. All calls of a plan share one trace and one kernel."""
+    """Results [M, _] of all phases in order. All calls of a plan share one trace and one kernel."""
     flat, tree = jax.tree.flatten(arrays)
-    count = len(flat)
+    count, sizes = len(flat), [N for p in plan.phases for N in p.outputs]
 
     def streamed_products(x_ref, stream_ref, counters_ref, *refs, **memory):
         if plan.early:
             plgpu.griddepcontrol_launch_dependents()
-        phases = zip(tree.unflatten(refs[:count]), refs[count:], strict=True)
-        given = [PhaseRefs(codes, scales, gain, out) for (codes, scales, gain), out in phases]
+        given, rest = [], list(refs[count:])
+        for phase, triple in zip(plan.phases, tree.unflatten(refs[:count]), strict=True):
+            codes, scales, gain = triple
+            given.append(PhaseRefs(codes, scales, gain, [rest.pop(0) for _ in phase.outputs]))
         arguments = x_ref, stream_ref, counters_ref, given, Memory(**memory)
         types = jax.tree.map(lambda _: plgpu.RefType(), arguments)
 
@@ -120,7 +122,9 @@ def call_streamed(
     }
     return hopper.pallas_kernel(
         streamed_products,
-        out_type=[jax.ShapeDtypeStruct((plan.rows, p.outputs), x.dtype) for p in plan.phases],
+        out_type=[
+            jax.ShapeDtypeStruct((plan.rows, N), x.dtype) for p in plan.phases for N in p.outputs
+        ],
         scratch_types=scratch,
         grid=(plan.blocks,),
         grid_names=("block",),

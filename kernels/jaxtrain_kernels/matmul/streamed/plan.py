@@ -1,5 +1,6 @@
 """Compile-time constants of the kernel of `streamed`, and its memory."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ COUNTERS = 8  # one for each phase
 class StreamPhase(NamedTuple):
     """A product. normed: its input is an RMS norm. activation: swiglu or geglu, if columns
     alternate, gate and up. residual: the stream is added to the result, which becomes the stream.
+    parts: columns of each result, if there are several.
     """
 
     K: int
@@ -23,10 +25,12 @@ class StreamPhase(NamedTuple):
     normed: bool = False
     activation: str | None = None
     residual: bool = False
+    parts: tuple[int, ...] = ()
 
     @property
-    def outputs(self) -> int:
-        return self.N if self.activation is None else self.N // 2
+    def outputs(self) -> tuple[int, ...]:
+        """Columns of each result."""
+        return self.parts or (self.N if self.activation is None else self.N // 2,)
 
     @property
     def across(self) -> int:
@@ -97,7 +101,7 @@ class PhaseRefs(NamedTuple):
     codes: Any
     scales: Any
     gain: Any
-    out: Any
+    outs: Sequence[Any]
 
 
 class Memory(NamedTuple):

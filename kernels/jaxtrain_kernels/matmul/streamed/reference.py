@@ -8,6 +8,7 @@ import jax
 from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.matmul import integers
 from jaxtrain_kernels.matmul.few_rows.operations import InputNorm, Operations
+from jaxtrain_kernels.matmul.integers.around import columns_by_size
 from jaxtrain_kernels.matmul.streamed.order import from_stream
 from jaxtrain_kernels.matmul.streamed.plan import Arrays, StreamPhase
 
@@ -39,5 +40,5 @@ def streamed_products(
         given = codes, scales if form == "int8" else own
         x = OPS[form](x[:, : phase.K], *given, operations=operations, implementation="reference")
         stream = x if phase.residual else stream
-        results.append(x)
+        results += columns_by_size(x, phase.outputs)
     return results
