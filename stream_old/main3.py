@@ -22,7 +22,7 @@ class NoExchange(block.StreamBlock):
 class NoMultiply(block.StreamBlock):
     def use_slot(self, position, inputs, offsets, sums):
         self.ring.await_slot(position, self.warp)
-        return self.ring.release(position, self.warp, self.lane.equals(0)), sums
+        return self.ring.release(position, self.warp, self.lane.equals(0), const(0)), sums
 class StreamOnly(NoMultiply, NoExchange): pass
 class Stamped(block.StreamBlock):
     def __init__(self, plan, operands, memory):
@@ -45,9 +45,9 @@ class Stamped(block.StreamBlock):
 NAMES = ["start"]
 for p in range(4): NAMES += [f"{p} {x}" for x in (["begin", "multiplied", "sync", "stored", "signalled", "waited"] if p < 3 else ["begin", "multiplied", "sync", "stored", "ended"])]
 KINDS = {"base": block.StreamBlock, "no exchange": NoExchange, "no multiply": NoMultiply, "stream only": StreamOnly, "stamped": Stamped}
-def plan(f, m, kind="base", slots=None, flight=None, early=False):
+def plan(f, m, kind="base", slots=None, flight=None, early=None):
     p = hopper.plan_of(f, m, PHASES, BLOCKS, 1e-5 * (1 + 1e-4 * list(KINDS).index(kind)))
-    return p._replace(slots=min(p.slots, slots or p.slots), flight=flight or p.flight, early=early)
+    return p._replace(slots=min(p.slots, slots or p.slots), flight=flight or p.flight)
 # The class is looked up when the kernel is lowered.
 hopper.StreamBlock = lambda p, *a: list(KINDS.values())[round((p.eps / 1e-5 - 1) * 1e4)](p, *a)
 def call(kind, p, *a): return hopper.call_streamed(p, *a)
@@ -55,11 +55,9 @@ V = {}
 for f, m in CASES:
     for fl in ((1, 2, 3, 4) if f == "int8" else (2, 3, 4, 6)):
         if fl <= 2 * plan(f, m).slots: V[f, m, f"flight {fl}"] = ("base", plan(f, m, flight=fl))
-    V[f, m, "early"] = ("base", plan(f, m, early=True))
     fl = {"int8": 2, "int4": 3}[f]
     for k in ("no exchange", "stream only"): V[f, m, k] = (k, plan(f, m, k))
-    if m == 1: V[f, m, "stream only, early"] = ("stream only", plan(f, m, "stream only", early=True))
-    if m == 1 and f == "int4": V[f, m, "fewer slots"] = ("base", plan(f, m, slots=plan(f, m).slots - 1))
+    if False: V[f, m, "fewer slots"] = ("base", plan(f, m, slots=plan(f, m).slots - 1))
 x0 = lambda m: jax.random.normal(jax.random.key(1), (m, D), jnp.bfloat16)
 s0 = lambda m: jax.random.normal(jax.random.key(2), (m, D), jnp.bfloat16)
 def codes_of(form, key):
@@ -120,10 +118,11 @@ def lower(n, f, *a):
 for f in BYTES: lower(("layer", f), lambda k, f=f: layer_of(f, k), key)
 for f, m in CASES:
     args = shape(x0, m), shape(s0, m), st, like[f][0]
-    lower(("one", f, m), lambda *a, f=f, m=m: call("base", plan(f, m), *a), *args)
+    for v, (k, p) in [(v, x) for (g, n, v), x in V.items() if (g, n) == (f, m) and "flight" in v]:
+        lower(("one", f, m, v), lambda *a, p=p: call("base", p, *a), *args)
     lower(("ref", f, m), lambda k, x, s, f=f: reference(f, k, x, s), key, *args[:2])
     lower(("old", f, m), old_chain(f, m), shape(s0, m), jax.ShapeDtypeStruct((D,), jnp.bfloat16), [like[f][1]] * KEPT)
-    for early in (False, True): lower(("stamps", f, m, early), stamped(plan(f, m, "stamped", early=early)), *args[:2], [big_st] * 4, [like[f][0]] * 4)
+    for early in (): lower(("stamps", f, m, early), stamped(plan(f, m, "stamped", early=early)), *args[:2], [big_st] * 4, [like[f][0]] * 4)
 for (f, m, v), (k, p) in V.items(): lower((f, m, v), chain(k, p), shape(x0, m), shape(s0, m), st, [like[f][0]] * KEPT)
 lower("copy", lambda x: jnp.bitwise_xor(x, 1), jax.ShapeDtypeStruct((1 << 28,), jnp.int32))
 say("lowered", len(low))
@@ -160,11 +159,19 @@ def attempt(n, f, *a):
 far = lambda a, b: float(jnp.abs(f32(a) - f32(b)).max() / jnp.abs(f32(b)).max())
 zeros = lambda: jnp.zeros((8, 32), jnp.int32)
 def check(f, m):
-    ref, c = done["ref", f, m](jax.random.key(0), x0(m), s0(m)), zeros()
-    for i in range(2):
-        out = jax.block_until_ready(done["one", f, m](x0(m), s0(m), c, layers[f][0]))
-        say(f, m, "errors", [f"{far(a, b):.1e}" for a, b in zip(out, ref)], "counters", np.asarray(c[:, 0]).tolist())
-    res[f"errors {f} {m}"] = [far(a, b) for a, b in zip(out, ref)]; save()
+    ref = done["ref", f, m](jax.random.key(0), x0(m), s0(m))
+    for v in [n[3] for n in low if n[:3] == ("one", f, m)]:
+        first, differ, worst, c = None, 0, None, zeros()
+        for i in range(25):
+            junk = [jnp.full((m, n), jnp.nan, jnp.bfloat16) for n in (D, D, F, F, F, KV, KV) * 3]
+            jax.block_until_ready(junk); del junk
+            out = jax.block_until_ready(done["one", f, m, v](x0(m), s0(m), c, layers[f][0]))
+            first = first or out
+            differ += not all(bool(jnp.array_equal(a, b)) for a, b in zip(out, first))
+            errors = [far(a, b) for a, b in zip(out, ref)]
+            worst = errors if worst is None else [max(a, b) if a == a and b == b else float("nan") for a, b in zip(worst, errors)]
+        say(f, m, v, "worst errors of 25", [f"{e:.1e}" for e in worst], "differ", differ, "counters", int(jnp.abs(c).sum()))
+        res[f"errors {f} {m} {v}"] = [worst, differ]; save()
 base = {}
 def one(f, m, v):
     c, x, s = zeros(), x0(m), s0(m)
@@ -194,8 +201,7 @@ for rank in range(3):
     for n in V:
         if order_of(n[2]) == rank: attempt(n, one, *n)
     if rank == 0:
-        for f, m in CASES: attempt(("stamps", f, m), stamps, f, m, False)
+        pass
     if rank == 1:
         for f, m in CASES: attempt(("old", f, m), old, f, m)
-for f, m in CASES: attempt(("stamps", f, m), stamps, f, m, True)
 save(); say("end")

@@ -66,7 +66,8 @@ class Int(emit.Int):
 
 for name, operation in {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "floordiv": np.floor_divide,
-    "mod": np.mod, "and": np.bitwise_and, "xor": np.bitwise_xor, "lshift": np.left_shift,
+    "mod": np.mod, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "lshift": np.left_shift,
 }.items():  # fmt: skip
     setattr(Int, f"__{name}__", lambda self, x, operation=operation: self._run(operation, x))
 
@@ -180,8 +181,10 @@ class Device:
         op = code.split()[0]
         if "try_wait" in code:
             return self.complete(given[0])
-        if op.startswith(("mbarrier", "fence", "bar.", "griddepcontrol")):
+        if op.startswith(("mbarrier", "fence", "bar.")):
             return None
+        if "%ctaid.z" in code:
+            return Raw(0, "i32")
         if op.startswith("cp.async.bulk"):
             return self.copy(code, *given)
         if op.startswith(("red.", "atom.")):

@@ -89,8 +89,6 @@ class StreamBlock:
 
     def compute(self) -> None:
         position, gains = [const(0).value] * 2, self.load_gains(0)
-        if self.plan.early:
-            ptx("griddepcontrol.wait;")  # for the kernel that computes the inputs
         for p, phase in enumerate(self.plan.phases):
             ahead = self.load_epilogue(p)
             multiply = self.multiply if phase.turns == 1 else self.multiply_wide
@@ -118,7 +116,8 @@ class StreamBlock:
 
     def signal(self, p: int) -> None:
         """Publish the block's results, which its other threads have written."""
-        ptx("red.release.gpu.global.add.u32 [$0], 1;", self.counter(p))
+        ptx("fence.acq_rel.gpu;")
+        ptx("red.relaxed.gpu.global.add.u32 [$0], 1;", self.counter(p))
 
     def wait(self, p: int) -> None:
         """Wait until all blocks have signalled the phase."""
@@ -235,16 +234,18 @@ class StreamBlock:
         """Next position, and the sums with the products of the slot's halves, whose sums are the
         same if they have the same columns."""
         begin, sums = self.ring.await_slot(position, self.warp), [list(half) for half in sums]
+        read = const(0)
         deep = 2 // len(sums)
         for half in range(2):
             own, part = sums[half // deep], half % deep
             xs = inputs[part * PIECES : (part + 1) * PIECES]
+            given = begin, half, self.lane, xs
             if self.plan.form == "int8":
-                sums[half // deep] = add_int8(begin, half, self.lane, xs, own)
+                sums[half // deep], read = add_int8(*given, own, read)
             else:
                 own_offsets = offsets[2 * part : 2 * part + 2]
-                sums[half // deep] = add_int4(begin, half, self.lane, xs, own_offsets, own)
-        position = self.ring.release(position, self.warp, self.lane.equals(0))
+                sums[half // deep], read = add_int4(*given, own_offsets, own, read)
+        position = self.ring.release(position, self.warp, self.lane.equals(0), read)
         return position, sums
 
     def store_sums(self, first: Int, sums: list[list[Any]]) -> None:

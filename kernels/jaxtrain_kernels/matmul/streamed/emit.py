@@ -51,6 +51,9 @@ class Int:
     def __and__(self, x: Any) -> "Int":
         return Int(arith.andi(self.value, self._other(x)))
 
+    def __or__(self, x: Any) -> "Int":
+        return Int(arith.ori(self.value, self._other(x)))
+
     def __xor__(self, x: Any) -> "Int":
         return Int(arith.xori(self.value, self._other(x)))
 

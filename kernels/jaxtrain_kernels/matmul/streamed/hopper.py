@@ -39,7 +39,8 @@ from jaxtrain_kernels.matmul.streamed.plan import (
 
 MOST_ROWS = 8
 SHARED_BYTES = 222 * 1024  # of a block, for slots and sums
-FLIGHT = {"int8": 2, "int4": 3}  # slots of a loader: 64 and 51 KB of a block
+# Slots of a loader, for one pair of rows or more: 32 KB of a block, or 64; 34 KB in int4.
+FLIGHT = {("int8", True): 1, ("int8", False): 2, ("int4", True): 2, ("int4", False): 2}
 
 
 def supports(on: Target, x: Any, phases: Sequence[StreamPhase]) -> str | None:
@@ -67,7 +68,7 @@ def plan_of(
     form: str, rows: int, phases: tuple[StreamPhase, ...], blocks: int, eps: float
 ) -> StreamPlan:
     """The plan with as many slots as shared memory has room for."""
-    plan = StreamPlan(form, rows, phases, blocks, 0, FLIGHT[form], eps)
+    plan = StreamPlan(form, rows, phases, blocks, 0, FLIGHT[form, rows <= 2], eps)
     *_, sums, squares = plan.shared_bytes
     return plan._replace(slots=(SHARED_BYTES - sums - squares) // (WARPS * plan.slot_bytes))
 
@@ -101,8 +102,6 @@ def call_streamed(
     count, sizes = len(flat), [N for p in plan.phases for N in p.outputs]
 
     def streamed_products(x_ref, stream_ref, counters_ref, *refs, **memory):
-        if plan.early:
-            plgpu.griddepcontrol_launch_dependents()
         given, rest = [], list(refs[count:])
         for phase, triple in zip(plan.phases, tree.unflatten(refs[:count]), strict=True):
             codes, scales, gain = triple
@@ -122,9 +121,7 @@ def call_streamed(
     }
     return hopper.pallas_kernel(
         streamed_products,
-        out_type=[
-            jax.ShapeDtypeStruct((plan.rows, N), x.dtype) for p in plan.phases for N in p.outputs
-        ],
+        out_type=[jax.ShapeDtypeStruct((plan.rows, N), x.dtype) for N in sizes],
         scratch_types=scratch,
         grid=(plan.blocks,),
         grid_names=("block",),

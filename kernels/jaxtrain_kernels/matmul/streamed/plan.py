@@ -54,8 +54,7 @@ class StreamPhase(NamedTuple):
 
 class StreamPlan(NamedTuple):
     """form: int8 or int4. rows: of the inputs, up to 8. slots: of a warp, in shared memory. flight:
-    most slots that one loader has in flight. eps: of the norms. early: codes are loaded before the
-    kernel before has ended, which has not computed them."""
+    most slots that one loader has in flight. eps: of the norms."""
 
     form: str
     rows: int
@@ -64,7 +63,6 @@ class StreamPlan(NamedTuple):
     slots: int
     flight: int
     eps: float
-    early: bool = True
 
     @property
     def slot_bytes(self) -> int:

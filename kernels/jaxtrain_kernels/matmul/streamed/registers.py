@@ -13,8 +13,11 @@ MINUS_136 = 0xC308C308 - (1 << 32)  # twice, in bfloat16
 LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 
 
-def add_int8(begin: Int, half: int, lane: Int, xs: list[list[Any]], sums: list[Any]) -> list[Any]:
-    """Add the products of a half of a slot to two accumulators of four. xs: words of each piece."""
+def add_int8(
+    begin: Int, half: int, lane: Int, xs: list[list[Any]], sums: list[Any], read: Int
+) -> tuple[list[Any], Int]:
+    """Add the products of a half of a slot to two accumulators of four. xs: words of each piece.
+    Returns the sums, and `read` joined with a word of each load, so that it depends on all."""
     codes = begin + (lane * 16 + half * (4 * HALF_WORDS["int8"]))
     words = [ptx(LOAD, codes + 512 * b, out="rrrr") for b in range(PIECES)]
     for w, x in zip(words, xs, strict=True):
@@ -22,7 +25,7 @@ def add_int8(begin: Int, half: int, lane: Int, xs: list[list[Any]], sums: list[A
             a = [_bf16(w[2 * i + n], shift) for n in range(2) for shift in (0, 8)]
             four = slice(4 * i, 4 * i + 4)
             sums[four] = _mma(a, x[2 * i : 2 * i + 2], sums[four])
-    return sums
+    return sums, _joined(read, [w[0] for w in words])
 
 
 def add_int4(
@@ -32,15 +35,17 @@ def add_int4(
     xs: list[list[Any]],
     offsets: list[list[Any]],
     sums: list[Any],
-) -> list[Any]:
+    read: Int,
+) -> tuple[list[Any], Int]:
     """Add the products of a half of a slot, times the scales of its two groups, to four sums.
-    offsets: `offsets_of_groups` of the inputs."""
+    offsets: `offsets_of_groups` of the inputs. Returns what `add_int8` does."""
     codes, blocks = begin + (lane * 16 + half * (4 * HALF_WORDS["int4"])), PIECES // 2
     words = [ptx(LOAD, codes + 512 * b, out="rrrr") for b in range(blocks)]
     of_scales = 4 * (2 * HALF_WORDS["int4"] + half * SCALE_WORDS["int4"])
     for group in range(2):
         at = begin + (of_scales + 32 * group) + (lane >> 2) * 4
-        scales = floats(ptx("ld.shared.b32 $0, [$1];", at, out="r"))
+        pair = ptx("ld.shared.b32 $0, [$1];", at, out="r")
+        scales, read = floats(pair), _joined(read, [pair])
         parts = [offsets[group] * 2, [zero() for _ in range(4)]]
         for block in range(group * blocks // 2, (group + 1) * blocks // 2):
             for i, word in enumerate(words[block]):
@@ -53,7 +58,13 @@ def add_int4(
                 "fma.rn.f32 $0, $1, $2, $3;", part, scales[i // 2], sums[i], out="f",
                 effects=False,
             )  # fmt: skip
-    return sums
+    return sums, _joined(read, [w[0] for w in words])
+
+
+def _joined(read: Int, words: list[Any]) -> Int:
+    for word in words:
+        read = read | Int(word)
+    return read
 
 
 def offsets_of_groups(xs: list[list[Any]]) -> list[list[Any]]:

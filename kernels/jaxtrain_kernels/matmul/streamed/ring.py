@@ -94,10 +94,18 @@ class Ring:
         _wait(self.barriers(index, warp)[0], parity)
         return self.first_byte(index, warp)
 
-    def release(self, position: Sequence[Any], warp: Int, is_first_lane: Any) -> list[Any]:
-        """Free the warp's slot; return the next position."""
+    def release(
+        self, position: Sequence[Any], warp: Int, is_first_lane: Any, read: Int
+    ) -> list[Any]:
+        """Free the warp's slot; return the next position.
+
+        read: depends on every load from the slot, and the address of the barrier on it (%ctaid.z is
+        0, which the compiler does not know): the loads have ended when the barrier is signalled.
+        Otherwise those that still wait behind others may find the codes of a later slot.
+        """
         index, parity = map(Int, position)
-        free = self.barriers(index, warp)[1]
+        zero = Int(ptx("mov.u32 $0, %ctaid.z;", out="r", effects=False))
+        free = self.barriers(index, warp)[1] + (read & zero)
         ptx("bar.warp.sync -1;")
         arrive = "mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];"
         run_if(is_first_lane, lambda: ptx(arrive, free))
