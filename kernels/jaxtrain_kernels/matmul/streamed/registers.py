@@ -21,11 +21,12 @@ def add_int8(
     codes = begin + (lane * 16 + half * (4 * HALF_WORDS["int8"]))
     words = [ptx(LOAD, codes + 512 * b, out="rrrr") for b in range(PIECES)]
     for w, x in zip(words, xs, strict=True):
+        read = read | Int(w[0])
         for i in range(2):
             a = [_bf16(w[2 * i + n], shift) for n in range(2) for shift in (0, 8)]
             four = slice(4 * i, 4 * i + 4)
             sums[four] = _mma(a, x[2 * i : 2 * i + 2], sums[four])
-    return sums, _joined(read, [w[0] for w in words])
+    return sums, read
 
 
 def add_int4(
@@ -45,9 +46,10 @@ def add_int4(
     for group in range(2):
         at = begin + (of_scales + 32 * group) + (lane >> 2) * 4
         pair = ptx("ld.shared.b32 $0, [$1];", at, out="r")
-        scales, read = floats(pair), _joined(read, [pair])
+        scales, read = floats(pair), read | Int(pair)
         parts = [offsets[group] * 2, [zero() for _ in range(4)]]
         for block in range(group * blocks // 2, (group + 1) * blocks // 2):
+            read = read | Int(words[block][0])
             for i, word in enumerate(words[block]):
                 x = xs[2 * block + i // 2][2 * (i % 2) : 2 * (i % 2) + 2]
                 a = [_bf16_of_4(word, shift) for shift in (0, 4, 8, 12)]
@@ -58,13 +60,7 @@ def add_int4(
                 "fma.rn.f32 $0, $1, $2, $3;", part, scales[i // 2], sums[i], out="f",
                 effects=False,
             )  # fmt: skip
-    return sums, _joined(read, [w[0] for w in words])
-
-
-def _joined(read: Int, words: list[Any]) -> Int:
-    for word in words:
-        read = read | Int(word)
-    return read
+    return sums, read
 
 
 def offsets_of_groups(xs: list[list[Any]]) -> list[list[Any]]:
