@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -111,9 +112,7 @@ def test_a_layer_is_one_kernel_beside_attention(form):
     # Kernels of one product, of four, and of three: each is lowered once.
     assert text.count("@mosaic_gpu_v2") == 3
     assert text.count("call @call_streamed") == c.depth + 1
-    assert not [
-        line for line in text.splitlines() if "stablehlo.add" in line and "1x1x2048" in line
-    ]
+    assert not re.search(r"stablehlo.add %.*tensor<1x1x2048x", text)
 
 
 @functools.cache
