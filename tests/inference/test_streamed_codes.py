@@ -173,6 +173,10 @@ def test_products_wait_for_each_other(calls):
     (other,) = of(0)[0].matmul_pending(first, (), Operations(), stream)
     near(computed(other), stream + out.matmul(computed(first)))
     assert [len(call) for call in calls] == [3, 1]
+    (again,) = of(0)[0].matmul_pending(x, (), Operations(), stream)
+    (older,) = of(0)[0].matmul_pending(again, (), Operations(), stream)  # not the last stream
+    near(computed(older), stream + out.matmul(computed(again)))
+    assert [len(call) for call in calls] == [3, 1, 1, 1]
 
 
 @pytest.mark.parametrize("activation", [None, "relu2"])
