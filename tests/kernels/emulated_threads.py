@@ -128,6 +128,7 @@ class Device:
         self.arrays, self.mask = [], np.ones((BLOCKS, THREADS), bool)
         self.shared = np.zeros((BLOCKS, SHARED), np.uint8)
         self.queues, self.copied = collections.defaultdict(collections.deque), 0
+        self.block_z, self.freed = 0, None  # %ctaid.z; addresses of the barriers signalled last
 
     def put(self, array):
         """Address of an array's copy in device memory."""
@@ -179,12 +180,14 @@ class Device:
     def ptx(self, code, *args, out="", effects=True):
         given = [x.value if isinstance(x, Int) else x for x in args]
         op = code.split()[0]
+        if op.startswith("mbarrier.arrive.release"):
+            self.freed = given[0].values
         if "try_wait" in code:
             return self.complete(given[0])
         if op.startswith(("mbarrier", "fence", "bar.")):
             return None
         if "%ctaid.z" in code:
-            return Raw(0, "i32")
+            return Raw(self.block_z, "i32")
         if op.startswith("cp.async.bulk"):
             return self.copy(code, *given)
         if op.startswith(("red.", "atom.")):

@@ -12,6 +12,7 @@ from jaxtrain_kernels.matmul.streamed import (
     StreamedMatrix,
     from_stream,
     hopper,
+    registers,
     streamed_products,
     to_stream,
 )  # fmt: skip
@@ -23,6 +24,7 @@ from jaxtrain_kernels.matmul.streamed.plan import (
     StreamPhase,
     StreamPlan,
 )
+from jaxtrain_kernels.matmul.streamed.ring import Ring
 
 OPS = {"int8": w8a16_matmul, "int4": w4a16_matmul}
 GPU = Target("cuda", (9, 0))
@@ -133,6 +135,34 @@ def test_the_threads_of_all_blocks_compute_the_products(monkeypatch, form, M, ph
         assert_near(array(out).view(jnp.bfloat16).reshape(theirs.shape), theirs)
     assert device.copied == sum(m.codes.nbytes for m in matrices)  # each byte once
     assert not array(counters).any()  # as the next call needs them
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_a_slot_is_free_after_all_its_loads(monkeypatch, form):
+    """The address of the slot's barrier has bits of each load, under %ctaid.z, which is 0."""
+    device = emulated(monkeypatch)
+    number = lambda x: Int(Raw(x, "i32"))
+    lane = number(np.arange(384)[None] % 32)
+    words = device.shared.view(np.int32).reshape(BLOCKS, -1, 4)
+    words[:, : 16 * 32, 0] = 1 << np.arange(16).repeat(32)
+    if form == "int4":  # whose scales are behind 8 loads of codes
+        words[:, 256:264] = 1 << np.arange(8, 12).repeat(2)[:, None]
+    xs = [[Raw(0, "i32")] * 4] * 8
+    zeros = [Raw(np.float32(0), "f32")] * 8
+    read = number(0)
+    for half in range(2):
+        if form == "int8":
+            _, read = registers.add_int8(number(0), half, lane, xs, zeros, read)
+        else:
+            _, read = registers.add_int4(number(0), half, lane, xs, [zeros[:2]] * 2, zeros, read)
+    loads = {"int8": 16, "int4": 12}[form]
+    assert (read.value.values == (1 << loads) - 1).all()
+    plan = StreamPlan(form, 1, (StreamPhase(2048, 32),), BLOCKS, 2, 1, EPS)
+    memory = Memory(*[number(at) for at in (0, 1024, 2048, 3072, 4096)])
+    device.block_z = -1
+    position = [Raw(1, "i32"), Raw(0, "i32")]
+    Ring(plan, memory).release(position, number(3), Raw(True, "i1"), read)
+    np.testing.assert_array_equal(device.freed, 2048 + (8 + 3) * 8 + read.value.values)
 
 
 @pytest.mark.parametrize(
