@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.matmul.few_rows import InputNorm, Operations
 from jaxtrain_kernels.matmul.integers import (
     joined_integer_matmul,
@@ -20,7 +21,7 @@ from jaxtrain_kernels.matmul.integers import (
 )
 from jaxtrain_kernels.matmul.streamed import (
     StreamedMatrix,
-    has_stream_kernel,
+    hopper,
     streamed_products,
     to_stream,
 )
@@ -97,7 +98,7 @@ def streamed_rows(s: Chain, form: str, dtype: Any, copy_gbps: float) -> Iterator
         return
     x_MD, gain_D, layers = jax.eval_shape(lambda: streamed_inputs(s, form, dtype))
     phases = [m.phase for m in streamed_matrices(s, gain_D, layers[0])]
-    if not has_stream_kernel(s.M, dtype, phases):
+    if hopper.supports(target(), x_MD, phases) is not None:
         return
     x_MD, gain_D, layers = streamed_inputs(s, form, dtype)
     size = sum(array.nbytes for array in jax.tree.leaves(layers))

@@ -11,6 +11,7 @@ import pytest
 from engine_cases import GREEDY, MODELS, OPTIONS, SINGLE, letters, prompts, run
 from jax.sharding import AbstractDevice, AbstractMesh
 from jaxtrain_kernels.dispatch import Target, on_target
+from jaxtrain_kernels.matmul import streamed
 from jaxtrain_kernels.matmul.few_rows import InputNorm, Operations
 from jaxtrain_kernels.matmul.streamed import hopper, reference
 from tiny import build
@@ -44,7 +45,7 @@ def quantized(form, **changes):
     return c, graphdef, specs, packed(params, specs)
 
 
-def arranged(form, rows=8, **changes):
+def arranged(form, rows=1, **changes):
     c, graphdef, specs, params = quantized(form, **changes)
     with on_target(*HOPPER):
         codes_in_fragments(params, specs, rows)
@@ -61,7 +62,13 @@ def streamed_of(params):
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def many_rows(monkeypatch):
+    """As if the kernel were the default of up to 8 rows."""
+    monkeypatch.setattr(streamed, "DEFAULT_ROWS", 8)
+
+
+@pytest.fixture
+def calls(monkeypatch, many_rows):
     """The reference in the kernel's place, on a CPU; the products of each call."""
     found = []
 
@@ -90,7 +97,7 @@ def test_the_text_is_that_of_codes_in_rows(form, name, calls):
     c, graphdef, _, params = quantized(form, **fields)
     expected = run(Engine(c, graphdef, params, letters(), options=options), requests)
     assert not calls
-    c, graphdef, params = arranged(form, **fields)
+    c, graphdef, params = arranged(form, len(requests), **fields)
     assert len(streamed_of(params)) == c.depth * 7
     jax.clear_caches()
     assert run(Engine(c, graphdef, params, letters(), options=options), requests) == expected
@@ -193,7 +200,7 @@ def test_operations_that_the_kernel_lacks_follow_it(activation, calls):
     assert all(call == [(2048, 64, False, None, False)] for call in calls)
 
 
-def test_which_matrices_may_stream():
+def test_which_matrices_may_stream(many_rows):
     q, out, up, down = stacks("int8", 2048, 2048, 2048, 2048)
     four = stacks("int4", 2048)[0]
     with on_target(*HOPPER):
@@ -206,12 +213,18 @@ def test_which_matrices_may_stream():
     assert not may_stream([[q, out], [up], [down]], 8)  # no GPU
 
 
+def test_one_row_streams_by_default():
+    stacked = stacks("int8", 2048)
+    with on_target(*HOPPER):
+        assert may_stream([stacked], 1) and not may_stream([stacked], 2)
+
+
 @pytest.mark.parametrize("between", ["attention_scale", "ffn_post_gain"])
 def test_models_with_operations_between_products_keep_them_apart(between):
     _, _, specs, params = quantized("int8", **MODELS["llama 2"] | WIDE | {"depth": 1})
     blocks = params["blocks"]
     blocks[between] = jnp.ones((1, 2048), jnp.bfloat16)
     with on_target(*HOPPER):
-        codes_in_fragments(params, specs, 8)
+        codes_in_fragments(params, specs, 1)
     assert not streamed_of(params)
     assert blocks["attention"]["out"].layers[0].are_fragments()
