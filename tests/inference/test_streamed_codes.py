@@ -64,7 +64,7 @@ def streamed_of(params):
 @pytest.fixture
 def many_rows(monkeypatch):
     """As if the kernel were the default of up to 8 rows."""
-    monkeypatch.setattr(streamed, "DEFAULT_ROWS", 8)
+    monkeypatch.setattr(streamed, "DEFAULT_ROWS", {"int8": 8, "int4": 8})
 
 
 @pytest.fixture
@@ -213,10 +213,11 @@ def test_which_matrices_may_stream(many_rows):
     assert not may_stream([[q, out], [up], [down]], 8)  # no GPU
 
 
-def test_one_row_streams_by_default():
-    stacked = stacks("int8", 2048)
+@pytest.mark.parametrize(("form", "rows"), [("int8", 8), ("int4", 2)])
+def test_how_many_rows_stream_by_default(form, rows):
+    stacked = stacks(form, 2048)
     with on_target(*HOPPER):
-        assert may_stream([stacked], 1) and not may_stream([stacked], 2)
+        assert may_stream([stacked], rows) and not may_stream([stacked], rows + 1)
 
 
 @pytest.mark.parametrize("between", ["attention_scale", "ffn_post_gain"])

@@ -23,9 +23,9 @@ from jaxtrain_kernels.matmul.streamed.plan import StreamPhase
 
 # The first backend that can serve the call is the default.
 BACKENDS = {"hopper": hopper, "reference": reference}
-# With more rows the kernel is not a default: its results at 8 rows differed from run to run before
-# its slots were freed by their loads' end (`ring`), and have not been compared on a GPU since.
-DEFAULT_ROWS = 1
+# Most rows for which the kernel is the default. int4's results at 8 rows were wrong on a GPU before
+# the end of a slot's loads freed it (`ring`), and have not been compared with the reference since.
+DEFAULT_ROWS = {"int8": 8, "int4": 2}
 
 __all__ = [
     "BACKENDS",
@@ -64,10 +64,12 @@ class StreamedMatrix(NamedTuple):
         )
 
 
-def has_stream_kernel(rows: int, dtype: DTypeLike, phases: Sequence[StreamPhase]) -> bool:
+def has_stream_kernel(
+    form: str, rows: int, dtype: DTypeLike, phases: Sequence[StreamPhase]
+) -> bool:
     """Whether the device has a kernel that is the default for products of so many rows in `dtype`,
     or would."""
-    if rows > DEFAULT_ROWS:
+    if rows > DEFAULT_ROWS[form]:
         return False
     x = jax.ShapeDtypeStruct((rows, 0), dtype)
     return hopper.supports(target(), x, phases) is None
