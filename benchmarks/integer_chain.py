@@ -2,17 +2,29 @@
 
 A chain includes launch overhead and CUDA graphs, which a single matmul does not show. `joined` rows
 are the products of an engine's layers: queries, keys and values are one, gate and up are one, and
-norms, activations and residuals are in their kernels.
+norms, activations and residuals are in their kernels. `streamed` rows are the same products with
+one kernel for those between two attentions.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.matmul.few_rows import InputNorm, Operations
-from jaxtrain_kernels.matmul.integers import joined_integer_matmul, serves_fragments
+from jaxtrain_kernels.matmul.integers import (
+    joined_integer_matmul,
+    serves_fragments,
+    to_fragments,
+)
+from jaxtrain_kernels.matmul.streamed import (
+    StreamedMatrix,
+    hopper,
+    streamed_products,
+    to_stream,
+)
 
 from benchmarks.decode import bandwidth
 from benchmarks.integers import BACKENDS, OPS, Product, ordered, product, stack
@@ -65,6 +77,7 @@ def chain_rows(s: Chain, backends: set[str], dtype: Any) -> Iterator[Row]:
         del arrays
         if form in OPS and "fragments" in backends:
             yield from joined_rows(s, form, dtype, copy_gbps)
+            yield from streamed_rows(s, form, dtype, copy_gbps)
 
 
 def joined_rows(s: Chain, form: str, dtype: Any, copy_gbps: float) -> Iterator[Row]:
@@ -76,6 +89,21 @@ def joined_rows(s: Chain, form: str, dtype: Any, copy_gbps: float) -> Iterator[R
     inputs = [(x_MD, gain_D, *jax.tree.leaves(layers))]
     figures = bandwidth(joined_chain(s, form), inputs, size, copy_gbps)
     row = {"name": f"{form}, joined", "shape": s.name, "backend": "fragments"}
+    yield row | figures | {"floor_ms": size / copy_gbps / 1e6}
+
+
+def streamed_rows(s: Chain, form: str, dtype: Any, copy_gbps: float) -> Iterator[Row]:
+    """The row of the same products, with one kernel between two attentions, if there is one."""
+    if s.activation != "swiglu":
+        return
+    x_MD, gain_D, layers = jax.eval_shape(lambda: streamed_inputs(s, form, dtype))
+    phases = [m.phase for m in streamed_matrices(s, gain_D, layers[0])]
+    if hopper.supports(target(), x_MD, phases) is not None:
+        return
+    x_MD, gain_D, layers = streamed_inputs(s, form, dtype)
+    size = sum(array.nbytes for array in jax.tree.leaves(layers))
+    figures = bandwidth(streamed_chain(s, form), [(x_MD, gain_D, layers)], size, copy_gbps)
+    row = {"name": f"{form}, streamed", "shape": s.name, "backend": "hopper"}
     yield row | figures | {"floor_ms": size / copy_gbps / 1e6}
 
 
@@ -121,16 +149,57 @@ def joined_chain(s: Chain, form: str) -> Kernel:
     return run
 
 
+def streamed_chain(s: Chain, form: str) -> Kernel:
+    """As `joined_chain`. The first layer's queries have a kernel of their own."""
+
+    def run(x_MD: jax.Array, gain_D: jax.Array, arrays: list[Any]) -> jax.Array:
+        layers = [streamed_matrices(s, gain_D, four) for four in arrays]
+        q_MD, *_ = streamed_products(form, x_MD, x_MD, layers[0][:1])
+        for layer, following in itertools.pairwise([*layers, []]):
+            given = [*layer[1:], *following[:1]]
+            _, _, x_MD, *last = streamed_products(form, q_MD, x_MD, given)
+            q_MD = last[0] if last else q_MD
+        return x_MD
+
+    return run
+
+
+def streamed_matrices(s: Chain, gain_D: Any, arrays: Iterable[Any]) -> list[StreamedMatrix]:
+    """A layer's matrices: queries with keys and values, output, gate with up, down."""
+    norm = InputNorm(1e-5, gain_D)
+    qkv, out, up, down = arrays
+    return [
+        StreamedMatrix(s.D, qkv[0], qkv[1], norm, parts=(s.D, s.kv, s.kv)),
+        StreamedMatrix(s.D, out[0], out[1], residual=True),
+        StreamedMatrix(s.D, up[0], up[1], norm, "swiglu"),
+        StreamedMatrix(s.F, down[0], down[1], residual=True),
+    ]  # fmt: skip
+
+
 def joined_inputs(s: Chain, form: str, dtype: Any) -> tuple[Any, Any, list[Any]]:
     """x, the gain of all norms, and the (codes, scales) of each layer's four products."""
+    return layer_inputs(s, form, dtype, lambda codes, scales: (to_fragments(codes), scales))
+
+
+def streamed_inputs(s: Chain, form: str, dtype: Any) -> tuple[Any, Any, list[Any]]:
+    """As `joined_inputs`, in the order of `to_stream`; int4's scales are with its codes."""
+
+    def arranged(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        return to_stream(form, codes, scales), scales if form == "int8" else None
+
+    return layer_inputs(s, form, dtype, arranged)
+
+
+def layer_inputs(
+    s: Chain, form: str, dtype: Any, arrange: Callable[[jax.Array, jax.Array], tuple[Any, Any]]
+) -> tuple[Any, Any, list[Any]]:
     up = s.F * (2 if s.activation == "swiglu" else 1)
     shapes = ((s.D, s.D + 2 * s.kv), (s.D, s.D), (s.D, up), (s.F, s.D))
     keys = jax.random.split(jax.random.key(0), s.layers)
     one = lambda K, N, key: stack(Product(s.name, s.M, K, N), form, 1, dtype, key)
 
-    def layer(key: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        stacks = [ordered(one(*shape, key)[1:], "fragments") for shape in shapes]
-        return [(codes[0], scales[0]) for codes, scales in stacks]
+    def layer(key: jax.Array) -> list[tuple[jax.Array, jax.Array | None]]:
+        return [arrange(*(array[0] for array in one(*shape, key)[1:])) for shape in shapes]
 
     x_MD = jax.random.normal(keys[0], (s.M, s.D), dtype)
     return x_MD, jnp.ones(s.D, dtype), [jax.jit(layer)(key) for key in keys]

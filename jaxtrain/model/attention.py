@@ -29,6 +29,7 @@ from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.contract import (
     DeferredNorm,
+    PendingProduct,
     cast_input,
     dense_of,
     dequantize,
@@ -235,8 +236,8 @@ class Attention(KeyValueProjection):
         value_BTC: Float[Array, "B T C"] | None,
         cache: LayerCache | None,
         source: KeyValueProjection | KeysValues | None = None,
-        residual_BTD: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
+        residual_BTD: Float[Array, "B T D"] | PendingProduct | None = None,
+    ) -> tuple[Float[Array, "B T D"] | PendingProduct, KeysValues | None]:
         """Return the output, and the keys and values of these tokens or, decoding, the new cache.
 
         source: with `model.share_kv`, the projection to keys and values, or another layer's k_BTKH

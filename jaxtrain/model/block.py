@@ -24,7 +24,7 @@ from jaxtrain.model.moe import MixtureOfExperts
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
-from jaxtrain.weights.contract import DeferredNorm, fuses_operations
+from jaxtrain.weights.contract import DeferredNorm, PendingProduct, computed, fuses_operations
 from jaxtrain.weights.params import declare
 
 
@@ -36,7 +36,7 @@ class BlockOutput(NamedTuple):
     kernels.qkv. balance_B: the experts' balance loss of each sequence, None without experts.
     """
 
-    x_BTD: Array
+    x_BTD: Array | PendingProduct
     branch_BTD: Array | None
     kv: KeysValues | None
     balance_B: Array | None = None
@@ -67,7 +67,7 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x_BTD: Float[Array, "B T D"],
+        x_BTD: Float[Array, "B T D"] | PendingProduct,
         spec: LayerSpec,
         inputs: LayerInputs,
         value: ValueEmbedding | None = None,
@@ -95,24 +95,28 @@ class Block(nnx.Module):
         residual = (x_BTD,) if adds else ()
         see = lambda h: self.attention(h, spec, inputs, value_BTC, cache, source, *residual)
         y_BTD, kv = remat.checkpoint_sublayer("attention", see, spec.remat)(h_BTD)
-        y_BTD = self.attention_adapter(y_BTD) if self.attention_adapter else y_BTD
-        y_BTD = self.post_norm(y_BTD, self.attention_post_gain, self.attention_post_shift)
-        y_BTD = scaled(y_BTD, self.attention_scale)
+        if not isinstance(y_BTD, PendingProduct):  # nothing follows those
+            y_BTD = self.attention_adapter(y_BTD) if self.attention_adapter else y_BTD
+            y_BTD = self.post_norm(y_BTD, self.attention_post_gain, self.attention_post_shift)
+            y_BTD = scaled(y_BTD, self.attention_scale)
         network, cast = ffn or self.ffn, None
         assert network is not None
         amax = network.input_amax() if isinstance(network, FeedForward) else None
         check_cast(fused.norm, amax)
         if fused.norm == "xla":
-            x_BTD = constrain(y_BTD if adds else x_BTD + y_BTD, "batch", "sequence", None)
+            x_BTD = y_BTD if adds else computed(x_BTD) + computed(y_BTD)
+            if not isinstance(x_BTD, PendingProduct):
+                x_BTD = constrain(x_BTD, "batch", "sequence", None)
             h_BTD = self.pre_norm(x_BTD, self.ffn_gain, self.ffn_shift, *readers_of(network))
         else:
             eps = self.config.norm_eps
-            x_BTD, h_BTD, cast = add_norm(x_BTD, y_BTD, eps, fused.norm, amax)
+            branches = computed(x_BTD), computed(y_BTD)
+            x_BTD, h_BTD, cast = add_norm(*branches, eps, fused.norm, amax)
         if isinstance(h_BTD, DeferredNorm):
             assert isinstance(network, FeedForward)
             adds = self.adds_residual(x_BTD, network.down, self.ffn_adapter, self.ffn_scale)
             y_BTD, balance_B = network(h_BTD, residual_BTD=x_BTD if adds else None), None
-            if adds:
+            if adds or isinstance(y_BTD, PendingProduct):
                 return BlockOutput(y_BTD, None, kv)
         else:
             y_BTD, balance_B = self.feed_forward(network, h_BTD, spec.remat, fused, cast)
@@ -139,7 +143,7 @@ class Block(nnx.Module):
 
     def adds_residual(
         self,
-        x_BTD: Float[Array, "B T D"],
+        x_BTD: Float[Array, "B T D"] | PendingProduct,
         matrix: nnx.Param,
         adapter: Adapter | None,
         scale: nnx.Param | None,
@@ -150,7 +154,7 @@ class Block(nnx.Module):
 
     def pre_norm(
         self,
-        x_BTD: Float[Array, "B T D"],
+        x_BTD: Float[Array, "B T D"] | PendingProduct,
         gain: nnx.Param | None,
         shift: nnx.Param | None,
         *readers: nnx.Param,
@@ -159,10 +163,10 @@ class Block(nnx.Module):
         read it; their kernel norms a few rows."""
         c = self.config
         if not c.block_norm:
-            return x_BTD
+            return computed(x_BTD)
         if c.norm == "rms" and fuses_operations(x_BTD, *readers):
             return DeferredNorm(x_BTD, InputNorm(c.norm_eps, None if gain is None else gain[...]))
-        return normed(c, x_BTD, gain, shift)
+        return normed(c, computed(x_BTD), gain, shift)
 
     def post_norm(
         self, y_BTD: Float[Array, "B T D"], gain: nnx.Param | None, shift: nnx.Param | None

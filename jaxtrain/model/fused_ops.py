@@ -18,6 +18,7 @@ from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain, splits_heads
 from jaxtrain.parallel.axes import current_mesh
 from jaxtrain.settings import UserError
+from jaxtrain.weights.contract import PendingProduct, computed
 
 PLAIN = FusedOps.model_validate("xla")
 # Mesh axes that leave attention's matrices whole or split them by heads.
@@ -90,19 +91,20 @@ class Stream(NamedTuple):
     balance_B: auxiliary losses of each sequence, summed over the layers so far.
     """
 
-    x_BTD: Array
+    x_BTD: Array | PendingProduct
     branch_BTD: Array | None = None
     x0_BTD: Array | None = None
     balance_B: Array | None = None
 
     def total(self) -> Array:
-        return self.x_BTD if self.branch_BTD is None else self.x_BTD + self.branch_BTD
+        x_BTD = computed(self.x_BTD)
+        return x_BTD if self.branch_BTD is None else x_BTD + self.branch_BTD
 
 
 class Normed(NamedTuple):
     """The stream x, its RMS norm h, and the embedding x0; cast: h in float8, if requested."""
 
-    x_BTD: Array
+    x_BTD: Array | PendingProduct
     h_BTD: Array | None
     x0_BTD: Array | None
     cast: Fp8Input | None = None
@@ -126,8 +128,9 @@ def prenorm(
     if norm == "xla":
         check_cast(norm, amax)
         if scales is not None:
-            x_BTD = (scales[0] * x_BTD + scales[1] * x0_BTD).astype(x0_BTD.dtype)
+            x_BTD = (scales[0] * computed(x_BTD) + scales[1] * x0_BTD).astype(x0_BTD.dtype)
         return Normed(x_BTD, None, None)
+    x_BTD = computed(x_BTD)
     if scales is None:
         if branch_BTD is None:
             return Normed(x_BTD, None, x0_BTD)
@@ -166,12 +169,16 @@ def check_cast(norm: str | None, amax: Array | None) -> None:
 
 
 def residual_out(
-    x_BTD: Array, y_BTD: Array | None, x0_BTD: Array | None, balance_B: Array | None = None
+    x_BTD: Array | PendingProduct,
+    y_BTD: Array | None,
+    x0_BTD: Array | None,
+    balance_B: Array | None = None,
 ) -> Stream:
     """The stream after a layer's last branch, None if it is in the stream; with x0 the next layer
     adds the branch."""
     if y_BTD is None:
         return Stream(x_BTD, balance_B=balance_B)
+    x_BTD = computed(x_BTD)
     if x0_BTD is None:
         return Stream(constrain(x_BTD + y_BTD, "batch", "sequence", None), balance_B=balance_B)
     return Stream(x_BTD, constrain(y_BTD, "batch", "sequence", None), x0_BTD, balance_B)

@@ -22,7 +22,7 @@ from jaxtrain.model.kv_cache import KeysValues, LayerCache
 from jaxtrain.model.layers import branch_output, rms_norm, rotate
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.parallel import constrain
-from jaxtrain.weights.contract import dense, dequantize
+from jaxtrain.weights.contract import PendingProduct, dense, dequantize
 from jaxtrain.weights.params import declare
 
 
@@ -61,8 +61,8 @@ class LatentAttention(nnx.Module):
         value_BTC: Float[Array, "B T C"] | None,
         cache: LayerCache | None,
         source: KeyValueProjection | KeysValues | None = None,
-        residual_BTD: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], KeysValues]:
+        residual_BTD: Float[Array, "B T D"] | PendingProduct | None = None,
+    ) -> tuple[Float[Array, "B T D"] | PendingProduct, KeysValues]:
         """Return the output, and the latents joined with the rotated keys, [B, T, 1, R + r], of
         these tokens; when decoding, the updated cache instead. residual: added to the output."""
         c = self.config

@@ -15,8 +15,10 @@ from jaxtrain.model.rope import Divisors, RopeScaling, frequencies
 from jaxtrain.parallel import constrain, embedding_grad, embedding_lookup
 from jaxtrain.weights.contract import (
     DeferredNorm,
+    PendingProduct,
     add_bias,
     cast_input,
+    computed,
     dense,
     dense_fused,
     dense_of,
@@ -53,14 +55,14 @@ def layer_norm(
 
 
 def branch_output(
-    x: Float[Array, "*B K"],
+    x: Float[Array, "*B K"] | PendingProduct,
     matrix: nnx.Param,
     bias: nnx.Param | None,
-    residual: Float[Array, "*B D"] | None = None,
-) -> Float[Array, "*B D"]:
+    residual: Float[Array, "*B D"] | PendingProduct | None = None,
+) -> Float[Array, "*B D"] | PendingProduct:
     """A branch's last matmul; residual: the stream, which its kernel adds."""
     if residual is None:
-        return add_bias(dense(x, matrix), bias)
+        return add_bias(dense(computed(x), matrix), bias)
     return dense_fused(x, matrix, biases=(bias,), residual=residual)[0]
 
 
@@ -179,8 +181,10 @@ class FeedForward(nnx.Module):
         return (self.gate, self.up) if self.kind in GATED else (self.up,)
 
     def in_two_kernels(
-        self, x_BTD: Float[Array, "B T D"] | DeferredNorm, residual_BTD: Array | None
-    ) -> Float[Array, "B T D"]:
+        self,
+        x_BTD: Float[Array, "B T D"] | DeferredNorm,
+        residual_BTD: Array | PendingProduct | None,
+    ) -> Float[Array, "B T D"] | PendingProduct:
         """The network of a few rows: its norm, biases, activation and residual are in the kernels
         of its matmuls."""
         gates = (self.gate_bias,) if self.kind in GATED else ()
@@ -195,8 +199,8 @@ class FeedForward(nnx.Module):
         relu2_by: str | None = None,
         by: str | None = None,
         cast: Fp8Input | None = None,
-        residual_BTD: Float[Array, "B T D"] | None = None,
-    ) -> Float[Array, "B T D"]:
+        residual_BTD: Float[Array, "B T D"] | PendingProduct | None = None,
+    ) -> Float[Array, "B T D"] | PendingProduct:
         """cast: of x, for matrices that have an `input_amax`. residual_BTD: added to the result of
         a few rows; needs `DeferredNorm`."""
         if isinstance(x_BTD, DeferredNorm):

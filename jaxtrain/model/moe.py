@@ -20,7 +20,7 @@ from jaxtrain.model import remat
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import SCHEMES, constant
 from jaxtrain.model.layers import ACTIVATIONS, GATED, FeedForward
-from jaxtrain.weights.contract import dequantize
+from jaxtrain.weights.contract import computed, dequantize
 from jaxtrain.weights.params import BALANCE_GROUPS, declare
 
 
@@ -69,7 +69,7 @@ class MixtureOfExperts(nnx.Module):
         y_BTD = with_load(y_BTD, self.bias[...], sizes_E / self.config.top_k)
         if self.shared is not None:
             shared = self.shared
-            y_BTD += remat.tiled(lambda h: shared(h, relu2_by, by), x_BTD, self.tiles)
+            y_BTD += remat.tiled(lambda h: computed(shared(h, relu2_by, by)), x_BTD, self.tiles)
         return here(y_BTD), loss_B
 
     def experts(

@@ -24,6 +24,7 @@ from jaxtrain.model.saved_activations import COMPRESSIONS, draw_of_layer
 from jaxtrain.model.stack import LayerWeights, Stack, in_form, layer_weights, only_repeat, periods
 from jaxtrain.model.stochastic_depth import skippable
 from jaxtrain.model.token_dropping import draw_tokens, put_back, shorter
+from jaxtrain.weights.contract import computed
 
 Carry = tuple[Stream, Array]  # residual stream, middle layer's output
 
@@ -139,7 +140,7 @@ def run_layer[Source](
         index, (B, T) = pick(source).layer["index"], stream.x_BTD.shape[:2]
         places_BK = draw_tokens(inputs.key, index, B, T, c.token_dropping)
         stream, inputs = shorter(stream, inputs, places_BK)
-        inputs = inputs._replace(fused=fastest(c.kernels, c, stream.x_BTD))
+        inputs = inputs._replace(fused=fastest(c.kernels, c, computed(stream.x_BTD)))
     run = functools.partial(apply_layer, modules, spec, pick, inputs, cache, whole)
     if cache is None:
         draw = None

@@ -24,6 +24,7 @@ from jaxtrain.weights.contract import is_weight
 from jaxtrain.weights.joined import fragments_of, joined_layers, may_join
 from jaxtrain.weights.params import Params, ParamSpec, Specs, is_block_matrix, path_name
 from jaxtrain.weights.quantized import IntegerWeight
+from jaxtrain.weights.streamed import StreamedWeight, may_stream, streamed_layers
 from jaxtrain.weights.transposed import TransposedWeight
 
 
@@ -155,14 +156,17 @@ JOINED = ((("q", "k", "v"), False), (("gate", "up"), True))
 def codes_in_fragments(params: Params, specs: Specs, rows: int) -> None:
     """Put the integer codes of a model's matrices in the order of the kernels for so many rows of a
     decode step, in place; join those of JOINED that may be. Layers become separate arrays
-    (`LayersApart`), so that a kernel reads no index of a layer first. Gains of norms that these
-    kernels compute are rounded to the compute dtype, as the kernels do.
+    (`LayersApart`), so that a kernel reads no index of a layer first. If one kernel serves all
+    matrices of a layer, their codes are in its order instead (`StreamedWeight`). Gains of norms
+    that these kernels compute are rounded to the compute dtype, as the kernels do.
     """
+    codes_in_stream(params, specs, rows)
 
     def is_served(name: str) -> bool:
         w, spec = params.get(name), specs.get(name)
-        stacked = isinstance(spec, ParamSpec) and spec.axes[:1] == ("layers",)
-        return isinstance(w, IntegerWeight) and stacked and w.serves_fragments(rows)
+        return (
+            isinstance(w, IntegerWeight) and is_stack_of_codes(w, spec) and w.serves_fragments(rows)
+        )
 
     for inner in specs:
         if isinstance(specs[inner], dict):
@@ -177,14 +181,62 @@ def codes_in_fragments(params: Params, specs: Specs, rows: int) -> None:
         layers = tuple(fragments_of([stack], i) for i in range(len(stack.codes)))
         params[name] = LayersApart(layers)
     for gain, reader in (("attention_gain", "attention"), ("ffn_gain", "ffn")):
-        leaves = jax.tree.leaves(params.get(reader), is_leaf=is_integers)
-        dtypes = {w.dtype for w in leaves if is_integers(w) and w.are_fragments()}
+        leaves = jax.tree.leaves(params.get(reader), is_leaf=is_arranged)
+        dtypes = {w.dtype for w in leaves if is_arranged(w)}
         if len(dtypes) == 1 and params.get(gain) is not None:
             params[gain] = jax.tree.map(operator.methodcaller("astype", *dtypes), params[gain])
 
 
-def is_integers(leaf: object) -> bool:
-    return isinstance(leaf, IntegerWeight)
+# Matrices of a layer, of which those in a row are one, and whether their columns alternate.
+STREAMED = (
+    ("attention", ("q", "k", "v"), False), ("attention", ("out",), False),
+    ("ffn", ("gate", "up"), True), ("ffn", ("down",), False),
+)  # fmt: skip
+
+
+# Parameters that are read between those products, so that one kernel cannot compute them.
+BETWEEN = {
+    "attention": ("out_bias",), "ffn": ("gate_bias", "up_bias", "down_bias"),
+    "": ("attention_adapter", "ffn_adapter", "attention_scale", "ffn_scale",
+         "attention_post_gain", "ffn_post_gain"),
+}  # fmt: skip
+
+
+def codes_in_stream(params: Params, specs: Specs, rows: int) -> None:
+    """Put the integer codes of STREAMED in the order of the kernel that computes all their products
+    of so many rows, in place, if there is one."""
+    groups = []
+    for module, names in BETWEEN.items():
+        inner = params.get(module) if module else params
+        if isinstance(inner, dict) and any(inner.get(name) is not None for name in names):
+            return
+    for module, names, _ in STREAMED:
+        inner, declared = params.get(module), specs.get(module)
+        if not isinstance(inner, dict) or not isinstance(declared, dict):
+            return
+        found = [(inner.get(name), declared.get(name)) for name in names]
+        if not all(is_stack_of_codes(w, spec) for w, spec in found):
+            return
+        groups.append([w for w, _ in found])
+    if not may_stream(groups, rows):
+        return
+    for module, names, alternating in STREAMED:
+        inner = params[module]
+        layers = streamed_layers([inner.pop(name) for name in names], alternating)
+        for name, parts in zip(names, zip(*layers, strict=True), strict=True):
+            inner[name] = LayersApart(parts)
+
+
+def is_stack_of_codes(w: object, spec: object) -> bool:
+    stacked = isinstance(spec, ParamSpec) and spec.axes[:1] == ("layers",)
+    return isinstance(w, IntegerWeight) and stacked
+
+
+def is_arranged(leaf: object) -> bool:
+    """Whether a leaf is a matrix of codes in the order of a kernel for a few rows."""
+    if isinstance(leaf, IntegerWeight):
+        return leaf.are_fragments()
+    return isinstance(leaf, StreamedWeight)
 
 
 def take[Tree](stack: Tree, start: int, repeats: int, size: int) -> Tree:

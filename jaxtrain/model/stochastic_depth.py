@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import Stream
+from jaxtrain.weights.contract import computed
 
 Run = Callable[[Stream, Any], tuple[Stream, Any]]
 
@@ -34,8 +35,9 @@ def skippable(run: Run, key: Array, pick: Callable[[Any], dict[str, Any]]) -> Ru
 
     def kept(stream: Stream, source: Any) -> Stream:
         out, keep = run(stream, source)[0], pick(source)["keep"]
-        added = (out.x_BTD - stream.x_BTD).astype(jnp.float32) / keep
-        return out._replace(x_BTD=stream.x_BTD + added.astype(stream.x_BTD.dtype))
+        before = computed(stream.x_BTD)
+        added = (computed(out.x_BTD) - before).astype(jnp.float32) / keep
+        return out._replace(x_BTD=before + added.astype(before.dtype))
 
     def layer(stream: Stream, source: Any) -> tuple[Stream, Any]:
         own = pick(source)

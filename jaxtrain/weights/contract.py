@@ -80,6 +80,17 @@ class Weight(abc.ABC):
         """The products and the operations around them; of forms that take them."""
         raise NotImplementedError(f"{type(self).__name__} takes no operations")
 
+    def matmul_pending(
+        self,
+        x: "Float[Array, '*B K'] | PendingProduct",
+        others: "Sequence[Array | Weight]",
+        operations: Operations,
+        residual: "Array | PendingProduct | None",
+    ) -> "tuple[Array | PendingProduct, ...] | None":
+        """As `matmul_fused`, by a kernel that also computes other products, before or after these;
+        None if the form has none. residual: of the operations."""
+        return None
+
     def input_amax(self) -> Array | None:
         """The amax with which the norm that computes the matmul's input may cast it to float8; None
         if this form reads the input itself."""
@@ -102,10 +113,26 @@ class Weight(abc.ABC):
         """The array that the matrix represents, in the compute dtype."""
 
 
+class PendingProduct(abc.ABC):
+    """A product that a kernel will compute with others, when one of them is needed."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @abc.abstractmethod
+    def array(self) -> Array:
+        """The product, computed."""
+
+
+def computed(x: Array | PendingProduct) -> Array:
+    """x as an array, computed now if it is pending."""
+    return x.array() if isinstance(x, PendingProduct) else x
+
+
 class DeferredNorm(NamedTuple):
     """RMS norm of x that the kernel of the matmuls which read it computes: x has few rows."""
 
-    x: Float[Array, "*B K"]
+    x: Float[Array, "*B K"] | PendingProduct
     norm: InputNorm
 
     @property
@@ -118,8 +145,8 @@ def matmul(x: Float[Array, "*B K"] | DeferredNorm, weight: Array | Weight) -> Fl
     if isinstance(x, DeferredNorm):
         if (found := few_rows_arrays(weight)) is not None:
             (array,), transposed = found
-            return few_rows_matmul(x.x, array, transposed=transposed, norm=x.norm)[0]
-        x = x.norm.of(x.x)
+            return few_rows_matmul(computed(x.x), array, transposed=transposed, norm=x.norm)[0]
+        x = x.norm.of(computed(x.x))
     if isinstance(weight, Weight):
         return weight.matmul(x)
     return few_rows_matmul(x, weight)[0] if has_few_rows(x) else x @ weight
@@ -135,7 +162,7 @@ def few_rows_arrays(*matrices: Array | Weight) -> tuple[list[Array], bool] | Non
     return None if same is None else (same, same is turned)
 
 
-def fuses_operations(x: Array | DeferredNorm, *params: nnx.Param) -> bool:
+def fuses_operations(x: Array | DeferredNorm | PendingProduct, *params: nnx.Param) -> bool:
     """Whether one kernel computes the matmuls with these matrices and the operations around them:
     the input's RMS norm, biases, activation, residual. x: has the rows and the dtype of the input.
     """
@@ -152,17 +179,22 @@ def fuses_operations(x: Array | DeferredNorm, *params: nnx.Param) -> bool:
 
 
 def dense_fused(
-    x: Float[Array, "*B K"] | DeferredNorm,
+    x: Float[Array, "*B K"] | DeferredNorm | PendingProduct,
     *params: nnx.Param,
     biases: Sequence[nnx.Param | None] = (),
     activation: str | None = None,
-    residual: Float[Array, "*B N"] | None = None,
-) -> tuple[Float[Array, "*B _"], ...]:
+    residual: Float[Array, "*B N"] | PendingProduct | None = None,
+) -> tuple[Float[Array, "*B _"] | PendingProduct, ...]:
     """x times modules' matrices, and the operations around the products (`fuses_operations`)."""
     x, norm = x if isinstance(x, DeferredNorm) else (x, None)
     first, *others = matrices = [param.get_value() for param in params]
     vectors = tuple(None if bias is None else bias[...] for bias in biases)
     vectors = vectors if any(bias is not None for bias in vectors) else None
+    if isinstance(first, Weight):
+        around = Operations(norm, vectors, activation)
+        if (pending := first.matmul_pending(x, others, around, residual)) is not None:
+            return pending
+    x, residual = computed(x), None if residual is None else computed(residual)
     if (found := few_rows_arrays(*matrices)) is None:
         assert isinstance(first, Weight)
         residual_MN = None if residual is None else residual.reshape(-1, residual.shape[-1])
@@ -289,7 +321,7 @@ def dense_of(
     if isinstance(first, Weight) and isinstance(x, Array):
         each = first.matmul_each(x, others)
     if isinstance(x, DeferredNorm) or (has_few_rows(x) and few_rows_arrays(*matrices) is not None):
-        products = dense_fused(x, *params, biases=biases)
+        products = [computed(y) for y in dense_fused(x, *params, biases=biases)]
     else:
         if each is not None:
             products = each

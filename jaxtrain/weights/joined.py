@@ -83,10 +83,16 @@ class JoinedWeight(Weight):
         return order if same and sorted(order) == list(range(len(self.sizes))) else None
 
     def parts_of(self, y: Float[Array, "*B N"]) -> tuple[Float[Array, "*B _"], ...]:
-        """The columns of each part."""
-        if self.alternating:
-            return tuple(y[..., i :: len(self.sizes)] for i in range(len(self.sizes)))
-        return tuple(columns_by_size(y, self.sizes))
+        return columns_of_parts(y, self.sizes, self.alternating)
+
+
+def columns_of_parts(
+    y: Float[Array, "*B N"], sizes: tuple[int, ...], alternating: bool
+) -> tuple[Float[Array, "*B _"], ...]:
+    """The columns of each part of a joined matrix, from a product with it."""
+    if alternating:
+        return tuple(y[..., i :: len(sizes)] for i in range(len(sizes)))
+    return tuple(columns_by_size(y, sizes))
 
 
 def may_join(stacks: Sequence[IntegerWeight], alternating: bool) -> bool:
@@ -115,6 +121,14 @@ def fragments_of(
     stacks: Sequence[IntegerWeight], layer: int | Int[Array, ""], alternating: bool = False
 ) -> IntegerWeight:
     """The matrices of a layer of these stacks as one, its codes in fragments."""
+    matrix = joined_matrix(stacks, layer, alternating)
+    return dataclasses.replace(matrix, codes=to_fragments(matrix.codes))
+
+
+def joined_matrix(
+    stacks: Sequence[IntegerWeight], layer: int | Int[Array, ""], alternating: bool
+) -> IntegerWeight:
+    """The matrices of a layer of these stacks as one."""
 
     def join(*stacked: Array) -> Array:
         arrays = [array[layer] for array in stacked]
@@ -122,5 +136,4 @@ def fragments_of(
             return jnp.stack(arrays, axis=-1).reshape(*arrays[0].shape[:-1], -1)
         return jnp.concatenate(arrays, axis=-1)
 
-    matrix = jax.tree.map(join, *stacks)
-    return dataclasses.replace(matrix, codes=to_fragments(matrix.codes))
+    return jax.tree.map(join, *stacks)
