@@ -130,7 +130,7 @@ class StreamedWeight(Weight):
         return self.parts_of(self.restored().matrix.matmul(x))
 
     def has_kernel(self, rows: int, dtype: DTypeLike) -> bool:
-        return are_fused() and has_stream_kernel(self.form, rows, dtype, [self.matrix().phase])
+        return are_fused() and has_stream_kernel(rows, dtype, [self.matrix().phase])
 
     def takes_operations(
         self, rows: int, dtype: jnp.dtype, others: Sequence[Array | Weight]
@@ -243,4 +243,4 @@ def may_stream(groups: Sequence[Sequence[IntegerWeight]], rows: int) -> bool:
     if first.FORM == "int4" and any(w.scales.shape[-2] * GROUP != inputs_of(w) for w in every):
         return False
     sizes = [(inputs_of(group[0]), sum(w.codes.shape[-1] for w in group)) for group in groups]
-    return has_stream_kernel(first.FORM, rows, first.dtype, [StreamPhase(*size) for size in sizes])
+    return has_stream_kernel(rows, first.dtype, [StreamPhase(*size) for size in sizes])

@@ -64,7 +64,7 @@ def streamed_of(params):
 @pytest.fixture
 def many_rows(monkeypatch):
     """As if the kernel were the default of up to 8 rows."""
-    monkeypatch.setattr(streamed, "DEFAULT_ROWS", {"int8": 8, "int4": 8})
+    monkeypatch.setattr(streamed, "DEFAULT_ROWS", 8)
 
 
 @pytest.fixture
