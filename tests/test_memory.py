@@ -253,7 +253,7 @@ EXPERTS += ["model.moe.hidden=64", "model.depth=1", "train.sequence_length=64"]
     [
         ([*TWO_ROWS, "model.depth=1", "train.sequence_length=64"], None, "fsdp 2 x context 2"),
         ([*TWO_ROWS, "model.depth=2", "train.sequence_length=62"], None, "pipeline 2 x fsdp 2"),
-        (EXPERTS, 1.8 * 2**20, "fsdp 2 x expert 2"),
+        (EXPERTS, 1.95 * 2**20, "fsdp 2 x expert 2"),
     ],
     ids=["context", "pipeline", "expert"],
 )
