@@ -98,7 +98,7 @@ def _forward(network: Network, x_ND: Array, chosen_Nk: Array, *given: Any) -> tu
         rows = permuted_tokens(xs[i], all_copies[i], part)
         return network(*rows, ups_eDF, down_eFD, part.sizes_e)
 
-    def local_sums(i: int, first: Array, down_eFD: Array, *added: Any) -> Array:
+    def local_sums(i: int, first: Array, down_eFD: Array, *added: Array | int) -> Array:
         sums_of = lambda y_SD, part, *added: kernels.sum_rows(y_SD, part.row_Nk, *added)
         run_part = functools.partial(run, i, down_eFD)
         (sums,) = sums_of_passes(PassSums([run_part], sums_of, [first], [all_copies[i]], added))
@@ -146,7 +146,9 @@ def _backward(network: Network, given: Any, g_ND: Array) -> Any:
         pull = pull_first or pull_of(network, xs[i], all_copies[i], part, matrices)
         return pull(g.rows(part.copy_S // all_copies[i].row_Nk.shape[1]))
 
-    def to_tokens(i: int, g: PlacedTokens, drows: Any, *added: Any) -> PassSums:
+    def to_tokens(
+        i: int, g: PlacedTokens, drows: tuple[Array, Array], *added: Array | int
+    ) -> PassSums:
         run = lambda part: pull(i, g, part)[0]
         return PassSums([run], sums_of, [drows], [all_copies[i]], added)
 
@@ -316,11 +318,11 @@ def sums_of_passes(*some: PassSums) -> list[Any]:
     )
 
 
-def add_trees(total: Any, tree: Any) -> Any:
+def add_trees[Tree](total: Tree, tree: Tree) -> Tree:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, tree)
 
 
-def cast_as(tree: Any, like: Any) -> Any:
+def cast_as[Tree](tree: Tree, like: Tree) -> Tree:
     return jax.tree.map(lambda a, b: a.astype(b.dtype), tree, like)
 
 
