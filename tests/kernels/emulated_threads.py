@@ -51,7 +51,9 @@ class Int(emit.Int):
 
     def compare(self, how, x):
         x = x.value.values if isinstance(x, Int) else x
-        operation = {"slt": np.less, "sge": np.greater_equal, "eq": np.equal}[how]
+        operation = {
+            "slt": np.less, "sge": np.greater_equal, "sgt": np.greater, "eq": np.equal,
+        }[how]  # fmt: skip
         return Raw(operation(self.value.values, x), "i1")
 
     def __lt__(self, x):
@@ -142,7 +144,7 @@ class Device:
 
     def loop(self, count, carried, body):
         outer = self.mask
-        for i in range(int(count.value.values[outer].max())):
+        for i in range(int(count.value.values[outer].max(initial=0))):
             self.mask = outer & (i < count.value.values)
             new = zip(body(Int(Raw(i, "i32")), list(carried)), carried, strict=True)
             carried = [Raw(np.where(self.mask, x.values, old.values), old.kind) for x, old in new]
