@@ -1,0 +1,115 @@
+"""All layers of one sequence in one launch whose weights never stop streaming, for Hopper.
+
+One block runs on each multiprocessor. One of its warps loads the weights of all layers, in the
+order of use, into a ring of slots in shared memory (`ring`), also during attention and while the
+blocks exchange the results of a phase (`exchange`). Its other warps compute (`block`, `attend`).
+
+A layer's phases, with what they wait for: the queries, keys, values and gates, for the layer
+before; attention to a split of a head's keys, for the head's; joining the splits of a head;
+attention's output, for all heads; the network's two products.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from jaxtrain_kernels import hopper
+from jaxtrain_kernels.decode_layers.hopper.block import LayersBlock
+from jaxtrain_kernels.decode_layers.hopper.order import ROWS, slot_shape
+from jaxtrain_kernels.decode_layers.hopper.plan import (
+    SHARED_BYTES,
+    LayersRefs,
+    StreamedPlan,
+)
+from jaxtrain_kernels.decode_layers.packing import LayersShape
+from jaxtrain_kernels.dispatch import Target
+
+MOST_SPLITS = 12
+FLIGHT = 40 * 1024  # bytes of a block that are being loaded
+SPINS = 2**20  # reads of a vector, about a second, before a warp times out
+
+
+def supports(target: Target, shape: LayersShape, x0_D: Any, pages: Any) -> str | None:
+    """Return why this backend cannot serve the call; None = it can."""
+    s = shape
+    if reason := hopper.unsupported_reason(target):
+        return reason
+    for what, x in (("", x0_D), ("pages in ", pages[0]), ("pages in ", pages[1])):
+        if x.dtype != jnp.bfloat16:
+            return f"needs {what}bfloat16, got {x.dtype}"
+    if s.head_dim != 128 or s.heads != s.kv_heads:
+        return f"needs as many heads of keys as of queries, of 128 channels, got {s.kv_heads}"
+    if s.width % 64 or s.hidden % 64 or slot_shape(s).warps < 4:
+        return f"needs widths in multiples of 256, got {s.width} and {s.hidden}"
+    if s.width // ROWS < hopper.sm_count():
+        return f"needs a width of {ROWS * hopper.sm_count()}, got {s.width}"
+    if s.heads * (s.head_dim // 16) > hopper.sm_count():
+        return f"needs at most {hopper.sm_count() // 8} heads, got {s.heads}"
+    return None
+
+
+def plan_of(
+    s: LayersShape, pages: Any, table: int, blocks: int, spins: int = SPINS
+) -> StreamedPlan:
+    """The plan with as many slots as shared memory has room for."""
+    splits = max(1, min(blocks // s.heads, MOST_SPLITS))
+    sizes = pages[0].shape[2], pages[0].shape[1], table
+    plan = StreamedPlan(s, blocks, splits, 0, 0, *sizes, spins)
+    slots = (SHARED_BYTES - sum(plan.shared_bytes)) // (plan.slot.bytes + 16)
+    return plan._replace(slots=slots, flight=max(1, FLIGHT // plan.slot.bytes))
+
+
+def decode_layers(
+    shape: LayersShape, weights: Any, x0_D, cos_h, sin_h, values_LC, pages, table_W, start, count
+):
+    """Backend of the public function."""
+    plan = plan_of(shape, pages, len(table_W), hopper.sm_count())
+    row = x0_D, jnp.stack([cos_h, sin_h]), values_LC, jnp.stack([start, count]).astype(jnp.int32)
+    states_2D, status, _, kept = launch(plan, weights, *row, table_W, pages)
+    timed_out = (status == 0).any()
+    # After a timeout the result is NaN, because the values may be wrong.
+    return jnp.where(timed_out, jnp.nan, states_2D[0]), states_2D[1], kept, timed_out
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def launch(
+    plan: StreamedPlan, weights: Any, x0_D, turns_2h, values_LC, start_count, table_W, pages
+) -> tuple[Array, Array, Array, tuple[Array, Array]]:
+    """The residual stream after the last and the middle layer [2, D]; status of each warp, 0 if it
+    timed out; the words that the last layer exchanged; the pages."""
+    windows = jnp.array(plan.shape.windows, jnp.int32)
+    changed = jnp.zeros(plan.places["end"] // 4, jnp.int32), *pages
+    changed = [jax.new_ref(x) for x in changed]
+    given = (
+        x0_D, turns_2h, values_LC, start_count, table_W, windows, weights.scales_L2, *weights[:4],
+        *changed,
+    )  # fmt: skip
+
+    def decode_layers(*refs):
+        arguments = LayersRefs(*refs[:-1]), refs[-1]
+        types = jax.tree.map(lambda _: plgpu.RefType(), arguments)
+
+        def run(_, refs, memory):
+            LayersBlock(plan, refs, memory).run()
+
+        plgpu.inline_mgpu(arg_types=types)(run)(*arguments)
+
+    states, status = hopper.pallas_kernel(
+        decode_layers,
+        out_type=[
+            jax.ShapeDtypeStruct((2, plan.shape.width), x0_D.dtype),
+            jax.ShapeDtypeStruct((plan.blocks, plan.warps), jnp.int32),
+        ],
+        scratch_types=[plgpu.SMEM((sum(plan.shared_bytes) // 4,), jnp.int32)],
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        num_threads=plan.warpgroups,
+        thread_name="warpgroup",
+        compiler_params=hopper.compiler_params(),
+    )(*given)
+    words, *kept = map(jax.freeze, changed)
+    return states, status, words, tuple(kept)

@@ -1,0 +1,396 @@
+"""Attention of the kernel of `hopper`: blocks attend to splits of a head's keys, warps join them.
+
+A half of a warp has one token at a time; a lane has 8 channels of it. The two halves' tokens are
+adjacent, and a step of the block has 2 tokens of each warp.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxlib.mlir.dialects import arith
+
+from jaxtrain_kernels.decode_layers.hopper import exchange
+from jaxtrain_kernels.decode_layers.hopper.plan import JOINED, WORD
+from jaxtrain_kernels.decode_layers.hopper.registers import (
+    FLOOR,
+    LOG2E,
+    add,
+    choose,
+    divide,
+    fma,
+    inverse_rms,
+    largest,
+    load_floats,
+    mul,
+    over_lanes,
+    power,
+    rounded,
+    sum_of,
+)
+from jaxtrain_kernels.matmul.streamed.emit import (
+    Int,
+    const,
+    float_const,
+    loop,
+    ptx,
+    run_if,
+    select,
+    zero,
+)  # fmt: skip
+from jaxtrain_kernels.matmul.streamed.registers import floats, to_word
+
+if TYPE_CHECKING:
+    from jaxtrain_kernels.decode_layers.hopper.block import LayersBlock
+
+STEPS = 3  # that are loaded at once
+HALF = (1, 2, 4, 8)  # distances of the lanes of half a warp
+
+
+class Places(NamedTuple):
+    """Of the block's keys: first position and number, and pages of the warp's first steps."""
+
+    begin: Int
+    end: Int
+    pages: list[Int]
+
+
+class Softmax(NamedTuple):
+    """Of half a warp: largest score, sum of the powers, and sums of 8 channels."""
+
+    peak: Any
+    total: Any
+    sums: list[Any]
+
+
+class Attention:
+    """What the block's threads do for attention."""
+
+    def __init__(self, block: "LayersBlock"):
+        self.block, self.plan = block, block.plan
+        self.refs = block.refs
+        self.start, self.count = map(
+            Int, ptx("ld.global.v2.b32 {$0, $1}, [$2];", self.refs.start_count, out="rr")
+        )
+
+    @property
+    def half(self) -> Int:
+        return self.block.lane >> 4
+
+    @property
+    def channel(self) -> Int:
+        return (self.block.lane & 15) * 8
+
+    @property
+    def head(self) -> Int:
+        return self.block.block // self.plan.splits
+
+    @property
+    def split(self) -> Int:
+        return self.block.block % self.plan.splits
+
+    @property
+    def attends(self) -> Any:
+        return self.block.block < self.plan.shape.heads * self.plan.splits
+
+    # Keys and values of the pages
+
+    def load_places(self, layer: Int) -> Places:
+        """The block's split of the keys, and pages of the first steps."""
+        window = Int(ptx("ld.global.b32 $0, [$1];", self.refs.windows + (layer * 4).wide(), out="r"))
+        first = self.start - window
+        first = select(first < 0, const(0), first)
+        each = (self.start - first + (self.plan.splits - 1)) // self.plan.splits
+        begin = first + self.split * each
+        end = begin + each
+        end = select(end < self.start, end, self.start)
+        return Places(begin, end, self.load_pages(begin, end, const(0)))
+
+    def token(self, begin: Int, group: Int, step: int) -> Int:
+        block = self.block
+        turn = group * STEPS + step
+        return begin + (turn * self.plan.warps + block.warp) * 2 + self.half
+
+    def load_pages(self, begin: Int, end: Int, group: Int) -> list[Int]:
+        """Pages of the warp's tokens in a group of steps; 0 beyond the end."""
+        found = []
+        for step in range(STEPS):
+            token = self.token(begin, group, step)
+            valid = arith.andi(token < end, self.attends)
+            at = self.refs.table + ((token // self.plan.page) * 4).wide()
+            found.append(Int(load_if(valid, at, 1)))
+        return found
+
+    def row(self, layer: Int, page: Int, token: Int) -> Int:
+        """Byte of the lane's channels of a token."""
+        plan, s = self.plan, self.plan.shape
+        row = ((layer * plan.pages + page) * plan.page + token % plan.page) * s.kv_heads
+        return (row + self.head).wide() * (s.head_dim * 2) + (self.channel * 2).wide()
+
+    def load(
+        self, layer: Int, begin: Int, end: Int, group: Int, pages: list[Int]
+    ) -> tuple[list[Any], list[Any]]:
+        """Words of the keys and the values of a group of steps, four a token."""
+        keys, values = [], []
+        for step, page in enumerate(pages):
+            token = self.token(begin, group, step)
+            row, valid = self.row(layer, page, token), token < end
+            keys.append(load_if(valid, self.refs.keys + row, 4))
+            values.append(load_if(valid, self.refs.values_kept + row, 4))
+        return keys, values
+
+    # The new token
+
+    def rotate(self, words: list[Any], turns: list[Any]) -> list[Any]:
+        """Rotate 8 channels, and divide by the root mean square; rounded. turns: 8 cosines, and 8
+        sines with the sign of the other half's channels."""
+        xs, H = [x for word in words for x in floats(word)], self.plan.shape.head_dim
+        squares = sum_of([mul(x, x) for x in xs])
+        factor = inverse_rms(over_lanes(add, squares, HALF), H, self.plan.shape.eps)
+        others = [over_lanes(lambda _, y: y, x, (8,)) for x in xs]
+        ys = [
+            mul(fma(x, cos, mul(other, sin)), factor)
+            for x, other, cos, sin in zip(xs, others, turns[:8], turns[8:], strict=True)
+        ]
+        return [rounded(y) for y in ys]
+
+    def load_turns(self) -> list[Any]:
+        half = self.plan.shape.head_dim // 2
+        at = self.refs.turns + ((self.channel % half) * 4).wide()
+        load = "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
+        found = [
+            x
+            for row in range(2)
+            for i in range(2)
+            for x in ptx(load, at + (row * half * 4 + i * 16), out="ffff")
+        ]
+        sign = choose(self.channel < half, float_const(-1), float_const(1))
+        return found[:8] + [mul(x, sign) for x in found[8:]]
+
+    def new_token(
+        self, layer: Int, tag: Int, left: Int
+    ) -> tuple[list[Any], list[Any], list[Any], Int]:
+        """Query, key, and value of the head: the lane's 8 channels; and `left`."""
+        s, block, gate_place = self.plan.shape, self.block, self.gate_place()
+        turns, C = self.load_turns(), s.head_dim
+        own = ptx(
+            "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
+            self.refs.values + ((layer * s.kv_heads + self.head) * C + self.channel).wide() * 2,
+            out="rrrr",
+        )
+        begin = block.place("qkv")
+        row = begin + ((self.head * C + self.channel) * 4).wide()
+        firsts = [first * C * 4 + i for first in (0, s.heads, 2 * s.heads) for i in (0, 16)]
+        places = [(row, first) for first in firsts] + [(begin + (gate_place * 4).wide(), 0)]
+        words, left = exchange.poll(places, tag, left)
+        query, key = self.rotate(words[:4], turns), self.rotate(words[4:8], turns)
+        gates = [x for word in words[12:] for x in floats(word)]
+        gate = gates[0]
+        for i in range(1, 4):
+            gate = choose((self.head & 3).equals(i), gates[i], gate)
+        below = add(float_const(1), power(mul(gate, float_const(-LOG2E))))
+        gate = rounded(mul(float_const(3), rounded(divide(float_const(1), below))))
+        xs, vs = ([x for word in four for x in floats(word)] for four in (words[8:12], own))
+        value = [rounded(add(x, rounded(mul(gate, v)))) for x, v in zip(xs, vs, strict=True)]
+        return query, key, value, left
+
+    def gate_place(self) -> Int:
+        """Row of the first of four gates, one of which is the head's."""
+        s = self.plan.shape
+        return const((s.heads + 2 * s.kv_heads) * s.head_dim) + ((self.head >> 2) << 2)
+
+    def append(self, layer: Int, key: list[Any], value: list[Any], is_own: Any) -> None:
+        """Write the new token's key and value to their page."""
+
+        def put() -> None:
+            at = self.refs.table + ((self.start // self.plan.page) * 4).wide()
+            page = Int(ptx("ld.global.b32 $0, [$1];", at, out="r"))
+            row = self.row(layer, page, self.start)
+            for ref, x in ((self.refs.keys, key), (self.refs.values_kept, value)):
+                words = [to_word(*x[i : i + 2]) for i in range(0, 8, 2)]
+                ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", ref + row, *words)
+
+        run_if(arith.andi(is_own, const(0) < self.count), put)
+
+    # Attention
+
+    def attend(self, layer: Int, tag: Int, left: Int, places: Places) -> Int:
+        """Attend in blocks that have a split of a head's keys; return `left`."""
+
+        def run(_: Int, carried: list[Any]) -> list[Any]:
+            return [self.attend_split(layer, tag, Int(carried[0]), places).value]
+
+        once = select(self.attends, const(1), const(0))
+        return Int(loop(once, [left.value], run)[0])
+
+    def attend_split(self, layer: Int, tag: Int, left: Int, places: Places) -> Int:
+        begin, end, pages = places
+        loaded = self.load(layer, begin, end, const(0), pages)
+        query, key, value, left = self.new_token(layer, tag, left)
+        # The new token is a key of the last warp of the first split.
+        is_last = self.block.warp.equals(self.plan.warps - 1)
+        is_own = arith.andi(self.split.equals(0), arith.andi(is_last, self.half.equals(0)))
+        self.append(layer, key, value, is_own)
+        one = choose(is_own, float_const(1), zero())
+        score = self.score(query, key)
+        state = Softmax(
+            choose(is_own, score, float_const(FLOOR)), one, [mul(one, v) for v in value]
+        )
+        state = self.add_tokens(query, state, loaded, begin, end, const(0))
+        of_group = 2 * STEPS * self.plan.warps
+        groups = (end - begin + (of_group - 1)) // of_group
+        more = groups - 1
+        more = select(end < begin, const(0), select(more < 0, const(0), more))
+
+        def group(i: Int, carried: list[Any]) -> list[Any]:
+            number = i + 1
+            found = self.load(
+                layer, begin, end, number, self.load_pages(begin, end, number)
+            )
+            before = Softmax(carried[0], carried[1], carried[2:])
+            after = self.add_tokens(query, before, found, begin, end, number)
+            return [after.peak, after.total, *after.sums]
+
+        found = loop(more, [state.peak, state.total, *state.sums], group)
+        self.store_split(Softmax(found[0], found[1], found[2:]), tag)
+        return left
+
+    def score(self, query: list[Any], key: list[Any]) -> Any:
+        parts = [zero(), zero()]
+        for i, (q, k) in enumerate(zip(query, key, strict=True)):
+            parts[i % 2] = fma(q, k, parts[i % 2])
+        total = over_lanes(add, add(*parts), HALF)
+        return mul(total, float_const(self.plan.shape.scale * LOG2E))
+
+    def add_tokens(
+        self, query: list[Any], state: Softmax, loaded: tuple[list[Any], list[Any]],
+        begin: Int, end: Int, group: Int,
+    ) -> Softmax:  # fmt: skip
+        """The softmax with a group of steps."""
+        unpacked = lambda words: [x for word in words for x in floats(word)]
+        valid = [self.token(begin, group, step) < end for step in range(STEPS)]
+        scores = [self.score(query, unpacked(words)) for words in loaded[0]]
+        peak = state.peak
+        for is_valid, score in zip(valid, scores, strict=True):
+            peak = largest(peak, choose(is_valid, score, float_const(FLOOR)))
+        share = power(add(state.peak, mul(peak, float_const(-1))))
+        total, sums = mul(state.total, share), [mul(x, share) for x in state.sums]
+        for is_valid, score, words in zip(valid, scores, loaded[1], strict=True):
+            p = power(add(score, mul(peak, float_const(-1))))
+            p = choose(is_valid, p, zero())
+            total = add(total, p)
+            sums = [fma(p, v, x) for v, x in zip(unpacked(words), sums, strict=True)]
+        return Softmax(peak, total, sums)
+
+    def store_split(self, state: Softmax, tag: Int) -> None:
+        """Join the block's warps, and write the split for the blocks that join all splits."""
+        block, plan, H = self.block, self.plan, self.plan.shape.head_dim
+        peak = over_lanes(largest, state.peak, (16,))
+        share = power(add(state.peak, mul(peak, float_const(-1))))
+        total, *sums = (
+            over_lanes(add, mul(x, share), (16,)) for x in (state.total, *state.sums)
+        )
+        at = block.memory.heads + (block.warp * H + self.channel) * 4
+
+        def put() -> None:
+            for i in (0, 4):
+                store = f"st.shared.v4.f32 [$0+{4 * i}], {{$1, $2, $3, $4}};"
+                ptx(store, at, *sums[i : i + 4])
+
+        run_if(self.half.equals(0), put)
+        peaks = block.memory.peaks + block.warp * 8
+        store = "st.shared.v2.f32 [$0], {$1, $2};"
+        run_if(block.lane.equals(0), lambda: ptx(store, peaks, peak, total))
+        block.sync()
+        part = const(self.plan.places["parts"]) + block.block * plan.parts_bytes
+        part = self.refs.words + part.wide()
+
+        def write() -> None:
+            both = load_floats(block.memory.peaks, 2 * plan.warps)
+            most = both[0]
+            for x in both[2::2]:
+                most = largest(most, x)
+            below = mul(most, float_const(-1))
+            shares = [power(add(x, below)) for x in both[::2]]
+            column = block.memory.heads + block.thread * 4
+            load = "ld.shared.f32 $0, [$1+{}];"
+            found = [ptx(load.format(warp * H * 4), column, out="f") for warp in range(plan.warps)]
+            y = sum_of([mul(x, share) for x, share in zip(found, shares, strict=True)])
+            exchange.put(part + (block.thread * WORD).wide(), y, tag)
+            total = sum_of([mul(x, share) for x, share in zip(both[1::2], shares, strict=True)])
+
+            def put_stats() -> None:
+                for i, x in enumerate((most, total)):
+                    exchange.put(part, x, tag, (H + i) * WORD)
+
+            run_if(block.thread.equals(0), put_stats)
+
+        run_if(block.thread < H, write)
+
+    def join(self, tag: Int, left: Int) -> Int:
+        """Join the splits of some channels of a head, by one warp of a block; return `left`. Blocks
+        without a split of the keys are chosen first."""
+        s, block = self.plan.shape, self.block
+        task = const(self.plan.blocks - 1) - block.block
+        joins = task < s.heads * s.head_dim // JOINED
+        joins = arith.andi(joins, block.warp.equals(self.plan.warps - 1))
+
+        def run(_: Int, carried: list[Any]) -> list[Any]:
+            return [self.join_channels(task, tag, Int(carried[0])).value]
+
+        return Int(loop(select(joins, const(1), const(0)), [left.value], run)[0])
+
+    def join_channels(self, task: Int, tag: Int, left: Int) -> Int:
+        """Lane (c, i), c < 8 and i < 4, joins two channels of splits i, i + 4, ..., which the lanes
+        of one c then add."""
+        plan, lane, each = self.plan, self.block.lane, self.plan.shape.head_dim // JOINED
+        head, first = task // each, (task % each) * JOINED
+        channel, turn = first + (lane & 7) * 2, lane >> 3
+        begin = self.block.place("parts")
+        valid, places = [], []
+        for i in range(-(-plan.splits // 4)):
+            split = turn + 4 * i
+            is_valid = split < plan.splits
+            valid.append(is_valid)
+            split = select(is_valid, split, const(plan.splits - 1))
+            part = begin + ((head * plan.splits + split) * plan.parts_bytes).wide()
+            places += [(part + (channel * WORD).wide(), 0), (part, plan.shape.head_dim * WORD)]
+        words, left = exchange.poll(places, tag, left)
+        numbers = [as_float(word) for word in words]
+        peaks = [
+            choose(is_valid, numbers[4 * i + 2], float_const(FLOOR))
+            for i, is_valid in enumerate(valid)
+        ]
+        most = peaks[0]
+        for x in peaks[1:]:
+            most = largest(most, x)
+        below = mul(over_lanes(largest, most, (8, 16)), float_const(-1))
+        shares = [
+            choose(is_valid, power(add(peak, below)), zero())
+            for is_valid, peak in zip(valid, peaks, strict=True)
+        ]
+        sums = [
+            over_lanes(
+                add, sum_of([mul(numbers[4 * i + n], x) for i, x in enumerate(shares)]), (8, 16)
+            )
+            for n in (0, 1, 3)
+        ]
+        word = to_word(divide(sums[0], sums[2]), divide(sums[1], sums[2]))
+        place = self.block.place("heads") + ((head * plan.shape.head_dim + channel) * 4).wide()
+        run_if(turn.equals(0), lambda: exchange.put(place, word, tag))
+        return left
+
+
+def as_float(word: Any) -> Any:
+    return ptx("mov.b32 $0, $1;", word, out="f", effects=False)
+
+
+def load_if(condition: Any, at: Int, words: int) -> Any:
+    """Words of device memory, or zeros."""
+    flag = select(condition, const(1), const(0))
+    names = [f"${i}" for i in range(words)]
+    zeros = "".join(f" mov.b32 {name}, 0;" for name in names)
+    vector, given = (f".v{words}", f"{{{', '.join(names)}}}") if words > 1 else ("", names[0])
+    return ptx(
+        f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0;{zeros}"
+        f" @p ld.global{vector}.b32 {given}, [${words}]; }}",
+        at, flag, out="r" * words,
+    )  # fmt: skip

@@ -1,0 +1,332 @@
+"""One block of the kernel of `hopper`, as operations of each thread.
+
+Each warp has its own inputs of all products, of which it polls only the words that it needs, and
+its part of the residual stream, which all blocks keep in registers: lane (g, t) has inputs 4 t ..
+4 t + 3 of each chunk's 16 inputs g % 4.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir.dialects import arith, gpu
+
+from jaxtrain_kernels.decode_layers.hopper import exchange
+from jaxtrain_kernels.decode_layers.hopper.attend import Attention
+from jaxtrain_kernels.decode_layers.hopper.order import CHUNK_BYTES, INPUTS, ROWS
+from jaxtrain_kernels.decode_layers.hopper.plan import (
+    LayersRefs,
+    Memory,
+    Product,
+    StreamedPlan,
+)
+from jaxtrain_kernels.decode_layers.hopper.registers import (
+    add,
+    add_words,
+    choose,
+    fma,
+    inverse_rms,
+    load_floats,
+    mma,
+    mul,
+    over_lanes,
+    sum_of,
+)
+from jaxtrain_kernels.decode_layers.hopper.ring import Ring
+from jaxtrain_kernels.matmul.streamed.emit import (
+    Int,
+    address,
+    const,
+    int_type,
+    loop,
+    ptx,
+    run_if,
+    select,
+    zero,
+)  # fmt: skip
+from jaxtrain_kernels.matmul.streamed.registers import floats, to_word
+
+BATCH = 4  # slots that a warp reads at once
+
+
+class Carried(NamedTuple):
+    """What the loop over layers carries. position: in the ring. left: see `exchange.poll`. stream:
+    words of the residual stream."""
+
+    position: list[Any]
+    left: Int
+    stream: list[Any]
+
+
+class LayersBlock:
+    """A block's registers, and what its threads do."""
+
+    def __init__(self, plan: StreamedPlan, refs: LayersRefs, memory: Any):
+        self.plan, self.products = plan, plan.products
+        self.refs = LayersRefs(*map(address, refs))
+        begins = itertools.accumulate(plan.shared_bytes, initial=0)
+        first = address(memory)
+        self.memory = Memory(*(first + at for at, _ in zip(begins, Memory._fields, strict=False)))
+        self.ring = Ring(plan, self.memory)
+        self._thread, self._warp = Int(mgpu.utils.thread_idx()), Int(mgpu.utils.warp_idx())
+        self._block = Int(arith.index_cast(int_type(), gpu.block_id(gpu.Dimension.x)))
+        self.thread, self.warp, self.block = self._thread, self._warp, self._block
+        self.places = plan.places
+        self.phase = 0  # of the layer, as the code is written
+
+    def hide(self, left: Int) -> None:
+        """Derive thread and block from a number that changes in the loop over layers, so that the
+        compiler does not compute what depends on them before the loop: it would fill the registers.
+        """
+        nothing = left >> 31
+        self.thread, self.warp = self._thread | nothing, self._warp | nothing
+        self.block = self._block | nothing
+
+    @property
+    def lane(self) -> Int:
+        return self.thread & 31
+
+    def run(self) -> None:
+        is_loader = arith.andi(self.warp.equals(self.plan.warps), self.lane.equals(0))
+        run_if(is_loader, self.ring.init)
+        ptx("bar.sync 0;")
+        run_if(is_loader, lambda: self.ring.load(self.sources))
+        run_if(self.warp < self.plan.warps, self.compute)
+
+    def sync(self) -> None:
+        """Wait for all warps that multiply."""
+        ptx(f"bar.sync 1, {32 * self.plan.warps};")
+
+    def first_units(self, p: Product) -> tuple[Int, Int]:
+        """The first unit that the block multiplies, and the first whose results it writes: it
+        writes those before the next block's."""
+        own = (self.block * p.units) // self.plan.blocks
+        last = const(p.units - p.most)
+        return select(own < p.units - p.most, own, last), own
+
+    def sources(self, layer: Int) -> list[tuple[Int, int]]:
+        """First byte and number of the block's slots of each product of a layer."""
+        found = []
+        for name, p in self.products.items():
+            unit = (layer * p.units + self.first_units(p)[0]).wide()
+            begin = getattr(self.refs, name) + unit * (p.slots * self.plan.slot.bytes)
+            found.append((begin, p.most * p.slots))
+        return found
+
+    # Inputs
+
+    def first_input(self, inputs: int) -> tuple[Int, int]:
+        """First of the lane's four adjacent inputs in its first chunk, and number of chunks."""
+        chunks, lane = inputs // INPUTS // self.plan.warps, self.lane
+        first = self.warp * (chunks * INPUTS) + ((lane >> 2) & 3) * 16 + (lane & 3) * 4
+        return first, chunks
+
+    def place(self, name: str) -> Int:
+        return self.refs.words + const(self.places[name]).wide()
+
+    def poll(self, name: str, inputs: int, tag: Int, left: Int) -> tuple[list[Any], Int]:
+        """Words of the lane's inputs, two a chunk."""
+        first, chunks = self.first_input(inputs)
+        begin = self.place(name) + (first * 4).wide()
+        return exchange.poll([(begin, 4 * INPUTS * i) for i in range(chunks)], tag, left)
+
+    def load_stream(self) -> list[Any]:
+        """Words of x0."""
+        first, chunks = self.first_input(self.width)
+        begin = self.refs.x0 + (first * 2).wide()
+        load = "ld.global.v2.b32 {$0, $1}, [$2];"
+        found = [ptx(load, begin + 2 * INPUTS * i, out="rr") for i in range(chunks)]
+        return list(itertools.chain(*found))
+
+    @property
+    def width(self) -> int:
+        return self.plan.shape.width
+
+    def store_squares(self, stream: Sequence[Any]) -> None:
+        """Write the sum of the squares of the warp's inputs to shared memory."""
+        total = zero()
+        for x in itertools.chain(*map(floats, stream)):
+            total = fma(x, x, total)
+        total = over_lanes(add, total, (1, 2, 4, 8))
+        at = self.squares_place() + self.warp * 4
+        run_if(self.lane.equals(0), lambda: ptx("st.shared.f32 [$0], $1;", at, total))
+
+    # Products
+
+    def squares_place(self) -> Int:
+        return self.memory.squares + (self.phase % 2) * (-(-self.plan.warps // 4) * 16)
+
+    def sums_place(self) -> Int:
+        return self.memory.sums + (self.phase % 2) * self.plan.sums_bytes
+
+    def multiply(self, name: str, inputs: Sequence[Any], position: list[Any]) -> list[Any]:
+        """Write the warp's sums of the block's rows to shared memory. inputs: words, two a chunk.
+        Returns the next position."""
+        p, chunks = self.products[name], self.plan.slot.chunks
+        slots = [(unit, slot) for unit in range(p.most) for slot in range(p.slots)]
+        sums: list[Any] = [zero() for _ in range(4)]
+        for batch in itertools.batched(slots, BATCH):
+            positions = [position]
+            for _ in batch:
+                positions.append(self.ring.next(positions[-1]))
+            *positions, position = positions
+            begins, read, found = self.ring.await_slots(positions), const(0), []
+            own = self.warp * (chunks * CHUNK_BYTES) + self.lane * 16
+            load = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];"
+            for begin in begins:
+                at = begin + own
+                each = [ptx(load.format(CHUNK_BYTES * i), at, out="rrrr") for i in range(chunks)]
+                found.append(each)
+                for words in each:
+                    read = read | Int(words[0])
+            ended = []
+            for (unit, slot), each in zip(batch, found, strict=True):
+                for i, words in enumerate(each):
+                    at = 2 * (slot * chunks + i)
+                    sums = mma(words, inputs[at : at + 2], sums)
+                if slot == p.slots - 1:
+                    ended.append((unit, sums))
+                    sums = [zero() for _ in range(4)]
+            self.ring.release(positions, self.lane.equals(0), read)
+            self.store_sums(ended)
+        return position
+
+    def store_sums(self, units: Sequence[tuple[int, list[Any]]]) -> None:
+        """Write the warp's sums of units to shared memory: of lanes t = 0 and 1 of row g % 4."""
+        lane = self.lane
+        upper, second = (lane & 16).equals(16), (lane & 1).equals(1)
+        totals = []
+        for _, sums in units:
+            low, high = (choose(upper, sums[i + 1], sums[i]) for i in (0, 2))
+            totals.append(over_lanes(add, choose(second, high, low), (1, 16)))
+        row = self.sums_place() + ((lane >> 2) * self.plan.warps + self.warp) * 4
+        is_first = arith.andi((lane & 3).equals(0), lane < 16)
+
+        def put() -> None:
+            for (unit, _), total in zip(units, totals, strict=True):
+                offset = unit * (ROWS * self.plan.warps * 4)
+                ptx(f"st.shared.f32 [$0+{offset}], $1;", row, total)
+
+        run_if(is_first, put)
+
+    def finish(self, name: str, tag: Int) -> None:
+        """Add the warps' sums of the block's rows, and write its own rows for all blocks."""
+        self.sync()
+        p, s = self.products[name], self.plan.shape
+        is_normed, is_up = p.inputs == s.width and name in ("qkv", "up"), name == "up"
+        sums, squares = self.sums_place(), self.squares_place()
+        self.phase += 1
+        first, own = self.first_units(p)
+        last, thread = ((self.block + 1) * p.units) // self.plan.blocks, self.thread
+        unit = first + (thread >> 1)
+        inside = arith.andi(thread < 2 * p.most, unit.compare("sge", own))
+        inside = arith.andi(inside, unit < last)
+
+        def write() -> None:
+            count = self.plan.warps
+            rows = [sums + (thread * 2 + i) * (count * 4) for i in range(2)]
+            ys = [sum_of(load_floats(row, count)) for row in rows]
+            if is_normed:
+                total = sum_of(load_floats(squares, count))
+                factor = inverse_rms(total, s.width, s.eps)
+                ys = [mul(y, factor) for y in ys]
+            word = to_word(*ys)
+            if is_up:
+                word = to_word(*(_squared_relu(y) for y in floats(word)))
+            row = unit * ROWS + (thread & 1) * 2
+            exchange.put(self.place(name) + (row * 4).wide(), word, tag)
+
+        run_if(inside, write)
+
+    # Layers
+
+    def compute(self) -> None:
+        spins = const(self.plan.spins)
+        self.x0 = self.load_stream()
+        self.attention = Attention(self)
+        start = [const(0).value] * 2, spins, self.x0
+        found = loop(const(self.plan.shape.depth), self.flat(Carried(*start)), self.layer)
+        carried = self.carried(found)
+        self.hide(carried.left)
+        left = self.store_end(carried)
+        at = self.refs.status + ((self.block * self.plan.warps + self.warp) * 4).wide()
+        put = functools.partial(ptx, "st.global.b32 [$0], $1;", at, left)
+        run_if(self.lane.equals(0), put)
+
+    def flat(self, c: Carried) -> list[Any]:
+        return [*c.position, c.left.value, *c.stream]
+
+    def carried(self, values: Sequence[Any]) -> Carried:
+        return Carried(list(values[:2]), Int(values[2]), list(values[3:]))
+
+    def layer(self, layer: Int, values: list[Any]) -> list[Any]:
+        position, left, stream = self.carried(values)
+        self.hide(left)
+        tag, s = layer + 1, self.plan.shape
+        load = "ld.global.v2.f32 {$0, $1}, [$2];"
+        scales = ptx(load, self.refs.scales + (layer * 8).wide(), out="ff")
+        ahead = self.attention.load_places(layer)
+        # Words of the layer before the first are zeros, as all are before a call.
+        branch, left = self.poll("down", s.width, layer, left)
+        stream = [add_words(x, y) for x, y in zip(stream, branch, strict=True)]
+        is_middle = arith.andi((layer - 1).equals(s.middle), self.block.equals(0))
+        run_if(is_middle, lambda: self.store_stream(1, stream))
+        stream = [self.scaled(scales, x, x0) for x, x0 in zip(stream, self.x0, strict=True)]
+        position = self.product("qkv", stream, position, tag, stream)
+        left = self.attention.attend(layer, tag, left, ahead)
+        left = self.attention.join(tag, left)
+        heads, left = self.poll("heads", s.heads * s.head_dim, tag, left)
+        position = self.product("out", heads, position, tag)
+        branch, left = self.poll("out", s.width, tag, left)
+        stream = [add_words(x, y) for x, y in zip(stream, branch, strict=True)]
+        position = self.product("up", stream, position, tag, stream)
+        hidden, left = self.poll("up", s.hidden, tag, left)
+        position = self.product("down", hidden, position, tag)
+        return self.flat(Carried(position, left, stream))
+
+    def product(
+        self, name: str, inputs: Sequence[Any], position: list[Any], tag: Int,
+        stream: Sequence[Any] = (),
+    ) -> list[Any]:  # fmt: skip
+        """Multiply, and write the results; return the next position. stream: to be normed."""
+        if stream:
+            self.store_squares(stream)
+        position = self.multiply(name, inputs, position)
+        self.finish(name, tag)
+        return position
+
+    def scaled(self, scales: Sequence[Any], x: Any, x0: Any) -> Any:
+        pairs = zip(floats(x), floats(x0), strict=True)
+        return to_word(*(fma(scales[0], a, mul(scales[1], b)) for a, b in pairs))
+
+    def store_stream(self, row: int, stream: Sequence[Any]) -> None:
+        """Write the residual stream to a row of the results, by one block."""
+
+        def put() -> None:
+            first, _ = self.first_input(self.width)
+            place = self.refs.outs + ((first + row * self.width) * 2).wide()
+            for i, pair in enumerate(itertools.batched(stream, 2)):
+                ptx("st.global.v2.b32 [$0], {$1, $2};", place + 2 * INPUTS * i, *pair)
+
+        run_if(self.lane < 16, put)
+
+    def store_end(self, c: Carried) -> Int:
+        """Write the stream after the last layer, by one block; return `left`."""
+        s = self.plan.shape
+
+        def end(_: Int, values: list[Any]) -> list[Any]:
+            branch, left = self.poll("down", s.width, const(s.depth), Int(values[0]))
+            stream = [add_words(x, y) for x, y in zip(c.stream, branch, strict=True)]
+            for row in (0, 1) if s.middle == s.depth - 1 else (0,):
+                self.store_stream(row, stream)
+            return [left.value]
+
+        is_first = select(self.block.equals(0), const(1), const(0))
+        return Int(loop(is_first, [c.left.value], end)[0])
+
+
+def _squared_relu(y: Any) -> Any:
+    positive = ptx("max.f32 $0, $1, $2;", y, zero(), out="f", effects=False)
+    return mul(positive, positive)

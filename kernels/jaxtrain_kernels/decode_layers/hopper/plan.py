@@ -1,0 +1,140 @@
+"""Compile-time constants of the kernel of `hopper`, and its memory."""
+
+from typing import Any, NamedTuple
+
+from jaxtrain_kernels.decode_layers.hopper.order import (
+    INPUTS,
+    ROWS,
+    SlotShape,
+    slot_shape,
+)
+from jaxtrain_kernels.decode_layers.packing import LayersShape
+
+WORD = 8  # bytes that are written at once: two bfloat16 or a float32, and a tag
+SHARED_BYTES = 226 * 1024  # of a block
+JOINED = 16  # channels of a head that a warp joins
+PHASES = ("qkv", "out", "up", "down")
+
+
+class Product(NamedTuple):
+    """A phase's matrix. most: units of a block, of which neighbours may have the same ones, so that
+    all have equally many. slots: of a unit. chunks: of a warp in a unit."""
+
+    rows: int
+    inputs: int
+    units: int
+    most: int
+    slots: int
+    chunks: int
+
+
+class StreamedPlan(NamedTuple):
+    """blocks: of the grid. splits: parts of a head's keys. slots: of the ring. flight: most slots
+    that are being loaded. page: tokens of a page. pages: of a layer. table: length of the page
+    table. spins: reads of a vector before a warp times out."""
+
+    shape: LayersShape
+    blocks: int
+    splits: int
+    slots: int
+    flight: int
+    page: int
+    pages: int
+    table: int
+    spins: int
+
+    @property
+    def slot(self) -> SlotShape:
+        return slot_shape(self.shape)
+
+    @property
+    def warps(self) -> int:
+        return self.slot.warps
+
+    @property
+    def warpgroups(self) -> int:
+        """Of the block; the warp behind those that multiply loads."""
+        return self.warps // 4 + 1
+
+    @property
+    def products(self) -> dict[str, Product]:
+        s, slot = self.shape, self.slot
+        C = s.heads * s.head_dim
+        sizes = (s.qkv_rows, s.width), (s.width, C), (s.hidden, s.width), (s.width, s.hidden)
+        return {
+            name: Product(
+                rows, inputs, rows // ROWS, -(-rows // ROWS // self.blocks), slot.slots(inputs),
+                inputs // INPUTS // slot.warps,
+            )
+            for name, (rows, inputs) in zip(PHASES, sizes, strict=True)
+        }  # fmt: skip
+
+    @property
+    def parts_bytes(self) -> int:
+        """Of a split of a head: a sum for each channel, peak and total."""
+        return (self.shape.head_dim + 2) * WORD
+
+    @property
+    def places(self) -> dict[str, int]:
+        """First byte of each vector that blocks exchange; behind them `end`."""
+        s = self.shape
+        C = s.heads * s.head_dim
+        values = {"qkv": s.qkv_rows, "heads": C, "out": s.width, "up": s.hidden, "down": s.width}
+        sizes = {name: size * WORD // 2 for name, size in values.items()}
+        sizes["parts"] = s.heads * self.splits * self.parts_bytes
+        places, at = {}, 0
+        for name, size in sizes.items():
+            places[name], at = at, at + -(-size // 128) * 128
+        return places | {"end": at}
+
+    @property
+    def sums_bytes(self) -> int:
+        """Of one phase's sums."""
+        return max(p.most for p in self.products.values()) * ROWS * self.warps * 4
+
+    @property
+    def shared_bytes(self) -> tuple[int, ...]:
+        """Of each part of `Memory`."""
+        padded = -(-self.warps // 4) * 16
+        sizes = (
+            self.slots * self.slot.bytes, self.slots * 8, self.slots * 8, 2 * self.sums_bytes,
+            2 * padded, self.warps * self.shape.head_dim * 4, self.warps * 8,
+        )  # fmt: skip
+        return tuple(-(-size // 16) * 16 for size in sizes)
+
+
+class Memory(NamedTuple):
+    """Shared memory. ring: slots; full, free: their barriers; sums: of rows by warps, of two
+    phases; squares: of inputs by warps, of two phases; heads, peaks: of attention by warps."""
+
+    ring: Any
+    full: Any
+    free: Any
+    sums: Any
+    squares: Any
+    heads: Any
+    peaks: Any
+
+
+class LayersRefs(NamedTuple):
+    """References to the call's arrays. turns: cosines and sines [2, H/2]. values: [L, K * H].
+    start_count: [2]. windows: [L]. scales: [L, 2]. qkv .. down: in the order of the stream. words:
+    what blocks exchange. keys, values_kept: pages of all layers. outs: the stream after the last
+    and the middle layer. status: of each warp, 0 if it timed out."""
+
+    x0: Any
+    turns: Any
+    values: Any
+    start_count: Any
+    table: Any
+    windows: Any
+    scales: Any
+    qkv: Any
+    out: Any
+    up: Any
+    down: Any
+    words: Any
+    keys: Any
+    values_kept: Any
+    outs: Any
+    status: Any
