@@ -1,0 +1,87 @@
+"""Threads of the kernel of `decode_layers.hopper` in NumPy: see `emulated_threads`.
+
+All blocks are at the same place of the code, so that each word that a thread polls must be there.
+"""
+
+import re
+import types
+
+import emulated_threads
+import numpy as np
+from emulated_threads import WORD, Int, Raw
+from jaxtrain_kernels.decode_layers.hopper import attend, block, exchange, registers, ring
+from jaxtrain_kernels.matmul.streamed import registers as words
+
+PLACE = r"\[\$\d+\+(\d+)\]"
+
+
+class LayersDevice(emulated_threads.Device):
+    """warps: that multiply, which all wait for the same loads."""
+
+    warps = 0
+
+    def ptx(self, code, *args, out="", effects=True):
+        given = [x.value if isinstance(x, Int) else x for x in args]
+        if "try_wait" in code:
+            return self.complete_all(given[: len(given) // 2])
+        if "vote.sync" in code:
+            return self.poll(code, given)
+        if "cp.async" not in code and (offset := re.search(PLACE, code)):
+            at = 0 if "st." in code else len(given) - 1
+            given[at] = Raw(given[at].values + int(offset[1]), given[at].kind)
+        if "@p ld.global" in code:
+            outer, self.mask = self.mask, self.mask & (given[1].values != 0)
+            found = self.access(given[0], 4 * len(out)).view(WORD)
+            self.mask = outer
+            found = [Raw(found[..., i], "i32") for i in range(len(out))]
+            return found if len(out) > 1 else found[0]
+        if "st.relaxed" in code:
+            return self.store(code, [Raw(x.values, x.kind) for x in given])
+        if code.startswith("max.f32"):
+            return Raw(np.maximum(given[0].values, given[1].values), "f32")
+        if code.startswith("mov.b32") and out == "f":
+            return Raw(given[0].words.view(np.float32), "f32")
+        return super().ptx(code, *given, out=out, effects=effects)
+
+    def complete_all(self, barriers):
+        """Complete the next load of each barrier that a block's warps wait for."""
+        blocks = self.mask[:, : 32 * self.warps].any(1)
+        for barrier in barriers:
+            for b in np.flatnonzero(blocks):
+                [key] = set(barrier.values[b][self.mask[b]].tolist())
+                to, data = self.queues[b, key].popleft()
+                self.shared[b, to : to + len(data)] = data
+
+    def poll(self, code, given):
+        """Words at each place, which must have the tag."""
+        *places, tag, left = given
+        offsets, found = map(int, re.findall(PLACE, code)), []
+        for place, offset in zip(places, offsets, strict=True):
+            pair = self.access(Raw(place.values + offset, "i64"), 16).view(WORD)
+            for i in (0, 2):
+                is_there = (pair[..., i + 1] == tag.words) | ~self.mask
+                assert is_there.all(), "a block would wait for ever"
+                found.append(Raw(pair[..., i], "i32"))
+        return [*found, left]
+
+
+def emulated_layers(monkeypatch, blocks, warpgroups, warps):
+    """A device in whose place the modules of the kernel run."""
+    names = ("Int", "address", "const", "int_type", "loop", "float_const", "ptx", "select")
+    names += ("run_if", "zero", "arith", "mgpu", "gpu", "ir")
+    stand_ins, nothing = types.SimpleNamespace(**dict.fromkeys(names)), types.SimpleNamespace()
+    settings = {
+        "BLOCKS": blocks, "THREADS": 128 * warpgroups, "Device": LayersDevice,
+        "block": stand_ins, "ring": nothing, "registers": nothing,
+    }  # fmt: skip
+    for name, value in settings.items():
+        monkeypatch.setattr(emulated_threads, name, value)
+    device = emulated_threads.emulated(monkeypatch)
+    device.warps = warps
+    choose = lambda c, a, b: Raw(np.where(c.values, a.values, b.values), a.kind)
+    stand_ins.arith.select = staticmethod(choose)
+    for module in (attend, block, exchange, registers, ring, words):
+        for name in names:
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, getattr(stand_ins, name))
+    return device
