@@ -30,6 +30,7 @@ from jaxtrain_kernels.dispatch import Target
 
 MOST_SPLITS = 12
 FLIGHT = 40 * 1024  # bytes of a block that are being loaded
+MOST_SCORE = 64  # of normed queries and keys: exponentials need no largest score
 SPINS = 2**20  # reads of a vector, about a second, before a warp times out
 
 
@@ -45,6 +46,8 @@ def supports(target: Target, shape: LayersShape, x0_D: Any, pages: Any) -> str |
         return f"needs as many heads of keys as of queries, of 128 channels, got {s.kv_heads}"
     if s.width % 64 or s.hidden % 64 or slot_shape(s).warps < 4:
         return f"needs widths in multiples of 256, got {s.width} and {s.hidden}"
+    if s.scale * s.head_dim > MOST_SCORE:
+        return f"needs scores up to {MOST_SCORE}, got a scale of {s.scale}"
     if s.width // ROWS < hopper.sm_count():
         return f"needs a width of {ROWS * hopper.sm_count()}, got {s.width}"
     if s.heads * (s.head_dim // 16) > hopper.sm_count():

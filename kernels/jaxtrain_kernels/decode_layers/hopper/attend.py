@@ -4,6 +4,9 @@ A half of a warp has one token at a time; a lane has 8 channels of it. The two h
 adjacent, and a step of the block has 2 tokens of each warp.
 """
 
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlib.mlir.dialects import arith
@@ -11,14 +14,12 @@ from jaxlib.mlir.dialects import arith
 from jaxtrain_kernels.decode_layers.hopper import exchange
 from jaxtrain_kernels.decode_layers.hopper.plan import JOINED, WORD
 from jaxtrain_kernels.decode_layers.hopper.registers import (
-    FLOOR,
     LOG2E,
     add,
     choose,
     divide,
     fma,
     inverse_rms,
-    largest,
     load_floats,
     mul,
     over_lanes,
@@ -41,24 +42,20 @@ from jaxtrain_kernels.matmul.streamed.registers import floats, to_word
 if TYPE_CHECKING:
     from jaxtrain_kernels.decode_layers.hopper.block import LayersBlock
 
-STEPS = 3  # that are loaded at once
+STEPS = 2  # of a group, which is loaded at once: the first two groups before the wait
 HALF = (1, 2, 4, 8)  # distances of the lanes of half a warp
 
 
 class Places(NamedTuple):
-    """Of the block's keys: first position and number, and pages of the warp's first steps."""
+    """Of the block's keys: first position and end, and pages of the warp's first two groups."""
 
     begin: Int
     end: Int
     pages: list[Int]
 
 
-class Softmax(NamedTuple):
-    """Of half a warp: largest score, sum of the powers, and sums of 8 channels."""
-
-    peak: Any
-    total: Any
-    sums: list[Any]
+# Words of the keys and of the values of a group of steps, four a token.
+Loaded = Sequence[Sequence[Sequence[Any]]]
 
 
 class Attention:
@@ -95,14 +92,16 @@ class Attention:
 
     def load_places(self, layer: Int) -> Places:
         """The block's split of the keys, and pages of the first steps."""
-        window = Int(ptx("ld.global.b32 $0, [$1];", self.refs.windows + (layer * 4).wide(), out="r"))
+        at = self.refs.windows + (layer * 4).wide()
+        window = Int(ptx("ld.global.b32 $0, [$1];", at, out="r"))
         first = self.start - window
         first = select(first < 0, const(0), first)
         each = (self.start - first + (self.plan.splits - 1)) // self.plan.splits
         begin = first + self.split * each
         end = begin + each
         end = select(end < self.start, end, self.start)
-        return Places(begin, end, self.load_pages(begin, end, const(0)))
+        pages = [self.load_pages(begin, end, const(i)) for i in (0, 1)]
+        return Places(begin, end, list(itertools.chain(*pages)))
 
     def token(self, begin: Int, group: Int, step: int) -> Int:
         block = self.block
@@ -125,12 +124,10 @@ class Attention:
         row = ((layer * plan.pages + page) * plan.page + token % plan.page) * s.kv_heads
         return (row + self.head).wide() * (s.head_dim * 2) + (self.channel * 2).wide()
 
-    def load(
-        self, layer: Int, begin: Int, end: Int, group: Int, pages: list[Int]
-    ) -> tuple[list[Any], list[Any]]:
-        """Words of the keys and the values of a group of steps, four a token."""
+    def load(self, layer: Int, begin: Int, end: Int, group: Int, pages: Sequence[Int]) -> Loaded:
+        """Load a group of steps, whose pages are the first of `pages`."""
         keys, values = [], []
-        for step, page in enumerate(pages):
+        for step, page in enumerate(pages[:STEPS]):
             token = self.token(begin, group, step)
             row, valid = self.row(layer, page, token), token < end
             keys.append(load_if(valid, self.refs.keys + row, 4))
@@ -142,7 +139,7 @@ class Attention:
     def rotate(self, words: list[Any], turns: list[Any]) -> list[Any]:
         """Rotate 8 channels, and divide by the root mean square; rounded. turns: 8 cosines, and 8
         sines with the sign of the other half's channels."""
-        xs, H = [x for word in words for x in floats(word)], self.plan.shape.head_dim
+        xs, H = unpacked(words), self.plan.shape.head_dim
         squares = sum_of([mul(x, x) for x in xs])
         factor = inverse_rms(over_lanes(add, squares, HALF), H, self.plan.shape.eps)
         others = [over_lanes(lambda _, y: y, x, (8,)) for x in xs]
@@ -165,12 +162,13 @@ class Attention:
         sign = choose(self.channel < half, float_const(-1), float_const(1))
         return found[:8] + [mul(x, sign) for x in found[8:]]
 
-    def new_token(
+    def await_token(
         self, layer: Int, tag: Int, left: Int
     ) -> tuple[list[Any], list[Any], list[Any], Int]:
-        """Query, key, and value of the head: the lane's 8 channels; and `left`."""
-        s, block, gate_place = self.plan.shape, self.block, self.gate_place()
-        turns, C = self.load_turns(), s.head_dim
+        """Words of the head's query, key and value, of the lane's 8 channels, and of four gates;
+        `load_turns`; words of the value embedding; and `left`."""
+        s, block, C = self.plan.shape, self.block, self.plan.shape.head_dim
+        turns = self.load_turns()
         own = ptx(
             "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
             self.refs.values + ((layer * s.kv_heads + self.head) * C + self.channel).wide() * 2,
@@ -179,25 +177,28 @@ class Attention:
         begin = block.place("qkv")
         row = begin + ((self.head * C + self.channel) * 4).wide()
         firsts = [first * C * 4 + i for first in (0, s.heads, 2 * s.heads) for i in (0, 16)]
-        places = [(row, first) for first in firsts] + [(begin + (gate_place * 4).wide(), 0)]
+        places = [(row, first) for first in firsts]
+        places.append((begin + (self.gate_place() * 4).wide(), 0))
         words, left = exchange.poll(places, tag, left)
-        query, key = self.rotate(words[:4], turns), self.rotate(words[4:8], turns)
-        gates = [x for word in words[12:] for x in floats(word)]
+        return words, turns, own, left
+
+    def value(self, words: list[Any], own: list[Any]) -> list[Any]:
+        """The new token's value, of the product's words, gates, and words of the embedding."""
+        gates = unpacked(words[4:])
         gate = gates[0]
         for i in range(1, 4):
             gate = choose((self.head & 3).equals(i), gates[i], gate)
         below = add(float_const(1), power(mul(gate, float_const(-LOG2E))))
         gate = rounded(mul(float_const(3), rounded(divide(float_const(1), below))))
-        xs, vs = ([x for word in four for x in floats(word)] for four in (words[8:12], own))
-        value = [rounded(add(x, rounded(mul(gate, v)))) for x, v in zip(xs, vs, strict=True)]
-        return query, key, value, left
+        pairs = zip(unpacked(words[:4]), unpacked(own), strict=True)
+        return [rounded(add(x, rounded(mul(gate, v)))) for x, v in pairs]
 
     def gate_place(self) -> Int:
         """Row of the first of four gates, one of which is the head's."""
         s = self.plan.shape
         return const((s.heads + 2 * s.kv_heads) * s.head_dim) + ((self.head >> 2) << 2)
 
-    def append(self, layer: Int, key: list[Any], value: list[Any], is_own: Any) -> None:
+    def append(self, layer: Int, key: list[Any], value: list[Any], is_first: Any) -> None:
         """Write the new token's key and value to their page."""
 
         def put() -> None:
@@ -208,7 +209,7 @@ class Attention:
                 words = [to_word(*x[i : i + 2]) for i in range(0, 8, 2)]
                 ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", ref + row, *words)
 
-        run_if(arith.andi(is_own, const(0) < self.count), put)
+        run_if(arith.andi(is_first, const(0) < self.count), put)
 
     # Attention
 
@@ -218,76 +219,69 @@ class Attention:
         def run(_: Int, carried: list[Any]) -> list[Any]:
             return [self.attend_split(layer, tag, Int(carried[0]), places).value]
 
-        once = select(self.attends, const(1), const(0))
-        return Int(loop(once, [left.value], run)[0])
+        return Int(loop(once_if(self.attends), [left.value], run)[0])
 
     def attend_split(self, layer: Int, tag: Int, left: Int, places: Places) -> Int:
         begin, end, pages = places
-        loaded = self.load(layer, begin, end, const(0), pages)
-        query, key, value, left = self.new_token(layer, tag, left)
+        load = functools.partial(self.load, layer, begin, end)
+        loaded, ahead = (load(const(i), pages[i * STEPS :]) for i in (0, 1))
+        words, turns, own, left = self.await_token(layer, tag, left)
+        query = self.rotate(words[:4], turns)
         # The new token is a key of the last warp of the first split.
-        is_last = self.block.warp.equals(self.plan.warps - 1)
-        is_own = arith.andi(self.split.equals(0), arith.andi(is_last, self.half.equals(0)))
-        self.append(layer, key, value, is_own)
-        one = choose(is_own, float_const(1), zero())
-        score = self.score(query, key)
-        state = Softmax(
-            choose(is_own, score, float_const(FLOOR)), one, [mul(one, v) for v in value]
-        )
+        is_own = self.block.warp.equals(self.plan.warps - 1)
+        is_own = arith.andi(self.split.equals(0), is_own)
+        state = [zero() for _ in range(9)]
+
+        def first(_: Int, state: list[Any]) -> list[Any]:
+            key, value = self.rotate(words[4:8], turns), self.value(words[8:], own)
+            is_first = self.half.equals(0)
+            self.append(layer, key, value, is_first)
+            p = choose(is_first, self.weight(query, key), zero())
+            return [p, *(mul(p, v) for v in value)]
+
+        state = loop(once_if(is_own), state, first)
         state = self.add_tokens(query, state, loaded, begin, end, const(0))
         of_group = 2 * STEPS * self.plan.warps
-        groups = (end - begin + (of_group - 1)) // of_group
-        more = groups - 1
-        more = select(end < begin, const(0), select(more < 0, const(0), more))
+        more = (end - begin + (of_group - 1)) // of_group - 1
+        more = select(begin + of_group < end, more, const(0))
 
         def group(i: Int, carried: list[Any]) -> list[Any]:
+            many = 4 * STEPS
+            now = [list(itertools.batched(carried[n : n + many], 4)) for n in (0, many)]
             number = i + 1
-            found = self.load(
-                layer, begin, end, number, self.load_pages(begin, end, number)
-            )
-            before = Softmax(carried[0], carried[1], carried[2:])
-            after = self.add_tokens(query, before, found, begin, end, number)
-            return [after.peak, after.total, *after.sums]
+            following = load(number + 1, self.load_pages(begin, end, number + 1))
+            state = self.add_tokens(query, carried[2 * many :], now, begin, end, number)
+            return [*flat(following), *state]
 
-        found = loop(more, [state.peak, state.total, *state.sums], group)
-        self.store_split(Softmax(found[0], found[1], found[2:]), tag)
+        found = loop(more, [*flat(ahead), *state], group)
+        self.store_split(found[8 * STEPS :], tag)
         return left
 
-    def score(self, query: list[Any], key: list[Any]) -> Any:
+    def weight(self, query: list[Any], key: list[Any]) -> Any:
+        """Exponential of the score of a key. Both are normed, so that the score is below the scale
+        times the channels, and needs no largest score (`supports`)."""
         parts = [zero(), zero()]
         for i, (q, k) in enumerate(zip(query, key, strict=True)):
             parts[i % 2] = fma(q, k, parts[i % 2])
         total = over_lanes(add, add(*parts), HALF)
-        return mul(total, float_const(self.plan.shape.scale * LOG2E))
+        return power(mul(total, float_const(self.plan.shape.scale * LOG2E)))
 
     def add_tokens(
-        self, query: list[Any], state: Softmax, loaded: tuple[list[Any], list[Any]],
-        begin: Int, end: Int, group: Int,
-    ) -> Softmax:  # fmt: skip
-        """The softmax with a group of steps."""
-        unpacked = lambda words: [x for word in words for x in floats(word)]
-        valid = [self.token(begin, group, step) < end for step in range(STEPS)]
-        scores = [self.score(query, unpacked(words)) for words in loaded[0]]
-        peak = state.peak
-        for is_valid, score in zip(valid, scores, strict=True):
-            peak = largest(peak, choose(is_valid, score, float_const(FLOOR)))
-        share = power(add(state.peak, mul(peak, float_const(-1))))
-        total, sums = mul(state.total, share), [mul(x, share) for x in state.sums]
-        for is_valid, score, words in zip(valid, scores, loaded[1], strict=True):
-            p = power(add(score, mul(peak, float_const(-1))))
-            p = choose(is_valid, p, zero())
+        self, query: list[Any], state: list[Any], loaded: Loaded, begin: Int, end: Int, group: Int
+    ) -> list[Any]:
+        """State with a group of steps: sum of the weights, and weighted sums of 8 channels."""
+        weights = [self.weight(query, unpacked(words)) for words in loaded[0]]
+        total, *sums = state
+        for step, (p, words) in enumerate(zip(weights, loaded[1], strict=True)):
+            p = choose(self.token(begin, group, step) < end, p, zero())
             total = add(total, p)
             sums = [fma(p, v, x) for v, x in zip(unpacked(words), sums, strict=True)]
-        return Softmax(peak, total, sums)
+        return [total, *sums]
 
-    def store_split(self, state: Softmax, tag: Int) -> None:
-        """Join the block's warps, and write the split for the blocks that join all splits."""
+    def store_split(self, state: list[Any], tag: Int) -> None:
+        """Add the block's warps, and write the split for the blocks that join all splits."""
         block, plan, H = self.block, self.plan, self.plan.shape.head_dim
-        peak = over_lanes(largest, state.peak, (16,))
-        share = power(add(state.peak, mul(peak, float_const(-1))))
-        total, *sums = (
-            over_lanes(add, mul(x, share), (16,)) for x in (state.total, *state.sums)
-        )
+        total, *sums = (over_lanes(add, x, (16,)) for x in state)
         at = block.memory.heads + (block.warp * H + self.channel) * 4
 
         def put() -> None:
@@ -296,32 +290,24 @@ class Attention:
                 ptx(store, at, *sums[i : i + 4])
 
         run_if(self.half.equals(0), put)
-        peaks = block.memory.peaks + block.warp * 8
-        store = "st.shared.v2.f32 [$0], {$1, $2};"
-        run_if(block.lane.equals(0), lambda: ptx(store, peaks, peak, total))
+        totals = block.memory.totals + block.warp * 4
+        run_if(block.lane.equals(0), lambda: ptx("st.shared.f32 [$0], $1;", totals, total))
         block.sync()
         part = const(self.plan.places["parts"]) + block.block * plan.parts_bytes
         part = self.refs.words + part.wide()
 
         def write() -> None:
-            both = load_floats(block.memory.peaks, 2 * plan.warps)
-            most = both[0]
-            for x in both[2::2]:
-                most = largest(most, x)
-            below = mul(most, float_const(-1))
-            shares = [power(add(x, below)) for x in both[::2]]
             column = block.memory.heads + block.thread * 4
             load = "ld.shared.f32 $0, [$1+{}];"
             found = [ptx(load.format(warp * H * 4), column, out="f") for warp in range(plan.warps)]
-            y = sum_of([mul(x, share) for x, share in zip(found, shares, strict=True)])
-            exchange.put(part + (block.thread * WORD).wide(), y, tag)
-            total = sum_of([mul(x, share) for x, share in zip(both[1::2], shares, strict=True)])
+            exchange.put(part + (block.thread * WORD).wide(), sum_of(found), tag)
 
-            def put_stats() -> None:
-                for i, x in enumerate((most, total)):
-                    exchange.put(part, x, tag, (H + i) * WORD)
+            def put_total() -> None:
+                total = sum_of(load_floats(block.memory.totals, plan.warps))
+                for i in range(2):
+                    exchange.put(part, total, tag, (H + i) * WORD)
 
-            run_if(block.thread.equals(0), put_stats)
+            run_if(block.thread.equals(0), put_total)
 
         run_if(block.thread < H, write)
 
@@ -336,11 +322,11 @@ class Attention:
         def run(_: Int, carried: list[Any]) -> list[Any]:
             return [self.join_channels(task, tag, Int(carried[0])).value]
 
-        return Int(loop(select(joins, const(1), const(0)), [left.value], run)[0])
+        return Int(loop(once_if(joins), [left.value], run)[0])
 
     def join_channels(self, task: Int, tag: Int, left: Int) -> Int:
-        """Lane (c, i), c < 8 and i < 4, joins two channels of splits i, i + 4, ..., which the lanes
-        of one c then add."""
+        """Lane (c, i), c < 8 and i < 4, adds two channels of splits i, i + 4, ..., and the lanes of
+        one c add theirs."""
         plan, lane, each = self.plan, self.block.lane, self.plan.shape.head_dim // JOINED
         head, first = task // each, (task % each) * JOINED
         channel, turn = first + (lane & 7) * 2, lane >> 3
@@ -354,29 +340,29 @@ class Attention:
             part = begin + ((head * plan.splits + split) * plan.parts_bytes).wide()
             places += [(part + (channel * WORD).wide(), 0), (part, plan.shape.head_dim * WORD)]
         words, left = exchange.poll(places, tag, left)
-        numbers = [as_float(word) for word in words]
-        peaks = [
-            choose(is_valid, numbers[4 * i + 2], float_const(FLOOR))
-            for i, is_valid in enumerate(valid)
-        ]
-        most = peaks[0]
-        for x in peaks[1:]:
-            most = largest(most, x)
-        below = mul(over_lanes(largest, most, (8, 16)), float_const(-1))
-        shares = [
-            choose(is_valid, power(add(peak, below)), zero())
-            for is_valid, peak in zip(valid, peaks, strict=True)
-        ]
-        sums = [
-            over_lanes(
-                add, sum_of([mul(numbers[4 * i + n], x) for i, x in enumerate(shares)]), (8, 16)
-            )
-            for n in (0, 1, 3)
-        ]
-        word = to_word(divide(sums[0], sums[2]), divide(sums[1], sums[2]))
+        sums = []
+        for n in (0, 1, 2):
+            numbers = [as_float(word) for word in words[n::4]]
+            pairs = zip(valid, numbers, strict=True)
+            sums.append(sum_of([choose(is_valid, x, zero()) for is_valid, x in pairs]))
+        *sums, total = (over_lanes(add, x, (8, 16)) for x in sums)
+        word = to_word(*(divide(x, total) for x in sums))
         place = self.block.place("heads") + ((head * plan.shape.head_dim + channel) * 4).wide()
         run_if(turn.equals(0), lambda: exchange.put(place, word, tag))
         return left
+
+
+def once_if(condition: Any) -> Int:
+    """Turns of a loop that runs once, or not at all."""
+    return select(condition, const(1), const(0))
+
+
+def unpacked(words: Any) -> list[Any]:
+    return [x for word in words for x in floats(word)]
+
+
+def flat(loaded: Loaded) -> list[Any]:
+    return [word for tokens in loaded for words in tokens for word in words]
 
 
 def as_float(word: Any) -> Any:

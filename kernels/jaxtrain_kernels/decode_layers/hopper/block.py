@@ -2,7 +2,7 @@
 
 Each warp has its own inputs of all products, of which it polls only the words that it needs, and
 its part of the residual stream, which all blocks keep in registers: lane (g, t) has inputs 4 t ..
-4 t + 3 of each chunk's 16 inputs g % 4.
+4 t + 3 of each chunk's 16 inputs g // 2.
 """
 
 import functools
@@ -120,7 +120,7 @@ class LayersBlock:
     def first_input(self, inputs: int) -> tuple[Int, int]:
         """First of the lane's four adjacent inputs in its first chunk, and number of chunks."""
         chunks, lane = inputs // INPUTS // self.plan.warps, self.lane
-        first = self.warp * (chunks * INPUTS) + ((lane >> 2) & 3) * 16 + (lane & 3) * 4
+        first = self.warp * (chunks * INPUTS) + (lane >> 3) * 16 + (lane & 3) * 4
         return first, chunks
 
     def place(self, name: str) -> Int:
@@ -149,7 +149,7 @@ class LayersBlock:
         total = zero()
         for x in itertools.chain(*map(floats, stream)):
             total = fma(x, x, total)
-        total = over_lanes(add, total, (1, 2, 4, 8))
+        total = over_lanes(add, total, (1, 2, 8, 16))
         at = self.squares_place() + self.warp * 4
         run_if(self.lane.equals(0), lambda: ptx("st.shared.f32 [$0], $1;", at, total))
 
@@ -194,13 +194,11 @@ class LayersBlock:
         return position
 
     def store_sums(self, units: Sequence[tuple[int, list[Any]]]) -> None:
-        """Write the warp's sums of units to shared memory: of lanes t = 0 and 1 of row g % 4."""
+        """Write the warp's sums of units to shared memory. Output r has a sum in lanes (r, 0) and
+        (4 + r, 1), of the mma's rows g, and in (r, 2) and (4 + r, 3), of rows 8 + g."""
         lane = self.lane
-        upper, second = (lane & 16).equals(16), (lane & 1).equals(1)
-        totals = []
-        for _, sums in units:
-            low, high = (choose(upper, sums[i + 1], sums[i]) for i in (0, 2))
-            totals.append(over_lanes(add, choose(second, high, low), (1, 16)))
+        lower = (lane & 2).equals(0)
+        totals = [over_lanes(add, choose(lower, x[0], x[2]), (2, 17)) for _, x in units]
         row = self.sums_place() + ((lane >> 2) * self.plan.warps + self.warp) * 4
         is_first = arith.andi((lane & 3).equals(0), lane < 16)
 
@@ -310,7 +308,7 @@ class LayersBlock:
             for i, pair in enumerate(itertools.batched(stream, 2)):
                 ptx("st.global.v2.b32 [$0], {$1, $2};", place + 2 * INPUTS * i, *pair)
 
-        run_if(self.lane < 16, put)
+        run_if((self.lane & 4).equals(0), put)
 
     def store_end(self, c: Carried) -> Int:
         """Write the stream after the last layer, by one block; return `left`."""

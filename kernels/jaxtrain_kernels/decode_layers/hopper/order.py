@@ -2,10 +2,12 @@
 
 A unit is 4 outputs (rows of the transposed matrix). A chunk is a unit's weights of 64 inputs: the
 16 x 16 operand A of one `mma`, of which row 4 i + r has output r and inputs 16 i .. 16 i + 15.
-Operand B has these inputs in column i, so that the product has output r's four sums in rows
-4 i + r and columns i. Lane (g, t) of a warp, g < 8 and t < 4, has four words, of output g % 4, in
-turn inputs 4 t and 4 t + 1 of the 16 inputs g // 4 and of the 16 inputs 2 + g // 4, then
-inputs 4 t + 2 and 4 t + 3 of both.
+Operand B has these inputs in column 2 i, so that the product has output r's four sums in rows
+4 i + r and columns 2 i: in lanes of which none has two.
+
+Lane (g, t) of a warp, g < 8 and t < 4, has four words of output g % 4: inputs 4 t and
+4 t + 1 of the 16 inputs i = g // 4, the same of i = 2 + g // 4, and inputs 4 t + 2 and 4 t + 3 of
+both.
 
 A warp has adjacent inputs of each product. A slot is what is loaded at once: `chunks` chunks of
 each warp. A unit has one slot or more.

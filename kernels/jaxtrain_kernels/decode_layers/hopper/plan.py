@@ -71,7 +71,7 @@ class StreamedPlan(NamedTuple):
 
     @property
     def parts_bytes(self) -> int:
-        """Of a split of a head: a sum for each channel, peak and total."""
+        """Of a split of a head: a sum for each channel, and twice the total."""
         return (self.shape.head_dim + 2) * WORD
 
     @property
@@ -98,14 +98,14 @@ class StreamedPlan(NamedTuple):
         padded = -(-self.warps // 4) * 16
         sizes = (
             self.slots * self.slot.bytes, self.slots * 8, self.slots * 8, 2 * self.sums_bytes,
-            2 * padded, self.warps * self.shape.head_dim * 4, self.warps * 8,
+            2 * padded, self.warps * self.shape.head_dim * 4, padded,
         )  # fmt: skip
         return tuple(-(-size // 16) * 16 for size in sizes)
 
 
 class Memory(NamedTuple):
     """Shared memory. ring: slots; full, free: their barriers; sums: of rows by warps, of two
-    phases; squares: of inputs by warps, of two phases; heads, peaks: of attention by warps."""
+    phases; squares: of inputs by warps, of two phases; heads, totals: of attention by warps."""
 
     ring: Any
     full: Any
@@ -113,7 +113,7 @@ class Memory(NamedTuple):
     sums: Any
     squares: Any
     heads: Any
-    peaks: Any
+    totals: Any
 
 
 class LayersRefs(NamedTuple):

@@ -9,7 +9,6 @@ from jaxlib.mlir.dialects import arith
 from jaxtrain_kernels.matmul.streamed.emit import Int, float_const, ptx
 from jaxtrain_kernels.matmul.streamed.registers import floats, to_word
 
-FLOOR = -1e30
 LOG2E = 1.4426950408889634
 
 
@@ -23,10 +22,6 @@ def mul(x: Any, y: Any) -> Any:
 
 def fma(x: Any, y: Any, z: Any) -> Any:
     return ptx("fma.rn.f32 $0, $1, $2, $3;", x, y, z, out="f", effects=False)
-
-
-def largest(x: Any, y: Any) -> Any:
-    return ptx("max.f32 $0, $1, $2;", x, y, out="f", effects=False)
 
 
 def power(x: Any) -> Any:
@@ -96,4 +91,3 @@ def load_floats(at: Int, count: int) -> list[Any]:
 
 def inverse_rms(sum_of_squares: Any, size: int, eps: float) -> Any:
     return rsqrt(add(mul(sum_of_squares, float_const(1 / size)), float_const(eps)))
-

@@ -103,9 +103,7 @@ def await_all(barriers: Sequence[tuple[Int, Int]]) -> None:
     """Wait for all barriers, of which each has a parity."""
     many = len(barriers)
     test = "mbarrier.try_wait.parity.shared::cta.b64"
-    tests = "".join(
-        f" {test} q, [${i}], ${many + i}; and.pred p, p, q;" for i in range(1, many)
-    )
+    tests = "".join(f" {test} q, [${i}], ${many + i}; and.pred p, p, q;" for i in range(1, many))
     ptx(
         f"{{ .reg .pred p, q; AGAIN: {test} p, [$0], ${many};{tests} @!p bra AGAIN; }}",
         *[barrier for barrier, _ in barriers],
