@@ -5,6 +5,7 @@ All blocks are at the same place of the code, so that each word that a thread po
 
 import re
 import types
+from typing import Any
 
 import emulated_threads
 import numpy as np
@@ -65,7 +66,7 @@ class LayersDevice(emulated_threads.Device):
         return [*found, left]
 
 
-def emulated_layers(monkeypatch, blocks, warpgroups, warps):
+def emulated_layers(monkeypatch, blocks, warpgroups, warps) -> Any:
     """A device in whose place the modules of the kernel run."""
     names = ("Int", "address", "const", "int_type", "loop", "float_const", "ptx", "select")
     names += ("run_if", "zero", "arith", "mgpu", "gpu", "ir")
@@ -76,7 +77,7 @@ def emulated_layers(monkeypatch, blocks, warpgroups, warps):
     }  # fmt: skip
     for name, value in settings.items():
         monkeypatch.setattr(emulated_threads, name, value)
-    device = emulated_threads.emulated(monkeypatch)
+    device: Any = emulated_threads.emulated(monkeypatch)
     device.warps = warps
     choose = lambda c, a, b: Raw(np.where(c.values, a.values, b.values), a.kind)
     stand_ins.arith.select = staticmethod(choose)

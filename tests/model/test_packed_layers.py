@@ -42,7 +42,7 @@ def reason(c, params):
 
 def check_tokens(c, graphdef, params, prompt, new):
     """Logits of a prompt and of more tokens, with the pages apart and with one kernel."""
-    packed = pack_layers(graphdef, params)
+    packed = pack_layers("triton", graphdef, params)
     layers = page_shapes(c, jnp.bfloat16, PAGE)
     pages = -(-(prompt + new) // PAGE)
     apart = jax.tree.map(lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype), layers)

@@ -10,6 +10,7 @@ attention's output, for all heads; the network's two products.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,13 +20,13 @@ from jaxtyping import Array
 
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.decode_layers.hopper.block import LayersBlock
-from jaxtrain_kernels.decode_layers.hopper.order import ROWS, slot_shape
+from jaxtrain_kernels.decode_layers.hopper.order import ROWS, slot_shape, to_stream
 from jaxtrain_kernels.decode_layers.hopper.plan import (
     SHARED_BYTES,
     LayersRefs,
     StreamedPlan,
 )
-from jaxtrain_kernels.decode_layers.packing import LayersShape
+from jaxtrain_kernels.decode_layers.packing import LayersShape, StreamedLayers
 from jaxtrain_kernels.dispatch import Target
 
 MOST_SPLITS = 12
@@ -55,6 +56,15 @@ def supports(target: Target, shape: LayersShape, x0_D: Any, pages: Any) -> str |
     return None
 
 
+def pack_layers(
+    s: LayersShape, matrices: Sequence[Sequence[Array]], scales_L2: Array
+) -> StreamedLayers:
+    """`decode_layers.pack_layers` for this kernel."""
+    pack = functools.partial(to_stream, slot_shape(s))
+    qkv, out, up, down = (jnp.stack([pack(x) for x in one]) for one in matrices)
+    return StreamedLayers(qkv, out, up, down, scales_L2)
+
+
 def plan_of(
     s: LayersShape, pages: Any, table: int, blocks: int, spins: int = SPINS
 ) -> StreamedPlan:
@@ -67,7 +77,16 @@ def plan_of(
 
 
 def decode_layers(
-    shape: LayersShape, weights: Any, x0_D, cos_h, sin_h, values_LC, pages, table_W, start, count
+    shape: LayersShape,
+    weights: StreamedLayers,
+    x0_D,
+    cos_h,
+    sin_h,
+    values_LC,
+    pages,
+    table_W,
+    start,
+    count,
 ):
     """Backend of the public function."""
     plan = plan_of(shape, pages, len(table_W), hopper.sm_count())
@@ -80,7 +99,14 @@ def decode_layers(
 
 @functools.partial(jax.jit, static_argnums=0)
 def launch(
-    plan: StreamedPlan, weights: Any, x0_D, turns_2h, values_LC, start_count, table_W, pages
+    plan: StreamedPlan,
+    weights: StreamedLayers,
+    x0_D,
+    turns_2h,
+    values_LC,
+    start_count,
+    table_W,
+    pages,
 ) -> tuple[Array, Array, Array, tuple[Array, Array]]:
     """The residual stream after the last and the middle layer [2, D]; status of each warp, 0 if it
     timed out; the words that the last layer exchanged; the pages."""
@@ -114,5 +140,5 @@ def launch(
         thread_name="warpgroup",
         compiler_params=hopper.compiler_params(),
     )(*given)
-    words, *kept = map(jax.freeze, changed)
-    return states, status, words, tuple(kept)
+    words, keys, values = map(jax.freeze, changed)
+    return states, status, words, (keys, values)
