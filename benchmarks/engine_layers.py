@@ -14,7 +14,7 @@ from benchmarks.decode_rate import step_seconds
 from benchmarks.timing import Ceilings, relative_error
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.kv_cache import StackedPages
-from jaxtrain.model.packed import choose_kernel, layers_shape, pack_layers, why_not_packed
+from jaxtrain.model.packed import kernel_of, layers_shape, pack_layers, why_not_packed
 from jaxtrain.weights.params import Params
 
 REPEATS = 5
@@ -33,7 +33,7 @@ def layers_row(
     stack = jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     if why := why_not_packed(c, params, (stack, stack)):
         return label | {"failed": why}
-    kernel, _ = choose_kernel(c, params, (stack, stack))
+    kernel, _ = kernel_of(c, params, (stack, stack))
     label["backend"] = kernel
     keys, values = (jax.random.normal(jax.random.key(i), sizes, stack.dtype) for i in (0, 1))
     kv = StackedPages(keys, values)

@@ -76,10 +76,10 @@ def why_not_packed(
     leaves = jax.tree.leaves(params, is_leaf=is_weight)
     if any(is_weight(x) or (x.ndim > 1 and x.dtype != jnp.bfloat16) for x in leaves):
         return "needs plain matrices in bfloat16, without adapters"
-    return choose_kernel(c, params, pages)[1]
+    return kernel_of(c, params, pages)[1]
 
 
-def choose_kernel(
+def kernel_of(
     c: ResolvedModel, params: Params, pages: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 ) -> tuple[str, str | None]:
     """Name of the kernel for the model's layers, and None; or the reason why there is none."""
@@ -94,7 +94,7 @@ def unstacked(leaf: Any) -> Sequence[Array]:
 
 @jax.jit(static_argnames=("kernel", "graphdef"))
 def pack_layers(kernel: str, graphdef: nnx.GraphDef, params: Params) -> LayersWeights:
-    """Copy the layers' matrices into the layout of a kernel (`choose_kernel`); `params` is not
+    """Copy the layers' matrices into the layout of a kernel (`kernel_of`); `params` is not
     changed."""
     model = nnx.merge(graphdef, params)
     c, block = model.config, model.blocks
@@ -111,7 +111,7 @@ def pack_layers(kernel: str, graphdef: nnx.GraphDef, params: Params) -> LayersWe
     scales = [jnp.stack(layers(x)) for x in (model.residual_scale, model.x0_scale)]
     others = map(layers, (block.attention.out, block.ffn.up, block.ffn.down))
     scales_L2 = jnp.stack(scales, axis=1).astype(jnp.float32)
-    return kernels.pack_layers(kernel, shape, (qkv, *others), scales_L2)
+    return kernels.pack_matrices(kernel, shape, (qkv, *others), scales_L2)
 
 
 def run_stacked(

@@ -57,8 +57,8 @@ class LayersDevice(emulated_threads.Device):
         """Words at each place, which must have the tag."""
         *places, tag, left = given
         offsets, found = map(int, re.findall(PLACE, code)), []
-        for place, offset in zip(places, offsets, strict=True):
-            pair = self.access(Raw(place.values + offset, "i64"), 16).view(WORD)
+        for at, offset in zip(places, offsets, strict=True):
+            pair = self.access(Raw(at.values + offset, "i64"), 16).view(WORD)
             for i in (0, 2):
                 is_there = (pair[..., i + 1] == tag.words) | ~self.mask
                 assert is_there.all(), "a block would wait for ever"

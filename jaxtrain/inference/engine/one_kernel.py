@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from jaxtrain.inference.engine.pages import bytes_of, free_bytes
 from jaxtrain.inference.engine.programs import EngineModel
 from jaxtrain.inference.engine.requests import EngineOptions
-from jaxtrain.model.packed import choose_kernel, pack_layers, why_not_packed
+from jaxtrain.model.packed import kernel_of, pack_layers, why_not_packed
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +31,11 @@ def packed_layers(
             log.warning("megakernel is off: one kernel for all layers %s", why)
         return None
     c, params = models[0].config, models[0].params
-    kernel, _ = choose_kernel(c, params, stacked(page, pages))
+    kernel, _ = kernel_of(c, params, page_stack(page, pages))
     return pack_layers(kernel, graphdefs[0], params)
 
 
-def stacked(page: PyTree, pages: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+def page_stack(page: PyTree, pages: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Keys and values of all layers, whose pages are equal."""
     one = jax.tree.leaves(page[0])[0]
     stack = jax.ShapeDtypeStruct((len(page), pages, *one.shape[1:]), one.dtype)
@@ -67,4 +67,4 @@ def why_not_engine(
     arrays = [jax.tree.leaves(layer) for layer in page]
     if any(len(layer) != 2 or layer[0].shape != arrays[0][0].shape for layer in arrays):
         return "needs pages of keys and values, equal in all layers"
-    return why_not_packed(c, params, stacked(page, pages))
+    return why_not_packed(c, params, page_stack(page, pages))

@@ -37,7 +37,7 @@ __all__ = [
     "StreamedLayers",
     "choose_kernel",
     "decode_layers",
-    "pack_layers",
+    "pack_matrices",
     "pack_weights",
 ]
 
@@ -52,14 +52,14 @@ def choose_kernel(shape: LayersShape, x0_D: Any, pages: Any) -> tuple[str, str |
     return name, reason
 
 
-def pack_layers(
+def pack_matrices(
     kernel: str, shape: LayersShape, matrices: Sequence[Sequence[Array]],
     scales_L2: Float[Array, "L 2"],
 ) -> LayersWeights:  # fmt: skip
     """Copy matrices into the layout of a kernel. matrices: of each layer [inputs, outputs], for
     queries, keys, values and gates; for attention's output; for the network's two products."""
     if kernel == "hopper":
-        return hopper.pack_layers(shape, matrices, scales_L2)
+        return hopper.pack_matrices(shape, matrices, scales_L2)
     qkv, out, up, down = map(pack_weights, matrices)
     return PackedLayers(qkv, out, up, down, scales_L2)
 

@@ -56,10 +56,10 @@ def supports(target: Target, shape: LayersShape, x0_D: Any, pages: Any) -> str |
     return None
 
 
-def pack_layers(
+def pack_matrices(
     s: LayersShape, matrices: Sequence[Sequence[Array]], scales_L2: Array
 ) -> StreamedLayers:
-    """`decode_layers.pack_layers` for this kernel."""
+    """`decode_layers.pack_matrices` for this kernel."""
     pack = functools.partial(to_stream, slot_shape(s))
     qkv, out, up, down = (jnp.stack([pack(x) for x in one]) for one in matrices)
     return StreamedLayers(qkv, out, up, down, scales_L2)

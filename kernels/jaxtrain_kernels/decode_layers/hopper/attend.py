@@ -16,7 +16,6 @@ from jaxtrain_kernels.decode_layers.hopper.plan import JOINED, WORD
 from jaxtrain_kernels.decode_layers.hopper.registers import (
     LOG2E,
     add,
-    choose,
     divide,
     fma,
     inverse_rms,
@@ -25,6 +24,7 @@ from jaxtrain_kernels.decode_layers.hopper.registers import (
     over_lanes,
     power,
     rounded,
+    select_float,
     sum_of,
 )
 from jaxtrain_kernels.matmul.streamed.emit import (
@@ -58,7 +58,7 @@ class Places(NamedTuple):
 Loaded = Sequence[Sequence[Sequence[Any]]]
 
 
-class Attention:
+class SplitAttention:
     """What the block's threads do for attention."""
 
     def __init__(self, block: "LayersBlock"):
@@ -159,7 +159,7 @@ class Attention:
             for i in range(2)
             for x in ptx(load, at + (row * half * 4 + i * 16), out="ffff")
         ]
-        sign = choose(self.channel < half, float_const(-1), float_const(1))
+        sign = select_float(self.channel < half, float_const(-1), float_const(1))
         return found[:8] + [mul(x, sign) for x in found[8:]]
 
     def await_token(
@@ -174,7 +174,7 @@ class Attention:
             self.refs.values + ((layer * s.kv_heads + self.head) * C + self.channel).wide() * 2,
             out="rrrr",
         )
-        begin = block.place("qkv")
+        begin = block.vector("qkv")
         row = begin + ((self.head * C + self.channel) * 4).wide()
         firsts = [first * C * 4 + i for first in (0, s.heads, 2 * s.heads) for i in (0, 16)]
         places = [(row, first) for first in firsts]
@@ -187,7 +187,7 @@ class Attention:
         gates = unpacked(words[4:])
         gate = gates[0]
         for i in range(1, 4):
-            gate = choose((self.head & 3).equals(i), gates[i], gate)
+            gate = select_float((self.head & 3).equals(i), gates[i], gate)
         below = add(float_const(1), power(mul(gate, float_const(-LOG2E))))
         gate = rounded(mul(float_const(3), rounded(divide(float_const(1), below))))
         pairs = zip(unpacked(words[:4]), unpacked(own), strict=True)
@@ -211,7 +211,7 @@ class Attention:
 
         run_if(arith.andi(is_first, const(0) < self.count), put)
 
-    # Attention
+    # SplitAttention
 
     def attend(self, layer: Int, tag: Int, left: Int, places: Places) -> Int:
         """Attend in blocks that have a split of a head's keys; return `left`."""
@@ -236,7 +236,7 @@ class Attention:
             key, value = self.rotate(words[4:8], turns), self.value(words[8:], own)
             is_first = self.half.equals(0)
             self.append(layer, key, value, is_first)
-            p = choose(is_first, self.weight(query, key), zero())
+            p = select_float(is_first, self.weight(query, key), zero())
             return [p, *(mul(p, v) for v in value)]
 
         state = loop(once_if(is_own), state, first)
@@ -251,9 +251,9 @@ class Attention:
             number = i + 1
             following = load(number + 1, self.load_pages(begin, end, number + 1))
             state = self.add_tokens(query, carried[2 * many :], now, begin, end, number)
-            return [*flat(following), *state]
+            return [*flat_words(following), *state]
 
-        found = loop(more, [*flat(ahead), *state], group)
+        found = loop(more, [*flat_words(ahead), *state], group)
         self.store_split(found[8 * STEPS :], tag)
         return left
 
@@ -273,7 +273,7 @@ class Attention:
         weights = [self.weight(query, unpacked(words)) for words in loaded[0]]
         total, *sums = state
         for step, (p, words) in enumerate(zip(weights, loaded[1], strict=True)):
-            p = choose(self.token(begin, group, step) < end, p, zero())
+            p = select_float(self.token(begin, group, step) < end, p, zero())
             total = add(total, p)
             sums = [fma(p, v, x) for v, x in zip(unpacked(words), sums, strict=True)]
         return [total, *sums]
@@ -300,12 +300,12 @@ class Attention:
             column = block.memory.heads + block.thread * 4
             load = "ld.shared.f32 $0, [$1+{}];"
             found = [ptx(load.format(warp * H * 4), column, out="f") for warp in range(plan.warps)]
-            exchange.put(part + (block.thread * WORD).wide(), sum_of(found), tag)
+            exchange.write_word(part + (block.thread * WORD).wide(), sum_of(found), tag)
 
             def put_total() -> None:
                 total = sum_of(load_floats(block.memory.totals, plan.warps))
                 for i in range(2):
-                    exchange.put(part, total, tag, (H + i) * WORD)
+                    exchange.write_word(part, total, tag, (H + i) * WORD)
 
             run_if(block.thread.equals(0), put_total)
 
@@ -330,7 +330,7 @@ class Attention:
         plan, lane, each = self.plan, self.block.lane, self.plan.shape.head_dim // JOINED
         head, first = task // each, (task % each) * JOINED
         channel, turn = first + (lane & 7) * 2, lane >> 3
-        begin = self.block.place("parts")
+        begin = self.block.vector("parts")
         valid, places = [], []
         for i in range(-(-plan.splits // 4)):
             split = turn + 4 * i
@@ -344,11 +344,11 @@ class Attention:
         for n in (0, 1, 2):
             numbers = [as_float(word) for word in words[n::4]]
             pairs = zip(valid, numbers, strict=True)
-            sums.append(sum_of([choose(is_valid, x, zero()) for is_valid, x in pairs]))
+            sums.append(sum_of([select_float(is_valid, x, zero()) for is_valid, x in pairs]))
         *sums, total = (over_lanes(add, x, (8, 16)) for x in sums)
         word = to_word(*(divide(x, total) for x in sums))
-        place = self.block.place("heads") + ((head * plan.shape.head_dim + channel) * 4).wide()
-        run_if(turn.equals(0), lambda: exchange.put(place, word, tag))
+        at = self.block.vector("heads") + ((head * plan.shape.head_dim + channel) * 4).wide()
+        run_if(turn.equals(0), lambda: exchange.write_word(at, word, tag))
         return left
 
 
@@ -361,7 +361,7 @@ def unpacked(words: Any) -> list[Any]:
     return [x for word in words for x in floats(word)]
 
 
-def flat(loaded: Loaded) -> list[Any]:
+def flat_words(loaded: Loaded) -> list[Any]:
     return [word for tokens in loaded for words in tokens for word in words]
 
 

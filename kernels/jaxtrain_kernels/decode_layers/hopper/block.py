@@ -14,27 +14,27 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, gpu
 
 from jaxtrain_kernels.decode_layers.hopper import exchange
-from jaxtrain_kernels.decode_layers.hopper.attend import Attention
+from jaxtrain_kernels.decode_layers.hopper.attend import SplitAttention
 from jaxtrain_kernels.decode_layers.hopper.order import CHUNK_BYTES, INPUTS, ROWS
 from jaxtrain_kernels.decode_layers.hopper.plan import (
+    LayersMemory,
     LayersRefs,
-    Memory,
-    Product,
     StreamedPlan,
+    StreamedProduct,
 )
 from jaxtrain_kernels.decode_layers.hopper.registers import (
     add,
     add_words,
-    choose,
     fma,
     inverse_rms,
     load_floats,
     mma,
     mul,
     over_lanes,
+    select_float,
     sum_of,
 )
-from jaxtrain_kernels.decode_layers.hopper.ring import Ring
+from jaxtrain_kernels.decode_layers.hopper.ring import WeightRing
 from jaxtrain_kernels.matmul.streamed.emit import (
     Int,
     address,
@@ -66,10 +66,12 @@ class LayersBlock:
     def __init__(self, plan: StreamedPlan, refs: LayersRefs, memory: Any):
         self.plan, self.products = plan, plan.products
         self.refs = LayersRefs(*map(address, refs))
-        begins = itertools.accumulate(plan.shared_bytes, initial=0)
+        starts = itertools.accumulate(plan.shared_bytes, initial=0)
         first = address(memory)
-        self.memory = Memory(*(first + at for at, _ in zip(begins, Memory._fields, strict=False)))
-        self.ring = Ring(plan, self.memory)
+        self.memory = LayersMemory(
+            *(first + at for at, _ in zip(starts, LayersMemory._fields, strict=False))
+        )
+        self.ring = WeightRing(plan, self.memory)
         self._thread, self._warp = Int(mgpu.utils.thread_idx()), Int(mgpu.utils.warp_idx())
         self._block = Int(arith.index_cast(int_type(), gpu.block_id(gpu.Dimension.x)))
         self.thread, self.warp, self.block = self._thread, self._warp, self._block
@@ -99,7 +101,7 @@ class LayersBlock:
         """Wait for all warps that multiply."""
         ptx(f"bar.sync 1, {32 * self.plan.warps};")
 
-    def first_units(self, p: Product) -> tuple[Int, Int]:
+    def first_units(self, p: StreamedProduct) -> tuple[Int, Int]:
         """The first unit that the block multiplies, and the first whose results it writes: it
         writes those before the next block's."""
         own = (self.block * p.units) // self.plan.blocks
@@ -123,13 +125,13 @@ class LayersBlock:
         first = self.warp * (chunks * INPUTS) + (lane >> 3) * 16 + (lane & 3) * 4
         return first, chunks
 
-    def place(self, name: str) -> Int:
+    def vector(self, name: str) -> Int:
         return self.refs.words + const(self.places[name]).wide()
 
     def poll(self, name: str, inputs: int, tag: Int, left: Int) -> tuple[list[Any], Int]:
         """Words of the lane's inputs, two a chunk."""
         first, chunks = self.first_input(inputs)
-        begin = self.place(name) + (first * 4).wide()
+        begin = self.vector(name) + (first * 4).wide()
         return exchange.poll([(begin, 4 * INPUTS * i) for i in range(chunks)], tag, left)
 
     def load_stream(self) -> list[Any]:
@@ -172,10 +174,10 @@ class LayersBlock:
             for _ in batch:
                 positions.append(self.ring.next(positions[-1]))
             *positions, position = positions
-            begins, read, found = self.ring.await_slots(positions), const(0), []
+            starts, read, found = self.ring.await_slots(positions), const(0), []
             own = self.warp * (chunks * CHUNK_BYTES) + self.lane * 16
             load = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];"
-            for begin in begins:
+            for begin in starts:
                 at = begin + own
                 each = [ptx(load.format(CHUNK_BYTES * i), at, out="rrrr") for i in range(chunks)]
                 found.append(each)
@@ -198,7 +200,7 @@ class LayersBlock:
         (4 + r, 1), of the mma's rows g, and in (r, 2) and (4 + r, 3), of rows 8 + g."""
         lane = self.lane
         lower = (lane & 2).equals(0)
-        totals = [over_lanes(add, choose(lower, x[0], x[2]), (2, 17)) for _, x in units]
+        totals = [over_lanes(add, select_float(lower, x[0], x[2]), (2, 17)) for _, x in units]
         row = self.sums_place() + ((lane >> 2) * self.plan.warps + self.warp) * 4
         is_first = arith.andi((lane & 3).equals(0), lane < 16)
 
@@ -234,7 +236,7 @@ class LayersBlock:
             if is_up:
                 word = to_word(*(_squared_relu(y) for y in floats(word)))
             row = unit * ROWS + (thread & 1) * 2
-            exchange.put(self.place(name) + (row * 4).wide(), word, tag)
+            exchange.write_word(self.vector(name) + (row * 4).wide(), word, tag)
 
         run_if(inside, write)
 
@@ -243,7 +245,7 @@ class LayersBlock:
     def compute(self) -> None:
         spins = const(self.plan.spins)
         self.x0 = self.load_stream()
-        self.attention = Attention(self)
+        self.attention = SplitAttention(self)
         start = [const(0).value] * 2, spins, self.x0
         found = loop(const(self.plan.shape.depth), self.flat(Carried(*start)), self.layer)
         carried = self.carried(found)
@@ -304,9 +306,9 @@ class LayersBlock:
 
         def put() -> None:
             first, _ = self.first_input(self.width)
-            place = self.refs.outs + ((first + row * self.width) * 2).wide()
+            at = self.refs.outs + ((first + row * self.width) * 2).wide()
             for i, pair in enumerate(itertools.batched(stream, 2)):
-                ptx("st.global.v2.b32 [$0], {$1, $2};", place + 2 * INPUTS * i, *pair)
+                ptx("st.global.v2.b32 [$0], {$1, $2};", at + 2 * INPUTS * i, *pair)
 
         run_if((self.lane & 4).equals(0), put)
 

@@ -49,7 +49,7 @@ def poll(places: Sequence[tuple[Int, int]], tag: Int, left: Int) -> tuple[list[A
     return words, Int(left_value)
 
 
-def put(address: Int, value: Any, tag: Int, offset: int = 0) -> None:
+def write_word(address: Int, value: Any, tag: Int, offset: int = 0) -> None:
     """Write a word."""
     ptx(
         f"{{ .reg .b64 w; mov.b64 w, {{$1, $2}}; st.relaxed.gpu.global.b64 [$0+{offset}], w; }}",

@@ -16,7 +16,7 @@ JOINED = 16  # channels of a head that a warp joins
 PHASES = ("qkv", "out", "up", "down")
 
 
-class Product(NamedTuple):
+class StreamedProduct(NamedTuple):
     """A phase's matrix. most: units of a block, of which neighbours may have the same ones, so that
     all have equally many. slots: of a unit. chunks: of a warp in a unit."""
 
@@ -57,12 +57,12 @@ class StreamedPlan(NamedTuple):
         return self.warps // 4 + 1
 
     @property
-    def products(self) -> dict[str, Product]:
+    def products(self) -> dict[str, StreamedProduct]:
         s, slot = self.shape, self.slot
         C = s.heads * s.head_dim
         sizes = (s.qkv_rows, s.width), (s.width, C), (s.hidden, s.width), (s.width, s.hidden)
         return {
-            name: Product(
+            name: StreamedProduct(
                 rows, inputs, rows // ROWS, -(-rows // ROWS // self.blocks), slot.slots(inputs),
                 inputs // INPUTS // slot.warps,
             )
@@ -94,7 +94,7 @@ class StreamedPlan(NamedTuple):
 
     @property
     def shared_bytes(self) -> tuple[int, ...]:
-        """Of each part of `Memory`."""
+        """Of each part of `LayersMemory`."""
         padded = -(-self.warps // 4) * 16
         sizes = (
             self.slots * self.slot.bytes, self.slots * 8, self.slots * 8, 2 * self.sums_bytes,
@@ -103,7 +103,7 @@ class StreamedPlan(NamedTuple):
         return tuple(-(-size // 16) * 16 for size in sizes)
 
 
-class Memory(NamedTuple):
+class LayersMemory(NamedTuple):
     """Shared memory. ring: slots; full, free: their barriers; sums: of rows by warps, of two
     phases; squares: of inputs by warps, of two phases; heads, totals: of attention by warps."""
 

@@ -37,7 +37,7 @@ def divide(x: Any, y: Any) -> Any:
     return ptx("div.full.f32 $0, $1, $2;", x, y, out="f", effects=False)
 
 
-def choose(condition: Any, yes: Any, no: Any) -> Any:
+def select_float(condition: Any, yes: Any, no: Any) -> Any:
     """`select` of floats."""
     return arith.select(condition, yes, no)
 

@@ -7,14 +7,14 @@ only so many in flight as keep the memory busy, because a block's other accesses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxtrain_kernels.decode_layers.hopper.plan import Memory, StreamedPlan
+from jaxtrain_kernels.decode_layers.hopper.plan import LayersMemory, StreamedPlan
 from jaxtrain_kernels.matmul.streamed.emit import Int, const, loop, ptx, run_if, select
 
 
-class Ring:
+class WeightRing:
     """A position is (index of a slot, parity of its use): raw values, which loops carry."""
 
-    def __init__(self, plan: StreamedPlan, memory: Memory):
+    def __init__(self, plan: StreamedPlan, memory: LayersMemory):
         self.plan, self.memory = plan, memory
 
     def init(self) -> None:
