@@ -10,7 +10,7 @@ from typing import Any
 import emulated_threads
 import numpy as np
 from emulated_threads import WORD, Int, Raw
-from jaxtrain_kernels.decode_layers.hopper import attend, block, exchange, registers, ring
+from jaxtrain_kernels.decode_layers.hopper import attend, block, exchange, keys, registers, ring
 from jaxtrain_kernels.matmul.streamed import registers as words
 
 PLACE = r"\[\$\d+\+(\d+)\]"
@@ -25,17 +25,13 @@ class LayersDevice(emulated_threads.Device):
         given = [x.value if isinstance(x, Int) else x for x in args]
         if "try_wait" in code:
             return self.complete_all(given[: len(given) // 2])
+        if "expect_tx" in code:
+            return self.expect(*given)
         if "vote.sync" in code:
             return self.poll(code, given)
         if "cp.async" not in code and (offset := re.search(PLACE, code)):
             at = 0 if "st." in code else len(given) - 1
             given[at] = Raw(given[at].values + int(offset[1]), given[at].kind)
-        if "@p ld.global" in code:
-            outer, self.mask = self.mask, self.mask & (given[1].values != 0)
-            found = self.access(given[0], 4 * len(out)).view(WORD)
-            self.mask = outer
-            found = [Raw(found[..., i], "i32") for i in range(len(out))]
-            return found if len(out) > 1 else found[0]
         if "st.relaxed" in code:
             return self.store(code, [Raw(x.values, x.kind) for x in given])
         if code.startswith("max.f32"):
@@ -44,14 +40,30 @@ class LayersDevice(emulated_threads.Device):
             return Raw(given[0].words.view(np.float32), "f32")
         return super().ptx(code, *given, out=out, effects=effects)
 
+    def expect(self, barrier, size):
+        """Begin a phase of a barrier, of so many bytes."""
+        for b, t in zip(*np.nonzero(self.mask), strict=True):
+            self.queues[b, int(barrier.values[b, t])].append((int(size.values[b, t]), []))
+
+    def copy(self, code, target, source, barrier):
+        size = int(re.search(r"\[\$1\], (\d+)", code)[1])
+        for b, t in zip(*np.nonzero(self.mask), strict=True):
+            at, to, key = (int(x.values[b, t]) for x in (source, target, barrier))
+            memory, at = self.arrays[at >> 40], at & (1 << 40) - 1
+            assert at % 16 == 0 and to % 16 == 0 and at + size <= len(memory)
+            self.queues[b, key][-1][1].append((to, memory[at : at + size]))
+            self.copied += size
+
     def complete_all(self, barriers):
-        """Complete the next load of each barrier that a block's warps wait for."""
+        """Complete the next phase of each barrier that a block's warps wait for."""
         blocks = self.mask[:, : 32 * self.warps].any(1)
         for barrier in barriers:
             for b in np.flatnonzero(blocks):
                 [key] = set(barrier.values[b][self.mask[b]].tolist())
-                to, data = self.queues[b, key].popleft()
-                self.shared[b, to : to + len(data)] = data
+                size, loads = self.queues[b, key].popleft()
+                assert sum(len(data) for _, data in loads) == size
+                for to, data in loads:
+                    self.shared[b, to : to + len(data)] = data
 
     def poll(self, code, given):
         """Words at each place, which must have the tag."""
@@ -81,7 +93,8 @@ def emulated_layers(monkeypatch, blocks, warpgroups, warps) -> Any:
     device.warps = warps
     choose = lambda c, a, b: Raw(np.where(c.values, a.values, b.values), a.kind)
     stand_ins.arith.select = staticmethod(choose)
-    for module in (attend, block, exchange, registers, ring, words):
+    stand_ins.arith.ori = staticmethod(lambda a, b: Raw(a.values | b.values, "i1"))
+    for module in (attend, block, exchange, keys, registers, ring, words):
         for name in names:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(stand_ins, name))

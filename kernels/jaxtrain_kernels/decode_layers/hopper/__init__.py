@@ -90,33 +90,23 @@ def decode_layers(
 ):
     """Backend of the public function."""
     plan = plan_of(shape, pages, len(table_W), hopper.sm_count())
-    row = x0_D, jnp.stack([cos_h, sin_h]), values_LC, jnp.stack([start, count]).astype(jnp.int32)
-    states_2D, status, _, kept = launch(plan, weights, *row, table_W, pages)
-    timed_out = (status == 0).any()
-    # After a timeout the result is NaN, because the values may be wrong.
-    return jnp.where(timed_out, jnp.nan, states_2D[0]), states_2D[1], kept, timed_out
+    token = values_LC, *(x.astype(jnp.int32).reshape(1) for x in (start, count)), table_W
+    states_2D, timed_out, _, kept = launch(plan, weights, x0_D, cos_h, sin_h, *token, pages)
+    return states_2D[0], states_2D[1], kept, timed_out[0] > 0
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def launch(
-    plan: StreamedPlan,
-    weights: StreamedLayers,
-    x0_D,
-    turns_2h,
-    values_LC,
-    start_count,
-    table_W,
-    pages,
-) -> tuple[Array, Array, Array, tuple[Array, Array]]:
-    """The residual stream after the last and the middle layer [2, D]; status of each warp, 0 if it
-    timed out; the words that the last layer exchanged; the pages."""
+    plan: StreamedPlan, weights: StreamedLayers, x0_D, cos_h, sin_h, values_LC, start_1, count_1,
+    table_W, pages,
+) -> tuple[Array, Array, Array, tuple[Array, Array]]:  # fmt: skip
+    """The residual stream after the last and the middle layer [2, D], NaN after a timeout; whether
+    there was one [1]; the words that the last layer exchanged; the pages."""
     windows = jnp.array(plan.shape.windows, jnp.int32)
     changed = jnp.zeros(plan.places["end"] // 4, jnp.int32), *pages
     changed = [jax.new_ref(x) for x in changed]
-    given = (
-        x0_D, turns_2h, values_LC, start_count, table_W, windows, weights.scales_L2, *weights[:4],
-        *changed,
-    )  # fmt: skip
+    token = x0_D, cos_h, sin_h, values_LC, start_1, count_1, table_W
+    given = *token, windows, weights.scales_L2, *weights[:4], *changed
 
     def decode_layers(*refs):
         arguments = LayersRefs(*refs[:-1]), refs[-1]
@@ -127,11 +117,11 @@ def launch(
 
         plgpu.inline_mgpu(arg_types=types)(run)(*arguments)
 
-    states, status = hopper.pallas_kernel(
+    states, timed_out = hopper.pallas_kernel(
         decode_layers,
         out_type=[
             jax.ShapeDtypeStruct((2, plan.shape.width), x0_D.dtype),
-            jax.ShapeDtypeStruct((plan.blocks, plan.warps), jnp.int32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
         ],
         scratch_types=[plgpu.SMEM((sum(plan.shared_bytes) // 4,), jnp.int32)],
         grid=(plan.blocks,),
@@ -141,4 +131,4 @@ def launch(
         compiler_params=hopper.compiler_params(),
     )(*given)
     words, keys, values = map(jax.freeze, changed)
-    return states, status, words, (keys, values)
+    return states, timed_out, words, (keys, values)

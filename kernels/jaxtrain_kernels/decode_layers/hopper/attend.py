@@ -4,15 +4,13 @@ A half of a warp has one token at a time; a lane has 8 channels of it. The two h
 adjacent, and a step of the block has 2 tokens of each warp.
 """
 
-import functools
-import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from jaxlib.mlir.dialects import arith
 
 from jaxtrain_kernels.decode_layers.hopper import exchange
-from jaxtrain_kernels.decode_layers.hopper.plan import JOINED, WORD
+from jaxtrain_kernels.decode_layers.hopper.keys import KeyRange, key_range, row_of
+from jaxtrain_kernels.decode_layers.hopper.plan import JOINED, STEPS, WORD
 from jaxtrain_kernels.decode_layers.hopper.registers import (
     LOG2E,
     add,
@@ -42,20 +40,7 @@ from jaxtrain_kernels.matmul.streamed.registers import floats, to_word
 if TYPE_CHECKING:
     from jaxtrain_kernels.decode_layers.hopper.block import LayersBlock
 
-STEPS = 2  # of a group, which is loaded at once: the first two groups before the wait
 HALF = (1, 2, 4, 8)  # distances of the lanes of half a warp
-
-
-class Places(NamedTuple):
-    """Of the block's keys: first position and end, and pages of the warp's first two groups."""
-
-    begin: Int
-    end: Int
-    pages: list[Int]
-
-
-# Words of the keys and of the values of a group of steps, four a token.
-Loaded = Sequence[Sequence[Sequence[Any]]]
 
 
 class SplitAttention:
@@ -64,9 +49,7 @@ class SplitAttention:
     def __init__(self, block: "LayersBlock"):
         self.block, self.plan = block, block.plan
         self.refs = block.refs
-        self.start, self.count = map(
-            Int, ptx("ld.global.v2.b32 {$0, $1}, [$2];", self.refs.start_count, out="rr")
-        )
+        self.start, self.count = block.load_start()
 
     @property
     def half(self) -> Int:
@@ -84,55 +67,8 @@ class SplitAttention:
     def split(self) -> Int:
         return self.block.block % self.plan.splits
 
-    @property
-    def attends(self) -> Any:
-        return self.block.block < self.plan.shape.heads * self.plan.splits
-
-    # Keys and values of the pages
-
-    def load_places(self, layer: Int) -> Places:
-        """The block's split of the keys, and pages of the first steps."""
-        at = self.refs.windows + (layer * 4).wide()
-        window = Int(ptx("ld.global.b32 $0, [$1];", at, out="r"))
-        first = self.start - window
-        first = select(first < 0, const(0), first)
-        each = (self.start - first + (self.plan.splits - 1)) // self.plan.splits
-        begin = first + self.split * each
-        end = begin + each
-        end = select(end < self.start, end, self.start)
-        pages = [self.load_pages(begin, end, const(i)) for i in (0, 1)]
-        return Places(begin, end, list(itertools.chain(*pages)))
-
-    def token(self, begin: Int, group: Int, step: int) -> Int:
-        block = self.block
-        turn = group * STEPS + step
-        return begin + (turn * self.plan.warps + block.warp) * 2 + self.half
-
-    def load_pages(self, begin: Int, end: Int, group: Int) -> list[Int]:
-        """Pages of the warp's tokens in a group of steps; 0 beyond the end."""
-        found = []
-        for step in range(STEPS):
-            token = self.token(begin, group, step)
-            valid = arith.andi(token < end, self.attends)
-            at = self.refs.table + ((token // self.plan.page) * 4).wide()
-            found.append(Int(load_if(valid, at, 1)))
-        return found
-
-    def row(self, layer: Int, page: Int, token: Int) -> Int:
-        """Byte of the lane's channels of a token."""
-        plan, s = self.plan, self.plan.shape
-        row = ((layer * plan.pages + page) * plan.page + token % plan.page) * s.kv_heads
-        return (row + self.head).wide() * (s.head_dim * 2) + (self.channel * 2).wide()
-
-    def load(self, layer: Int, begin: Int, end: Int, group: Int, pages: Sequence[Int]) -> Loaded:
-        """Load a group of steps, whose pages are the first of `pages`."""
-        keys, values = [], []
-        for step, page in enumerate(pages[:STEPS]):
-            token = self.token(begin, group, step)
-            row, valid = self.row(layer, page, token), token < end
-            keys.append(load_if(valid, self.refs.keys + row, 4))
-            values.append(load_if(valid, self.refs.values_kept + row, 4))
-        return keys, values
+    def tokens(self, layer: Int) -> KeyRange:
+        return key_range(self.block, layer, self.start)
 
     # The new token
 
@@ -151,36 +87,29 @@ class SplitAttention:
 
     def load_turns(self) -> list[Any]:
         half = self.plan.shape.head_dim // 2
-        at = self.refs.turns + ((self.channel % half) * 4).wide()
-        load = "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
+        at, load = (
+            ((self.channel % half) * 4).wide(),
+            "ld.global.v4.f32 {{$0, $1, $2, $3}}, [$4+{}];",
+        )
         found = [
             x
-            for row in range(2)
-            for i in range(2)
-            for x in ptx(load, at + (row * half * 4 + i * 16), out="ffff")
+            for ref in (self.refs.cos, self.refs.sin)
+            for i in (0, 16)
+            for x in ptx(load.format(i), ref + at, out="ffff")
         ]
         sign = select_float(self.channel < half, float_const(-1), float_const(1))
         return found[:8] + [mul(x, sign) for x in found[8:]]
 
-    def await_token(
-        self, layer: Int, tag: Int, left: Int
-    ) -> tuple[list[Any], list[Any], list[Any], Int]:
-        """Words of the head's query, key and value, of the lane's 8 channels, and of four gates;
-        `load_turns`; words of the value embedding; and `left`."""
-        s, block, C = self.plan.shape, self.block, self.plan.shape.head_dim
-        turns = self.load_turns()
-        own = ptx(
-            "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
-            self.refs.values + ((layer * s.kv_heads + self.head) * C + self.channel).wide() * 2,
-            out="rrrr",
-        )
-        begin = block.vector("qkv")
+    def await_token(self, tag: Int, left: Int, all_words: bool) -> tuple[list[Any], Int]:
+        """Words of the head's query, of the lane's 8 channels, and `left`. all_words: also those of
+        key and value, and four gates."""
+        s, C, begin = self.plan.shape, self.plan.shape.head_dim, self.block.vector("qkv")
         row = begin + ((self.head * C + self.channel) * 4).wide()
-        firsts = [first * C * 4 + i for first in (0, s.heads, 2 * s.heads) for i in (0, 16)]
-        places = [(row, first) for first in firsts]
-        places.append((begin + (self.gate_place() * 4).wide(), 0))
-        words, left = exchange.poll(places, tag, left)
-        return words, turns, own, left
+        firsts = (0, s.heads, 2 * s.heads) if all_words else (0,)
+        places = [(row, first * C * 4 + i) for first in firsts for i in (0, 16)]
+        if all_words:
+            places.append((begin + (self.gate_row() * 4).wide(), 0))
+        return exchange.poll(places, tag, left)
 
     def value(self, words: list[Any], own: list[Any]) -> list[Any]:
         """The new token's value, of the product's words, gates, and words of the embedding."""
@@ -193,69 +122,107 @@ class SplitAttention:
         pairs = zip(unpacked(words[:4]), unpacked(own), strict=True)
         return [rounded(add(x, rounded(mul(gate, v)))) for x, v in pairs]
 
-    def gate_place(self) -> Int:
+    def gate_row(self) -> Int:
         """Row of the first of four gates, one of which is the head's."""
         s = self.plan.shape
         return const((s.heads + 2 * s.kv_heads) * s.head_dim) + ((self.head >> 2) << 2)
 
-    def append(self, layer: Int, key: list[Any], value: list[Any], is_first: Any) -> None:
-        """Write the new token's key and value to their page."""
+    def append(self, layer: Int, key: list[Any], value: list[Any]) -> None:
+        """Write the new token's key and value to their page, by half a warp."""
+        row = row_of(self.block, layer, self.start) + (self.channel * 2).wide()
+        for ref, x in ((self.refs.keys, key), (self.refs.values_kept, value)):
+            words = [to_word(*x[i : i + 2]) for i in range(0, 8, 2)]
+            ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", ref + row, *words)
 
-        def put() -> None:
-            at = self.refs.table + ((self.start // self.plan.page) * 4).wide()
-            page = Int(ptx("ld.global.b32 $0, [$1];", at, out="r"))
-            row = self.row(layer, page, self.start)
-            for ref, x in ((self.refs.keys, key), (self.refs.values_kept, value)):
-                words = [to_word(*x[i : i + 2]) for i in range(0, 8, 2)]
-                ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", ref + row, *words)
+    # Attention
 
-        run_if(arith.andi(is_first, const(0) < self.count), put)
+    def attend(
+        self, layer: Int, tag: Int, left: Int, tokens: KeyRange, position: list[Any]
+    ) -> tuple[list[Any], Int]:
+        """Attend in blocks that have a split of a head's keys; return the position in the ring of
+        keys, and `left`."""
+        block, plan = self.block, self.plan
+        is_last = self.split.equals(plan.splits - 1)
+        attends = block.block < plan.shape.heads * plan.splits
+        is_new = arith.andi(arith.andi(is_last, block.warp.equals(0)), attends)
+        has_keys = arith.andi(self.split < plan.splits - 1, attends)
 
-    # SplitAttention
+        def earlier(_: Int, carried: list[Any]) -> list[Any]:
+            return self.attend_earlier(tag, Int(carried[0]), tokens, carried[1:])
 
-    def attend(self, layer: Int, tag: Int, left: Int, places: Places) -> Int:
-        """Attend in blocks that have a split of a head's keys; return `left`."""
+        def new(_: Int, carried: list[Any]) -> list[Any]:
+            return [self.attend_new(layer, tag, Int(carried[0])).value]
 
-        def run(_: Int, carried: list[Any]) -> list[Any]:
-            return [self.attend_split(layer, tag, Int(carried[0]), places).value]
+        left_value, *position = loop(once_if(has_keys), [left.value, *position], earlier)
+        return position, Int(loop(once_if(is_new), [left_value], new)[0])
 
-        return Int(loop(once_if(self.attends), [left.value], run)[0])
-
-    def attend_split(self, layer: Int, tag: Int, left: Int, places: Places) -> Int:
-        begin, end, pages = places
-        load = functools.partial(self.load, layer, begin, end)
-        loaded, ahead = (load(const(i), pages[i * STEPS :]) for i in (0, 1))
-        words, turns, own, left = self.await_token(layer, tag, left)
-        query = self.rotate(words[:4], turns)
-        # The new token is a key of the last warp of the first split.
-        is_own = self.block.warp.equals(self.plan.warps - 1)
-        is_own = arith.andi(self.split.equals(0), is_own)
-        state = [zero() for _ in range(9)]
-
-        def first(_: Int, state: list[Any]) -> list[Any]:
-            key, value = self.rotate(words[4:8], turns), self.value(words[8:], own)
-            is_first = self.half.equals(0)
-            self.append(layer, key, value, is_first)
-            p = select_float(is_first, self.weight(query, key), zero())
-            return [p, *(mul(p, v) for v in value)]
-
-        state = loop(once_if(is_own), state, first)
-        state = self.add_tokens(query, state, loaded, begin, end, const(0))
-        of_group = 2 * STEPS * self.plan.warps
-        more = (end - begin + (of_group - 1)) // of_group - 1
-        more = select(begin + of_group < end, more, const(0))
+    def attend_earlier(
+        self, tag: Int, left: Int, tokens: KeyRange, position: list[Any]
+    ) -> list[Any]:
+        """Attend to the tokens of the pages."""
+        block, ring, turns = self.block, self.block.keys, self.load_turns()
+        words, left = self.await_token(tag, left, all_words=False)
+        query = self.rotate(words, turns)
+        row_bytes = self.plan.shape.head_dim * 2
+        load = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];"
 
         def group(i: Int, carried: list[Any]) -> list[Any]:
-            many = 4 * STEPS
-            now = [list(itertools.batched(carried[n : n + many], 4)) for n in (0, many)]
-            number = i + 1
-            following = load(number + 1, self.load_pages(begin, end, number + 1))
-            state = self.add_tokens(query, carried[2 * many :], now, begin, end, number)
-            return [*flat_words(following), *state]
+            position, (total, *sums) = carried[:2], carried[2:]
+            [slot] = ring.await_slots([position])
+            own = block.warp * 2 + self.half
+            at = slot + (own * row_bytes + self.channel * 2)
+            found, read = [], const(0)
+            for half in range(2):
+                for step in range(STEPS):
+                    row = half * self.plan.tokens + step * 2 * self.plan.warps
+                    found.append(ptx(load.format(row * row_bytes), at, out="rrrr"))
+                    read = read | Int(found[-1][0])
+            ring.release([position], block.lane.equals(0), read)
+            weights = [self.weight(query, unpacked(words)) for words in found[:STEPS]]
+            token = tokens.begin + i * self.plan.tokens + own
+            for step, (p, words) in enumerate(zip(weights, found[STEPS:], strict=True)):
+                valid = token + step * 2 * self.plan.warps < tokens.end
+                # What a slot has beyond the end is of another call.
+                xs = [select_float(valid, v, zero()) for v in unpacked(words)]
+                p = select_float(valid, p, zero())
+                total = add(total, p)
+                sums = [fma(p, v, x) for v, x in zip(xs, sums, strict=True)]
+            return [*ring.next(position), total, *sums]
 
-        found = loop(more, [*flat_words(ahead), *state], group)
-        self.store_split(found[8 * STEPS :], tag)
+        carried = [*position, *(zero() for _ in range(9))]
+        found = loop(tokens.groups, carried, group)
+        self.store_split(found[2:], tag)
+        return [left.value, *found[:2]]
+
+    def attend_new(self, layer: Int, tag: Int, left: Int) -> Int:
+        """Append the new token to the pages, and attend to it, by one warp."""
+        s, plan, turns = self.plan.shape, self.plan, self.load_turns()
+        own = ptx(
+            "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
+            self.refs.values
+            + ((layer * s.kv_heads + self.head) * s.head_dim + self.channel).wide() * 2,
+            out="rrrr",
+        )
+        words, left = self.await_token(tag, left, all_words=True)
+        query, key = self.rotate(words[:4], turns), self.rotate(words[4:8], turns)
+        value, p = self.value(words[8:], own), self.weight(query, key)
+        part = const(plan.places["parts"]) + self.block.block * plan.parts_bytes
+        part = self.refs.words + part.wide()
+
+        def write() -> None:
+            for i, v in enumerate(value):
+                at = part + (self.channel * WORD).wide()
+                exchange.write_word(at, mul(p, v), tag, i * WORD)
+            write_totals = lambda: self.write_totals(part, p, tag)
+            run_if(self.block.lane.equals(0), write_totals)
+            run_if(const(0) < self.count, lambda: self.append(layer, key, value))
+
+        run_if(self.half.equals(0), write)
         return left
+
+    def write_totals(self, part: Int, total: Any, tag: Int) -> None:
+        for i in range(2):
+            exchange.write_word(part, total, tag, (self.plan.shape.head_dim + i) * WORD)
 
     def weight(self, query: list[Any], key: list[Any]) -> Any:
         """Exponential of the score of a key. Both are normed, so that the score is below the scale
@@ -265,18 +232,6 @@ class SplitAttention:
             parts[i % 2] = fma(q, k, parts[i % 2])
         total = over_lanes(add, add(*parts), HALF)
         return power(mul(total, float_const(self.plan.shape.scale * LOG2E)))
-
-    def add_tokens(
-        self, query: list[Any], state: list[Any], loaded: Loaded, begin: Int, end: Int, group: Int
-    ) -> list[Any]:
-        """State with a group of steps: sum of the weights, and weighted sums of 8 channels."""
-        weights = [self.weight(query, unpacked(words)) for words in loaded[0]]
-        total, *sums = state
-        for step, (p, words) in enumerate(zip(weights, loaded[1], strict=True)):
-            p = select_float(self.token(begin, group, step) < end, p, zero())
-            total = add(total, p)
-            sums = [fma(p, v, x) for v, x in zip(unpacked(words), sums, strict=True)]
-        return [total, *sums]
 
     def store_split(self, state: list[Any], tag: Int) -> None:
         """Add the block's warps, and write the split for the blocks that join all splits."""
@@ -302,12 +257,11 @@ class SplitAttention:
             found = [ptx(load.format(warp * H * 4), column, out="f") for warp in range(plan.warps)]
             exchange.write_word(part + (block.thread * WORD).wide(), sum_of(found), tag)
 
-            def put_total() -> None:
+            def write_total() -> None:
                 total = sum_of(load_floats(block.memory.totals, plan.warps))
-                for i in range(2):
-                    exchange.write_word(part, total, tag, (H + i) * WORD)
+                self.write_totals(part, total, tag)
 
-            run_if(block.thread.equals(0), put_total)
+            run_if(block.thread.equals(0), write_total)
 
         run_if(block.thread < H, write)
 
@@ -361,22 +315,5 @@ def unpacked(words: Any) -> list[Any]:
     return [x for word in words for x in floats(word)]
 
 
-def flat_words(loaded: Loaded) -> list[Any]:
-    return [word for tokens in loaded for words in tokens for word in words]
-
-
 def as_float(word: Any) -> Any:
     return ptx("mov.b32 $0, $1;", word, out="f", effects=False)
-
-
-def load_if(condition: Any, at: Int, words: int) -> Any:
-    """Words of device memory, or zeros."""
-    flag = select(condition, const(1), const(0))
-    names = [f"${i}" for i in range(words)]
-    zeros = "".join(f" mov.b32 {name}, 0;" for name in names)
-    vector, given = (f".v{words}", f"{{{', '.join(names)}}}") if words > 1 else ("", names[0])
-    return ptx(
-        f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0;{zeros}"
-        f" @p ld.global{vector}.b32 {given}, [${words}]; }}",
-        at, flag, out="r" * words,
-    )  # fmt: skip

@@ -15,8 +15,10 @@ from jaxlib.mlir.dialects import arith, gpu
 
 from jaxtrain_kernels.decode_layers.hopper import exchange
 from jaxtrain_kernels.decode_layers.hopper.attend import SplitAttention
+from jaxtrain_kernels.decode_layers.hopper.keys import load_keys
 from jaxtrain_kernels.decode_layers.hopper.order import CHUNK_BYTES, INPUTS, ROWS
 from jaxtrain_kernels.decode_layers.hopper.plan import (
+    KEY_SLOTS,
     LayersMemory,
     LayersRefs,
     StreamedPlan,
@@ -34,7 +36,7 @@ from jaxtrain_kernels.decode_layers.hopper.registers import (
     select_float,
     sum_of,
 )
-from jaxtrain_kernels.decode_layers.hopper.ring import WeightRing
+from jaxtrain_kernels.decode_layers.hopper.ring import SlotRing, fence_init
 from jaxtrain_kernels.matmul.streamed.emit import (
     Int,
     address,
@@ -49,13 +51,15 @@ from jaxtrain_kernels.matmul.streamed.emit import (
 from jaxtrain_kernels.matmul.streamed.registers import floats, to_word
 
 BATCH = 4  # slots that a warp reads at once
+NAN_WORD = 0x7FC07FC0  # two bfloat16
 
 
 class Carried(NamedTuple):
-    """What the loop over layers carries. position: in the ring. left: see `exchange.poll`. stream:
-    words of the residual stream."""
+    """What the loop over layers carries. position, keys: in the rings of weights and of keys. left:
+    see `exchange.poll`. stream: words of the residual stream."""
 
     position: list[Any]
+    keys: list[Any]
     left: Int
     stream: list[Any]
 
@@ -71,7 +75,10 @@ class LayersBlock:
         self.memory = LayersMemory(
             *(first + at for at, _ in zip(starts, LayersMemory._fields, strict=False))
         )
-        self.ring = WeightRing(plan, self.memory)
+        m = self.memory
+        self.ring = SlotRing(m.ring, m.full, m.free, plan.slots, plan.slot.bytes, plan.warps)
+        keys = m.keys, m.keys_full, m.keys_free
+        self.keys = SlotRing(*keys, KEY_SLOTS, plan.key_bytes, plan.warps)
         self._thread, self._warp = Int(mgpu.utils.thread_idx()), Int(mgpu.utils.warp_idx())
         self._block = Int(arith.index_cast(int_type(), gpu.block_id(gpu.Dimension.x)))
         self.thread, self.warp, self.block = self._thread, self._warp, self._block
@@ -92,10 +99,32 @@ class LayersBlock:
 
     def run(self) -> None:
         is_loader = arith.andi(self.warp.equals(self.plan.warps), self.lane.equals(0))
-        run_if(is_loader, self.ring.init)
+        run_if(is_loader, self.init)
         ptx("bar.sync 0;")
-        run_if(is_loader, lambda: self.ring.load(self.sources))
+        run_if(is_loader, self.load)
+        run_if(self.warp.equals(self.plan.warps + 1), lambda: load_keys(self))
         run_if(self.warp < self.plan.warps, self.compute)
+
+    def init(self) -> None:
+        self.ring.init()
+        self.keys.init()
+        fence_init()
+
+    def load(self) -> None:
+        """Load all weights, by one thread."""
+
+        def layer(index: Int, carried: list[Any]) -> list[Any]:
+            for begin, count in self.sources(index):
+                carried = self.ring.load(count, self.plan.flight, carried, begin)
+            return carried
+
+        loop(const(self.plan.shape.depth), [const(0).value, *self.ring.start], layer)
+
+    def load_start(self) -> tuple[Int, Int]:
+        """Position of the new token, and whether there is one."""
+        places = self.refs.start, self.refs.count
+        start, count = (Int(ptx("ld.global.b32 $0, [$1];", at, out="r")) for at in places)
+        return start, count
 
     def sync(self) -> None:
         """Wait for all warps that multiply."""
@@ -211,8 +240,9 @@ class LayersBlock:
 
         run_if(is_first, put)
 
-    def finish(self, name: str, tag: Int) -> None:
+    def finish(self, name: str, tag: Int, left: Int) -> None:
         """Add the warps' sums of the block's rows, and write its own rows for all blocks."""
+        run_if(left.equals(0), self.report_timeout)
         self.sync()
         p, s = self.products[name], self.plan.shape
         is_normed, is_up = p.inputs == s.width and name in ("qkv", "up"), name == "up"
@@ -240,61 +270,63 @@ class LayersBlock:
 
         run_if(inside, write)
 
+    def report_timeout(self) -> None:
+        """Tell the block that stores the stream, before it can have anything that depends on it."""
+        ptx("st.relaxed.gpu.global.b32 [$0], $1;", self.vector("timed_out"), const(1))
+        ptx("fence.acq_rel.gpu;")
+
     # Layers
 
     def compute(self) -> None:
         spins = const(self.plan.spins)
         self.x0 = self.load_stream()
         self.attention = SplitAttention(self)
-        start = [const(0).value] * 2, spins, self.x0
+        start = self.ring.start, self.keys.start, spins, self.x0
         found = loop(const(self.plan.shape.depth), self.flat(Carried(*start)), self.layer)
         carried = self.carried(found)
         self.hide(carried.left)
-        left = self.store_end(carried)
-        at = self.refs.status + ((self.block * self.plan.warps + self.warp) * 4).wide()
-        put = functools.partial(ptx, "st.global.b32 [$0], $1;", at, left)
-        run_if(self.lane.equals(0), put)
+        run_if(self.block.equals(0), lambda: self.store_end(carried))
 
     def flat(self, c: Carried) -> list[Any]:
-        return [*c.position, c.left.value, *c.stream]
+        return [*c.position, *c.keys, c.left.value, *c.stream]
 
     def carried(self, values: Sequence[Any]) -> Carried:
-        return Carried(list(values[:2]), Int(values[2]), list(values[3:]))
+        return Carried(list(values[:2]), list(values[2:4]), Int(values[4]), list(values[5:]))
 
     def layer(self, layer: Int, values: list[Any]) -> list[Any]:
-        position, left, stream = self.carried(values)
+        position, keys, left, stream = self.carried(values)
         self.hide(left)
         tag, s = layer + 1, self.plan.shape
         load = "ld.global.v2.f32 {$0, $1}, [$2];"
         scales = ptx(load, self.refs.scales + (layer * 8).wide(), out="ff")
-        ahead = self.attention.load_places(layer)
+        tokens = self.attention.tokens(layer)
         # Words of the layer before the first are zeros, as all are before a call.
         branch, left = self.poll("down", s.width, layer, left)
         stream = [add_words(x, y) for x, y in zip(stream, branch, strict=True)]
         is_middle = arith.andi((layer - 1).equals(s.middle), self.block.equals(0))
         run_if(is_middle, lambda: self.store_stream(1, stream))
         stream = [self.scaled(scales, x, x0) for x, x0 in zip(stream, self.x0, strict=True)]
-        position = self.product("qkv", stream, position, tag, stream)
-        left = self.attention.attend(layer, tag, left, ahead)
+        position = self.product("qkv", stream, position, tag, left, stream)
+        keys, left = self.attention.attend(layer, tag, left, tokens, keys)
         left = self.attention.join(tag, left)
         heads, left = self.poll("heads", s.heads * s.head_dim, tag, left)
-        position = self.product("out", heads, position, tag)
+        position = self.product("out", heads, position, tag, left)
         branch, left = self.poll("out", s.width, tag, left)
         stream = [add_words(x, y) for x, y in zip(stream, branch, strict=True)]
-        position = self.product("up", stream, position, tag, stream)
+        position = self.product("up", stream, position, tag, left, stream)
         hidden, left = self.poll("up", s.hidden, tag, left)
-        position = self.product("down", hidden, position, tag)
-        return self.flat(Carried(position, left, stream))
+        position = self.product("down", hidden, position, tag, left)
+        return self.flat(Carried(position, keys, left, stream))
 
     def product(
-        self, name: str, inputs: Sequence[Any], position: list[Any], tag: Int,
+        self, name: str, inputs: Sequence[Any], position: list[Any], tag: Int, left: Int,
         stream: Sequence[Any] = (),
     ) -> list[Any]:  # fmt: skip
         """Multiply, and write the results; return the next position. stream: to be normed."""
         if stream:
             self.store_squares(stream)
         position = self.multiply(name, inputs, position)
-        self.finish(name, tag)
+        self.finish(name, tag, left)
         return position
 
     def scaled(self, scales: Sequence[Any], x: Any, x0: Any) -> Any:
@@ -312,19 +344,22 @@ class LayersBlock:
 
         run_if((self.lane & 4).equals(0), put)
 
-    def store_end(self, c: Carried) -> Int:
-        """Write the stream after the last layer, by one block; return `left`."""
-        s = self.plan.shape
-
-        def end(_: Int, values: list[Any]) -> list[Any]:
-            branch, left = self.poll("down", s.width, const(s.depth), Int(values[0]))
-            stream = [add_words(x, y) for x, y in zip(c.stream, branch, strict=True)]
-            for row in (0, 1) if s.middle == s.depth - 1 else (0,):
-                self.store_stream(row, stream)
-            return [left.value]
-
-        is_first = select(self.block.equals(0), const(1), const(0))
-        return Int(loop(is_first, [c.left.value], end)[0])
+    def store_end(self, c: Carried) -> None:
+        """Store the stream after the last layer, and whether a warp timed out, when the stream is
+        NaN: by one block."""
+        s, is_first = self.plan.shape, self.thread.equals(0)
+        store = functools.partial(ptx, "st.global.b32 [$0], $1;", self.refs.timed_out)
+        run_if(is_first, lambda: store(const(0)))
+        branch, left = self.poll("down", s.width, const(s.depth), c.left)
+        at = self.vector("timed_out")
+        reported = Int(ptx("ld.relaxed.gpu.global.b32 $0, [$1];", at, out="r"))
+        timed_out = arith.ori(left.equals(0), reported.equals(1))
+        self.sync()
+        run_if(timed_out, lambda: store(const(1)))
+        stream = [add_words(x, y) for x, y in zip(c.stream, branch, strict=True)]
+        stream = [select(timed_out, const(NAN_WORD), Int(x)) for x in stream]
+        for row in (0, 1) if s.middle == s.depth - 1 else (0,):
+            self.store_stream(row, stream)
 
 
 def _squared_relu(y: Any) -> Any:

@@ -24,7 +24,7 @@ from jaxtrain_kernels.decode_layers.packing import LayersShape
 
 ROWS, INPUTS = 4, 64  # of a chunk
 CHUNK_BYTES = ROWS * INPUTS * 2
-MOST_WARPS = 12
+MOST_WARPS = {1024: 12, 8192: 8}  # by largest width
 
 
 class SlotShape(NamedTuple):
@@ -45,7 +45,8 @@ class SlotShape(NamedTuple):
 def slot_shape(s: LayersShape) -> SlotShape:
     """The most warps whose number divides the chunks of each product."""
     each = math.gcd(*(size // INPUTS for size in (s.width, s.heads * s.head_dim, s.hidden)))
-    warps = max(n for n in range(1, MOST_WARPS + 1) if each % n == 0)
+    most = next(most for width, most in MOST_WARPS.items() if s.width <= width)
+    warps = max(n for n in range(1, most + 1) if each % n == 0)
     return SlotShape(warps, each // warps)
 
 

@@ -11,7 +11,9 @@ from jaxtrain_kernels.decode_layers.hopper.order import (
 from jaxtrain_kernels.decode_layers.packing import LayersShape
 
 WORD = 8  # bytes that are written at once: two bfloat16 or a float32, and a tag
-SHARED_BYTES = 226 * 1024  # of a block
+SHARED_BYTES = 227 * 1024  # of a block
+STEPS = 2  # of a slot of keys
+KEY_SLOTS = 2
 JOINED = 16  # channels of a head that a warp joins
 PHASES = ("qkv", "out", "up", "down")
 
@@ -29,9 +31,10 @@ class StreamedProduct(NamedTuple):
 
 
 class StreamedPlan(NamedTuple):
-    """blocks: of the grid. splits: parts of a head's keys. slots: of the ring. flight: most slots
-    that are being loaded. page: tokens of a page. pages: of a layer. table: length of the page
-    table. spins: reads of a vector before a warp times out."""
+    """blocks: of the grid. splits: parts of a head's keys, the last of which is the new token.
+    slots: of the ring of weights. flight: most slots of it that are being loaded. page: tokens of a
+    page. pages: of a layer. table: length of the page table. spins: reads of a vector before a warp
+    times out."""
 
     shape: LayersShape
     blocks: int
@@ -53,8 +56,13 @@ class StreamedPlan(NamedTuple):
 
     @property
     def warpgroups(self) -> int:
-        """Of the block; the warp behind those that multiply loads."""
-        return self.warps // 4 + 1
+        """Of the block: behind the warps that multiply, one loads weights, and one loads keys."""
+        return -(-(self.warps + 2) // 4)
+
+    @property
+    def tokens(self) -> int:
+        """Of a slot of keys."""
+        return 2 * STEPS * self.warps
 
     @property
     def products(self) -> dict[str, StreamedProduct]:
@@ -70,6 +78,11 @@ class StreamedPlan(NamedTuple):
         }  # fmt: skip
 
     @property
+    def key_bytes(self) -> int:
+        """Of a slot of keys and values."""
+        return self.tokens * self.shape.head_dim * 4
+
+    @property
     def parts_bytes(self) -> int:
         """Of a split of a head: a sum for each channel, and twice the total."""
         return (self.shape.head_dim + 2) * WORD
@@ -82,6 +95,7 @@ class StreamedPlan(NamedTuple):
         values = {"qkv": s.qkv_rows, "heads": C, "out": s.width, "up": s.hidden, "down": s.width}
         sizes = {name: size * WORD // 2 for name, size in values.items()}
         sizes["parts"] = s.heads * self.splits * self.parts_bytes
+        sizes["timed_out"] = 4
         places, at = {}, 0
         for name, size in sizes.items():
             places[name], at = at, at + -(-size // 128) * 128
@@ -99,13 +113,15 @@ class StreamedPlan(NamedTuple):
         sizes = (
             self.slots * self.slot.bytes, self.slots * 8, self.slots * 8, 2 * self.sums_bytes,
             2 * padded, self.warps * self.shape.head_dim * 4, padded,
+            KEY_SLOTS * self.key_bytes, KEY_SLOTS * 8, KEY_SLOTS * 8,
         )  # fmt: skip
         return tuple(-(-size // 16) * 16 for size in sizes)
 
 
 class LayersMemory(NamedTuple):
     """Shared memory. ring: slots; full, free: their barriers; sums: of rows by warps, of two
-    phases; squares: of inputs by warps, of two phases; heads, totals: of attention by warps."""
+    phases; squares: of inputs by warps, of two phases; heads, totals: of attention by warps; keys:
+    slots of keys and values; keys_full, keys_free: their barriers."""
 
     ring: Any
     full: Any
@@ -114,18 +130,23 @@ class LayersMemory(NamedTuple):
     squares: Any
     heads: Any
     totals: Any
+    keys: Any
+    keys_full: Any
+    keys_free: Any
 
 
 class LayersRefs(NamedTuple):
-    """References to the call's arrays. turns: cosines and sines [2, H/2]. values: [L, K * H].
-    start_count: [2]. windows: [L]. scales: [L, 2]. qkv .. down: in the order of the stream. words:
-    what blocks exchange. keys, values_kept: pages of all layers. outs: the stream after the last
-    and the middle layer. status: of each warp, 0 if it timed out."""
+    """References to the call's arrays. cos, sin: [H/2]. values: [L, K * H]. windows: [L]. scales:
+    [L, 2]. qkv .. down: in the order of the stream. words: what blocks exchange, and whether one
+    timed out. keys, values_kept: pages of all layers. outs: the stream after the last and the
+    middle layer. timed_out: 0 or 1."""
 
     x0: Any
-    turns: Any
+    cos: Any
+    sin: Any
     values: Any
-    start_count: Any
+    start: Any
+    count: Any
     table: Any
     windows: Any
     scales: Any
@@ -137,4 +158,4 @@ class LayersRefs(NamedTuple):
     keys: Any
     values_kept: Any
     outs: Any
-    status: Any
+    timed_out: Any
