@@ -50,7 +50,7 @@ from jaxtrain_kernels.matmul.streamed.emit import (
 )  # fmt: skip
 from jaxtrain_kernels.matmul.streamed.registers import floats, to_word
 
-BATCH = 4  # slots that a warp reads at once
+BATCH_CHUNKS = 12  # that a warp reads at once
 NAN_WORD = 0x7FC07FC0  # two bfloat16
 
 
@@ -192,13 +192,17 @@ class LayersBlock:
     def sums_place(self) -> Int:
         return self.memory.sums + (self.phase % 2) * self.plan.sums_bytes
 
-    def multiply(self, name: str, inputs: Sequence[Any], position: list[Any]) -> list[Any]:
+    def multiply(
+        self, name: str, inputs: Sequence[Any], position: list[Any], stream: Sequence[Any]
+    ) -> list[Any]:
         """Write the warp's sums of the block's rows to shared memory. inputs: words, two a chunk.
-        Returns the next position."""
+        stream: to be normed. Returns the next position."""
         p, chunks = self.products[name], self.plan.slot.chunks
         slots = [(unit, slot) for unit in range(p.most) for slot in range(p.slots)]
         sums: list[Any] = [zero() for _ in range(4)]
-        for batch in itertools.batched(slots, BATCH):
+        most = max(1, min(BATCH_CHUNKS // chunks, self.plan.slots // 2))
+        batches = -(-len(slots) // most)
+        for batch in itertools.batched(slots, -(-len(slots) // batches)):
             positions = [position]
             for _ in batch:
                 positions.append(self.ring.next(positions[-1]))
@@ -212,6 +216,9 @@ class LayersBlock:
                 found.append(each)
                 for words in each:
                     read = read | Int(words[0])
+            if stream:  # while the first weights come from shared memory
+                self.store_squares(stream)
+                stream = ()
             ended = []
             for (unit, slot), each in zip(batch, found, strict=True):
                 for i, words in enumerate(each):
@@ -242,31 +249,29 @@ class LayersBlock:
 
     def finish(self, name: str, tag: Int, left: Int) -> None:
         """Add the warps' sums of the block's rows, and write its own rows for all blocks."""
-        run_if(left.equals(0), self.report_timeout)
-        self.sync()
-        p, s = self.products[name], self.plan.shape
-        is_normed, is_up = p.inputs == s.width and name in ("qkv", "up"), name == "up"
-        sums, squares = self.sums_place(), self.squares_place()
+        p, s, count = self.products[name], self.plan.shape, self.plan.warps
+        is_normed, thread = name in ("qkv", "up"), self.thread
+        squares, sums = self.squares_place(), self.sums_place() + thread * (8 * count)
         self.phase += 1
         first, own = self.first_units(p)
-        last, thread = ((self.block + 1) * p.units) // self.plan.blocks, self.thread
-        unit = first + (thread >> 1)
+        last, unit = ((self.block + 1) * p.units) // self.plan.blocks, first + (thread >> 1)
         inside = arith.andi(thread < 2 * p.most, unit.compare("sge", own))
         inside = arith.andi(inside, unit < last)
+        at = self.vector(name) + ((unit * ROWS + (thread & 1) * 2) * 4).wide()
+        run_if(left.equals(0), self.report_timeout)
+        self.sync()
 
         def write() -> None:
-            count = self.plan.warps
-            rows = [sums + (thread * 2 + i) * (count * 4) for i in range(2)]
-            ys = [sum_of(load_floats(row, count)) for row in rows]
+            parts = load_floats(sums, 2 * count)
+            ys = [sum_of(parts[:count]), sum_of(parts[count:])]
             if is_normed:
                 total = sum_of(load_floats(squares, count))
                 factor = inverse_rms(total, s.width, s.eps)
                 ys = [mul(y, factor) for y in ys]
             word = to_word(*ys)
-            if is_up:
+            if name == "up":
                 word = to_word(*(_squared_relu(y) for y in floats(word)))
-            row = unit * ROWS + (thread & 1) * 2
-            exchange.write_word(self.vector(name) + (row * 4).wide(), word, tag)
+            exchange.write_word(at, word, tag)
 
         run_if(inside, write)
 
@@ -323,9 +328,7 @@ class LayersBlock:
         stream: Sequence[Any] = (),
     ) -> list[Any]:  # fmt: skip
         """Multiply, and write the results; return the next position. stream: to be normed."""
-        if stream:
-            self.store_squares(stream)
-        position = self.multiply(name, inputs, position)
+        position = self.multiply(name, inputs, position, stream)
         self.finish(name, tag, left)
         return position
 
