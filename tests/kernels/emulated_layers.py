@@ -3,6 +3,7 @@
 All blocks are at the same place of the code, so that each word that a thread polls must be there.
 """
 
+import collections
 import re
 import types
 from typing import Any
@@ -21,10 +22,16 @@ class LayersDevice(emulated_threads.Device):
 
     warps = 0
 
+    def __init__(self):
+        super().__init__()
+        self.phases = collections.Counter()
+
     def ptx(self, code, *args, out="", effects=True):
         given = [x.value if isinstance(x, Int) else x for x in args]
         if "try_wait" in code:
-            return self.complete_all(given[: len(given) // 2])
+            offsets = map(int, re.findall(PLACE, code))
+            barriers = [Raw(given[0].values + x, "i32") for x in offsets]
+            return self.complete_all(zip(barriers, given[1:], strict=True))
         if "expect_tx" in code:
             return self.expect(*given)
         if "vote.sync" in code:
@@ -55,11 +62,14 @@ class LayersDevice(emulated_threads.Device):
             self.copied += size
 
     def complete_all(self, barriers):
-        """Complete the next phase of each barrier that a block's warps wait for."""
+        """Complete the next phase of each barrier that a block's warps wait for, whose parity the
+        warps must know."""
         blocks = self.mask[:, : 32 * self.warps].any(1)
-        for barrier in barriers:
+        for barrier, parity in barriers:
             for b in np.flatnonzero(blocks):
                 [key] = set(barrier.values[b][self.mask[b]].tolist())
+                assert set(parity.values[b][self.mask[b]].tolist()) == {self.phases[b, key] % 2}
+                self.phases[b, key] += 1
                 size, loads = self.queues[b, key].popleft()
                 assert sum(len(data) for _, data in loads) == size
                 for to, data in loads:

@@ -66,7 +66,8 @@ def test_the_threads_of_all_blocks_compute_the_layers(monkeypatch, windows, midd
     weights, x0, cos, sin, values, pages, table, *_ = streamed_inputs(s, start, tokens)
     token = cos, sin, values, pages, table, jnp.int32(start), jnp.int32(count)
     expected = jax.jit(functools.partial(reference.decode_layers, s))(weights, x0, *token)
-    plan = hopper.plan_of(s, pages, len(table), blocks=17)._replace(slots=9, flight=2)
+    plan = hopper.plan_of(s, pages, len(table), blocks=17)
+    plan = plan._replace(slots=8, flight=2)  # 4 turns a layer
     device = emulated_layers(monkeypatch, plan.blocks, plan.warpgroups, plan.warps)
     put = device.put
     outs, timed_out = put(np.zeros((2, s.width), BF16)), put(np.int32([9]))

@@ -68,11 +68,14 @@ def pack_matrices(
 def plan_of(
     s: LayersShape, pages: Any, table: int, blocks: int, spins: int = SPINS
 ) -> StreamedPlan:
-    """The plan with as many slots as shared memory has room for."""
+    """The plan with as many slots as shared memory has room for, and the ring a number of turns in
+    each layer."""
     splits = max(1, min(blocks // s.heads, MOST_SPLITS))
     sizes = pages[0].shape[2], pages[0].shape[1], table
     plan = StreamedPlan(s, blocks, splits, 0, 0, *sizes, spins)
-    slots = (SHARED_BYTES - sum(plan.shared_bytes)) // (plan.slot.bytes + 16)
+    most = (SHARED_BYTES - sum(plan.shared_bytes)) // (plan.slot.bytes + 16)
+    of_layer = sum(p.most * p.slots for p in plan.products.values())
+    slots = max(n for n in range(1, most + 1) if of_layer % n == 0)
     return plan._replace(slots=slots, flight=max(1, FLIGHT // plan.slot.bytes))
 
 

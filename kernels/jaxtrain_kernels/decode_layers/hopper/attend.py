@@ -25,6 +25,7 @@ from jaxtrain_kernels.decode_layers.hopper.registers import (
     select_float,
     sum_of,
 )
+from jaxtrain_kernels.decode_layers.hopper.ring import await_all
 from jaxtrain_kernels.matmul.streamed.emit import (
     Int,
     const,
@@ -168,16 +169,17 @@ class SplitAttention:
 
         def group(i: Int, carried: list[Any]) -> list[Any]:
             position, (total, *sums) = carried[:2], carried[2:]
-            [slot] = ring.await_slots([position])
+            index, parity = map(Int, position)
+            await_all(ring.full + index * 8, [(0, parity)])
             own = block.warp * 2 + self.half
-            at = slot + (own * row_bytes + self.channel * 2)
+            at = ring.first + index * ring.bytes + (own * row_bytes + self.channel * 2)
             found, read = [], const(0)
             for half in range(2):
                 for step in range(STEPS):
                     row = half * self.plan.tokens + step * 2 * self.plan.warps
                     found.append(ptx(load.format(row * row_bytes), at, out="rrrr"))
                     read = read | Int(found[-1][0])
-            ring.release([position], block.lane.equals(0), read)
+            ring.release(ring.free + index * 8, [0], block.lane.equals(0), read)
             weights = [self.weight(query, unpacked(words)) for words in found[:STEPS]]
             token = tokens.begin + i * self.plan.tokens + own
             for step, (p, words) in enumerate(zip(weights, found[STEPS:], strict=True)):

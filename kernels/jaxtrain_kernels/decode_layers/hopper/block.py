@@ -36,7 +36,7 @@ from jaxtrain_kernels.decode_layers.hopper.registers import (
     select_float,
     sum_of,
 )
-from jaxtrain_kernels.decode_layers.hopper.ring import SlotRing, fence_init
+from jaxtrain_kernels.decode_layers.hopper.ring import SlotRing, await_all, fence_init
 from jaxtrain_kernels.matmul.streamed.emit import (
     Int,
     address,
@@ -55,10 +55,9 @@ NAN_WORD = 0x7FC07FC0  # two bfloat16
 
 
 class Carried(NamedTuple):
-    """What the loop over layers carries. position, keys: in the rings of weights and of keys. left:
-    see `exchange.poll`. stream: words of the residual stream."""
+    """What the loop over layers carries. keys: position in the ring of keys. left: see
+    `exchange.poll`. stream: words of the residual stream."""
 
-    position: list[Any]
     keys: list[Any]
     left: Int
     stream: list[Any]
@@ -83,7 +82,8 @@ class LayersBlock:
         self._block = Int(arith.index_cast(int_type(), gpu.block_id(gpu.Dimension.x)))
         self.thread, self.warp, self.block = self._thread, self._warp, self._block
         self.places = plan.places
-        self.phase = 0  # of the layer, as the code is written
+        # Of the layer, as its code is written: product, slot, and parities of the ring's turns.
+        self.phase, self.slot, self.parities = 0, 0, (const(0), const(1))
 
     def hide(self, left: Int) -> None:
         """Derive thread and block from a number that changes in the loop over layers, so that the
@@ -192,29 +192,25 @@ class LayersBlock:
     def sums_place(self) -> Int:
         return self.memory.sums + (self.phase % 2) * self.plan.sums_bytes
 
-    def multiply(
-        self, name: str, inputs: Sequence[Any], position: list[Any], stream: Sequence[Any]
-    ) -> list[Any]:
+    def multiply(self, name: str, inputs: Sequence[Any], stream: Sequence[Any]) -> None:
         """Write the warp's sums of the block's rows to shared memory. inputs: words, two a chunk.
-        stream: to be normed. Returns the next position."""
-        p, chunks = self.products[name], self.plan.slot.chunks
+        stream: to be normed."""
+        p, ring, chunks = self.products[name], self.ring, self.plan.slot.chunks
         slots = [(unit, slot) for unit in range(p.most) for slot in range(p.slots)]
         sums: list[Any] = [zero() for _ in range(4)]
         most = max(1, min(BATCH_CHUNKS // chunks, self.plan.slots // 2))
         batches = -(-len(slots) // most)
+        own = ring.first + self.warp * (chunks * CHUNK_BYTES) + self.lane * 16
         for batch in itertools.batched(slots, -(-len(slots) // batches)):
-            positions = [position]
-            for _ in batch:
-                positions.append(self.ring.next(positions[-1]))
-            *positions, position = positions
-            starts, read, found = self.ring.await_slots(positions), const(0), []
-            own = self.warp * (chunks * CHUNK_BYTES) + self.lane * 16
-            load = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];"
-            for begin in starts:
-                at = begin + own
-                each = [ptx(load.format(CHUNK_BYTES * i), at, out="rrrr") for i in range(chunks)]
-                found.append(each)
-                for words in each:
+            turns = [divmod(self.slot + i, ring.slots) for i in range(len(batch))]
+            self.slot += len(batch)
+            await_all(ring.full, [(index * 8, self.parities[turn % 2]) for turn, index in turns])
+            read, found = const(0), []
+            for _, index in turns:
+                load = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];"
+                at = [index * ring.bytes + i * CHUNK_BYTES for i in range(chunks)]
+                found.append([ptx(load.format(x), own, out="rrrr") for x in at])
+                for words in found[-1]:
                     read = read | Int(words[0])
             if stream:  # while the first weights come from shared memory
                 self.store_squares(stream)
@@ -227,9 +223,9 @@ class LayersBlock:
                 if slot == p.slots - 1:
                     ended.append((unit, sums))
                     sums = [zero() for _ in range(4)]
-            self.ring.release(positions, self.lane.equals(0), read)
+            freed = [index * 8 for _, index in turns]
+            ring.release(ring.free, freed, self.lane.equals(0), read)
             self.store_sums(ended)
-        return position
 
     def store_sums(self, units: Sequence[tuple[int, list[Any]]]) -> None:
         """Write the warp's sums of units to shared memory. Output r has a sum in lanes (r, 0) and
@@ -286,21 +282,23 @@ class LayersBlock:
         spins = const(self.plan.spins)
         self.x0 = self.load_stream()
         self.attention = SplitAttention(self)
-        start = self.ring.start, self.keys.start, spins, self.x0
+        start = self.keys.start, spins, self.x0
         found = loop(const(self.plan.shape.depth), self.flat(Carried(*start)), self.layer)
         carried = self.carried(found)
         self.hide(carried.left)
         run_if(self.block.equals(0), lambda: self.store_end(carried))
 
     def flat(self, c: Carried) -> list[Any]:
-        return [*c.position, *c.keys, c.left.value, *c.stream]
+        return [*c.keys, c.left.value, *c.stream]
 
     def carried(self, values: Sequence[Any]) -> Carried:
-        return Carried(list(values[:2]), list(values[2:4]), Int(values[4]), list(values[5:]))
+        return Carried(list(values[:2]), Int(values[2]), list(values[3:]))
 
     def layer(self, layer: Int, values: list[Any]) -> list[Any]:
-        position, keys, left, stream = self.carried(values)
+        keys, left, stream = self.carried(values)
         self.hide(left)
+        self.slot, parity = 0, layer & (self.plan.turns % 2)
+        self.parities = parity, parity ^ 1
         tag, s = layer + 1, self.plan.shape
         load = "ld.global.v2.f32 {$0, $1}, [$2];"
         scales = ptx(load, self.refs.scales + (layer * 8).wide(), out="ff")
@@ -311,26 +309,24 @@ class LayersBlock:
         is_middle = arith.andi((layer - 1).equals(s.middle), self.block.equals(0))
         run_if(is_middle, lambda: self.store_stream(1, stream))
         stream = [self.scaled(scales, x, x0) for x, x0 in zip(stream, self.x0, strict=True)]
-        position = self.product("qkv", stream, position, tag, left, stream)
+        self.product("qkv", stream, tag, left, stream)
         keys, left = self.attention.attend(layer, tag, left, tokens, keys)
         left = self.attention.join(tag, left)
         heads, left = self.poll("heads", s.heads * s.head_dim, tag, left)
-        position = self.product("out", heads, position, tag, left)
+        self.product("out", heads, tag, left)
         branch, left = self.poll("out", s.width, tag, left)
         stream = [add_words(x, y) for x, y in zip(stream, branch, strict=True)]
-        position = self.product("up", stream, position, tag, left, stream)
+        self.product("up", stream, tag, left, stream)
         hidden, left = self.poll("up", s.hidden, tag, left)
-        position = self.product("down", hidden, position, tag, left)
-        return self.flat(Carried(position, keys, left, stream))
+        self.product("down", hidden, tag, left)
+        return self.flat(Carried(keys, left, stream))
 
     def product(
-        self, name: str, inputs: Sequence[Any], position: list[Any], tag: Int, left: Int,
-        stream: Sequence[Any] = (),
-    ) -> list[Any]:  # fmt: skip
-        """Multiply, and write the results; return the next position. stream: to be normed."""
-        position = self.multiply(name, inputs, position, stream)
+        self, name: str, inputs: Sequence[Any], tag: Int, left: Int, stream: Sequence[Any] = ()
+    ) -> None:
+        """Multiply, and write the results. stream: to be normed."""
+        self.multiply(name, inputs, stream)
         self.finish(name, tag, left)
-        return position
 
     def scaled(self, scales: Sequence[Any], x: Any, x0: Any) -> Any:
         pairs = zip(floats(x), floats(x0), strict=True)

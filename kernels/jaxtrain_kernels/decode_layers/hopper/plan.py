@@ -60,6 +60,11 @@ class StreamedPlan(NamedTuple):
         return -(-(self.warps + 2) // 4)
 
     @property
+    def turns(self) -> int:
+        """Of the ring, in a layer: so a slot's place in the ring is the same in each layer."""
+        return sum(p.most * p.slots for p in self.products.values()) // self.slots
+
+    @property
     def tokens(self) -> int:
         """Of a slot of keys."""
         return 2 * STEPS * self.warps

@@ -46,8 +46,8 @@ class SlotRing(NamedTuple):
     def await_free(self, number: Int, position: Sequence[Any]) -> tuple[Int, Int]:
         """First byte and barrier of a slot, once it is free. number: of slots before it."""
         index, parity = map(Int, position)
-        free = [(self.free + index * 8, parity ^ 1)]
-        run_if(number.compare("sge", self.slots), lambda: await_all(free))
+        is_reused, free = number.compare("sge", self.slots), self.free + index * 8
+        run_if(is_reused, lambda: await_all(free, [(0, parity ^ 1)]))
         return self.first + index * self.bytes, self.full + index * 8
 
     def await_earlier(self, number: Int, position: Sequence[Any], flight: int) -> None:
@@ -56,8 +56,8 @@ class SlotRing(NamedTuple):
         earlier = index - flight
         wraps = earlier < 0
         earlier = select(wraps, earlier + self.slots, earlier)
-        full = [(self.full + earlier * 8, parity ^ select(wraps, const(1), const(0)))]
-        run_if(number.compare("sge", flight), lambda: await_all(full))
+        full, parity = self.full + earlier * 8, parity ^ select(wraps, const(1), const(0))
+        run_if(number.compare("sge", flight), lambda: await_all(full, [(0, parity)]))
 
     def load(self, count: int, flight: int, carried: list[Any], begin: Int) -> list[Any]:
         """Load adjacent slots, by one thread, which has at most `flight` of them being loaded.
@@ -75,26 +75,20 @@ class SlotRing(NamedTuple):
 
     # The warps that read slots
 
-    def await_slots(self, positions: Sequence[Sequence[Any]]) -> list[Int]:
-        """First byte of each slot, once all are full."""
-        pairs = [tuple(map(Int, position)) for position in positions]
-        await_all([(self.full + index * 8, parity) for index, parity in pairs])
-        return [self.first + index * self.bytes for index, _ in pairs]
-
-    def release(self, positions: Sequence[Sequence[Any]], is_first_lane: Any, read: Int) -> None:
-        """Free the slots, by each warp that read them.
+    def release(self, free: Int, offsets: Sequence[int], is_first_lane: Any, read: Int) -> None:
+        """Free slots, by each warp that read them: those whose barriers are at `free` + offsets.
 
         read: depends on every load from them, and the addresses of the barriers on it (%ctaid.z is
         0, which the compiler does not know): the loads have ended when the barriers are signalled.
         """
         zero = Int(ptx("mov.u32 $0, %ctaid.z;", out="r", effects=False))
-        nothing = read & zero
+        free = free + (read & zero)
         ptx("bar.warp.sync -1;")
 
         def arrive() -> None:
-            for index, _ in positions:
-                free = self.free + Int(index) * 8 + nothing
-                ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", free)
+            for offset in offsets:
+                code = f"mbarrier.arrive.release.cta.shared::cta.b64 _, [$0+{offset}];"
+                ptx(code, free)
 
         run_if(is_first_lane, arrive)
 
@@ -105,13 +99,12 @@ def fence_init() -> None:
     ptx("fence.proxy.async.shared::cta;")
 
 
-def await_all(barriers: Sequence[tuple[Int, Int]]) -> None:
-    """Wait for all barriers, of which each has a parity."""
-    many = len(barriers)
+def await_all(barrier: Int, phases: Sequence[tuple[int, Int]]) -> None:
+    """Wait for phases of barriers: (offset from `barrier`, parity) of each."""
     test = "mbarrier.try_wait.parity.shared::cta.b64"
-    tests = "".join(f" {test} q, [${i}], ${many + i}; and.pred p, p, q;" for i in range(1, many))
-    ptx(
-        f"{{ .reg .pred p, q; AGAIN: {test} p, [$0], ${many};{tests} @!p bra AGAIN; }}",
-        *[barrier for barrier, _ in barriers],
-        *[parity for _, parity in barriers],
+    tests = "".join(
+        f" {test} q, [$0+{offset}], ${i + 1};" + (" and.pred p, p, q;" if i else " mov.pred p, q;")
+        for i, (offset, _) in enumerate(phases)
     )
+    code = f"{{ .reg .pred p, q; AGAIN:{tests} @!p bra AGAIN; }}"
+    ptx(code, barrier, *[parity for _, parity in phases])
