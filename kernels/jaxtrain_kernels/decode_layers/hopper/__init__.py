@@ -94,17 +94,17 @@ def decode_layers(
     """Backend of the public function."""
     plan = plan_of(shape, pages, len(table_W), hopper.sm_count())
     token = values_LC, *(x.astype(jnp.int32).reshape(1) for x in (start, count)), table_W
-    states_2D, timed_out, _, kept = launch(plan, weights, x0_D, cos_h, sin_h, *token, pages)
-    return states_2D[0], states_2D[1], kept, timed_out[0] > 0
+    states, timed_out, _, kept = launch(plan, weights, x0_D, cos_h, sin_h, *token, pages)
+    return *states, kept, timed_out[0] > 0
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def launch(
     plan: StreamedPlan, weights: StreamedLayers, x0_D, cos_h, sin_h, values_LC, start_1, count_1,
     table_W, pages,
-) -> tuple[Array, Array, Array, tuple[Array, Array]]:  # fmt: skip
-    """The residual stream after the last and the middle layer [2, D], NaN after a timeout; whether
-    there was one [1]; the words that the last layer exchanged; the pages."""
+) -> tuple[tuple[Array, Array], Array, Array, tuple[Array, Array]]:  # fmt: skip
+    """The residual stream after the last and the middle layer, NaN after a timeout; whether there
+    was one [1]; the words that the last layer exchanged; the pages."""
     windows = jnp.array(plan.shape.windows, jnp.int32)
     changed = jnp.zeros(plan.places["end"] // 4, jnp.int32), *pages
     changed = [jax.new_ref(x) for x in changed]
@@ -120,10 +120,10 @@ def launch(
 
         plgpu.inline_mgpu(arg_types=types)(run)(*arguments)
 
-    states, timed_out = hopper.pallas_kernel(
+    last, middle, timed_out = hopper.pallas_kernel(
         decode_layers,
         out_type=[
-            jax.ShapeDtypeStruct((2, plan.shape.width), x0_D.dtype),
+            *[jax.ShapeDtypeStruct(x0_D.shape, x0_D.dtype)] * 2,
             jax.ShapeDtypeStruct((1,), jnp.int32),
         ],
         scratch_types=[plgpu.SMEM((sum(plan.shared_bytes) // 4,), jnp.int32)],
@@ -134,4 +134,4 @@ def launch(
         compiler_params=hopper.compiler_params(),
     )(*given)
     words, keys, values = map(jax.freeze, changed)
-    return states, timed_out, words, (keys, values)
+    return (last, middle), timed_out, words, (keys, values)

@@ -98,7 +98,7 @@ class SplitAttention:
             for i in (0, 16)
             for x in ptx(load.format(i), ref + at, out="ffff")
         ]
-        sign = select_float(self.channel < half, float_const(-1), float_const(1))
+        sign = select_float(self.channel < half, float_const(-1.0), float_const(1.0))
         return found[:8] + [mul(x, sign) for x in found[8:]]
 
     def await_token(self, tag: Int, left: Int, all_words: bool) -> tuple[list[Any], Int]:
@@ -118,8 +118,8 @@ class SplitAttention:
         gate = gates[0]
         for i in range(1, 4):
             gate = select_float((self.head & 3).equals(i), gates[i], gate)
-        below = add(float_const(1), power(mul(gate, float_const(-LOG2E))))
-        gate = rounded(mul(float_const(3), rounded(divide(float_const(1), below))))
+        below = add(float_const(1.0), power(mul(gate, float_const(-LOG2E))))
+        gate = rounded(mul(float_const(3.0), rounded(divide(float_const(1.0), below))))
         pairs = zip(unpacked(words[:4]), unpacked(own), strict=True)
         return [rounded(add(x, rounded(mul(gate, v)))) for x, v in pairs]
 

@@ -307,7 +307,7 @@ class LayersBlock:
         branch, left = self.poll("down", s.width, layer, left)
         stream = [add_words(x, y) for x, y in zip(stream, branch, strict=True)]
         is_middle = arith.andi((layer - 1).equals(s.middle), self.block.equals(0))
-        run_if(is_middle, lambda: self.store_stream(1, stream))
+        run_if(is_middle, lambda: self.store_stream(self.refs.middle, stream))
         stream = [self.scaled(scales, x, x0) for x, x0 in zip(stream, self.x0, strict=True)]
         self.product("qkv", stream, tag, left, stream)
         keys, left = self.attention.attend(layer, tag, left, tokens, keys)
@@ -332,12 +332,12 @@ class LayersBlock:
         pairs = zip(floats(x), floats(x0), strict=True)
         return to_word(*(fma(scales[0], a, mul(scales[1], b)) for a, b in pairs))
 
-    def store_stream(self, row: int, stream: Sequence[Any]) -> None:
-        """Write the residual stream to a row of the results, by one block."""
+    def store_stream(self, result: Int, stream: Sequence[Any]) -> None:
+        """Write the residual stream to a result, by one block."""
 
         def put() -> None:
             first, _ = self.first_input(self.width)
-            at = self.refs.outs + ((first + row * self.width) * 2).wide()
+            at = result + (first * 2).wide()
             for i, pair in enumerate(itertools.batched(stream, 2)):
                 ptx("st.global.v2.b32 [$0], {$1, $2};", at + 2 * INPUTS * i, *pair)
 
@@ -357,8 +357,9 @@ class LayersBlock:
         run_if(timed_out, lambda: store(const(1)))
         stream = [add_words(x, y) for x, y in zip(c.stream, branch, strict=True)]
         stream = [select(timed_out, const(NAN_WORD), Int(x)) for x in stream]
-        for row in (0, 1) if s.middle == s.depth - 1 else (0,):
-            self.store_stream(row, stream)
+        self.store_stream(self.refs.last, stream)
+        if s.middle == s.depth - 1:
+            self.store_stream(self.refs.middle, stream)
 
 
 def _squared_relu(y: Any) -> Any:

@@ -143,8 +143,8 @@ class LayersMemory(NamedTuple):
 class LayersRefs(NamedTuple):
     """References to the call's arrays. cos, sin: [H/2]. values: [L, K * H]. windows: [L]. scales:
     [L, 2]. qkv .. down: in the order of the stream. words: what blocks exchange, and whether one
-    timed out. keys, values_kept: pages of all layers. outs: the stream after the last and the
-    middle layer. timed_out: 0 or 1."""
+    timed out. keys, values_kept: pages of all layers. last, middle: the stream after these layers.
+    timed_out: 0 or 1."""
 
     x0: Any
     cos: Any
@@ -162,5 +162,6 @@ class LayersRefs(NamedTuple):
     words: Any
     keys: Any
     values_kept: Any
-    outs: Any
+    last: Any
+    middle: Any
     timed_out: Any
