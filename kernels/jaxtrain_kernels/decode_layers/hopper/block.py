@@ -192,29 +192,47 @@ class LayersBlock:
     def sums_place(self) -> Int:
         return self.memory.sums + (self.phase % 2) * self.plan.sums_bytes
 
-    def multiply(self, name: str, inputs: Sequence[Any], stream: Sequence[Any]) -> None:
-        """Write the warp's sums of the block's rows to shared memory. inputs: words, two a chunk.
-        stream: to be normed."""
-        p, ring, chunks = self.products[name], self.ring, self.plan.slot.chunks
+    def batches(self, p: StreamedProduct) -> list[list[tuple[int, int]]]:
+        """(unit, slot) of the product in turn: what is loaded before the wait for its inputs, and
+        what a warp loads at once after it."""
         slots = [(unit, slot) for unit in range(p.most) for slot in range(p.slots)]
-        sums: list[Any] = [zero() for _ in range(4)]
-        most = max(1, min(BATCH_CHUNKS // chunks, self.plan.slots // 2))
-        batches = -(-len(slots) // most)
+        most = max(1, min(BATCH_CHUNKS // self.plan.slot.chunks, self.plan.slots // 2))
+        first, rest = slots[:most], slots[most:]
+        each = -(-len(rest) // max(1, -(-len(rest) // most)))
+        return [first, *map(list, itertools.batched(rest, each))] if rest else [first]
+
+    def load_weights(self, count: int) -> list[list[Any]]:
+        """Words of the warp's chunks of the next slots, which it frees."""
+        ring, chunks = self.ring, self.plan.slot.chunks
+        turns = [divmod(self.slot + i, ring.slots) for i in range(count)]
+        self.slot += count
+        await_all(ring.full, [(index * 8, self.parities[turn % 2]) for turn, index in turns])
         own = ring.first + self.warp * (chunks * CHUNK_BYTES) + self.lane * 16
-        for batch in itertools.batched(slots, -(-len(slots) // batches)):
-            turns = [divmod(self.slot + i, ring.slots) for i in range(len(batch))]
-            self.slot += len(batch)
-            await_all(ring.full, [(index * 8, self.parities[turn % 2]) for turn, index in turns])
-            read, found = const(0), []
-            for _, index in turns:
-                load = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];"
-                at = [index * ring.bytes + i * CHUNK_BYTES for i in range(chunks)]
-                found.append([ptx(load.format(x), own, out="rrrr") for x in at])
-                for words in found[-1]:
-                    read = read | Int(words[0])
-            if stream:  # while the first weights come from shared memory
-                self.store_squares(stream)
-                stream = ()
+        load, read, found = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];", const(0), []
+        for _, index in turns:
+            at = [index * ring.bytes + i * CHUNK_BYTES for i in range(chunks)]
+            found.append([ptx(load.format(x), own, out="rrrr") for x in at])
+            for words in found[-1]:
+                read = read | Int(words[0])
+        freed = [index * 8 for _, index in turns]
+        ring.release(ring.free, freed, self.lane.equals(0), read)
+        return found
+
+    def load_ahead(self, name: str) -> list[list[Any]]:
+        """Load the first weights of a product, before the wait for its inputs: so they are not
+        loaded after it, and the ring has room for others."""
+        return self.load_weights(len(self.batches(self.products[name])[0]))
+
+    def multiply(
+        self, name: str, ahead: list[list[Any]], inputs: Sequence[Any], stream: Sequence[Any]
+    ) -> None:
+        """Write the warp's sums of the block's rows to shared memory. ahead: of `load_ahead`.
+        inputs: words, two a chunk. stream: to be normed."""
+        p, chunks, found = self.products[name], self.plan.slot.chunks, ahead
+        sums: list[Any] = [zero() for _ in range(4)]
+        for number, batch in enumerate(self.batches(p)):
+            if number:
+                found = self.load_weights(len(batch))
             ended = []
             for (unit, slot), each in zip(batch, found, strict=True):
                 for i, words in enumerate(each):
@@ -223,8 +241,8 @@ class LayersBlock:
                 if slot == p.slots - 1:
                     ended.append((unit, sums))
                     sums = [zero() for _ in range(4)]
-            freed = [index * 8 for _, index in turns]
-            ring.release(ring.free, freed, self.lane.equals(0), read)
+            if stream and not number:
+                self.store_squares(stream)
             self.store_sums(ended)
 
     def store_sums(self, units: Sequence[tuple[int, list[Any]]]) -> None:
@@ -303,29 +321,34 @@ class LayersBlock:
         load = "ld.global.v2.f32 {$0, $1}, [$2];"
         scales = ptx(load, self.refs.scales + (layer * 8).wide(), out="ff")
         tokens = self.attention.tokens(layer)
+        ahead = self.load_ahead("qkv")
         # Words of the layer before the first are zeros, as all are before a call.
         branch, left = self.poll("down", s.width, layer, left)
         stream = [add_words(x, y) for x, y in zip(stream, branch, strict=True)]
         is_middle = arith.andi((layer - 1).equals(s.middle), self.block.equals(0))
         run_if(is_middle, lambda: self.store_stream(self.refs.middle, stream))
         stream = [self.scaled(scales, x, x0) for x, x0 in zip(stream, self.x0, strict=True)]
-        self.product("qkv", stream, tag, left, stream)
+        self.product("qkv", ahead, stream, tag, left, stream)
         keys, left = self.attention.attend(layer, tag, left, tokens, keys)
         left = self.attention.join(tag, left)
+        ahead = self.load_ahead("out")
         heads, left = self.poll("heads", s.heads * s.head_dim, tag, left)
-        self.product("out", heads, tag, left)
+        self.product("out", ahead, heads, tag, left)
+        ahead = self.load_ahead("up")
         branch, left = self.poll("out", s.width, tag, left)
         stream = [add_words(x, y) for x, y in zip(stream, branch, strict=True)]
-        self.product("up", stream, tag, left, stream)
+        self.product("up", ahead, stream, tag, left, stream)
+        ahead = self.load_ahead("down")
         hidden, left = self.poll("up", s.hidden, tag, left)
-        self.product("down", hidden, tag, left)
+        self.product("down", ahead, hidden, tag, left)
         return self.flat(Carried(keys, left, stream))
 
     def product(
-        self, name: str, inputs: Sequence[Any], tag: Int, left: Int, stream: Sequence[Any] = ()
-    ) -> None:
+        self, name: str, ahead: list[list[Any]], inputs: Sequence[Any], tag: Int, left: Int,
+        stream: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
         """Multiply, and write the results. stream: to be normed."""
-        self.multiply(name, inputs, stream)
+        self.multiply(name, ahead, inputs, stream)
         self.finish(name, tag, left)
 
     def scaled(self, scales: Sequence[Any], x: Any, x0: Any) -> Any:
