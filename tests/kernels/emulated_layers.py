@@ -24,7 +24,7 @@ class LayersDevice(emulated_threads.Device):
 
     def __init__(self):
         super().__init__()
-        self.phases = collections.Counter()
+        self.phases, self.started = collections.Counter(), collections.defaultdict(list)
 
     def ptx(self, code, *args, out="", effects=True):
         given = [x.value if isinstance(x, Int) else x for x in args]
@@ -34,6 +34,10 @@ class LayersDevice(emulated_threads.Device):
             return self.complete_all(zip(barriers, given[1:], strict=True))
         if "expect_tx" in code:
             return self.expect(*given)
+        if "cp.async.cg" in code:
+            return self.copy(code, *given)
+        if "arrive.noinc" in code:
+            return self.arrive(*given)
         if "vote.sync" in code:
             return self.poll(code, given)
         if "cp.async" not in code and (offset := re.search(PLACE, code)):
@@ -52,14 +56,26 @@ class LayersDevice(emulated_threads.Device):
         for b, t in zip(*np.nonzero(self.mask), strict=True):
             self.queues[b, int(barrier.values[b, t])].append((int(size.values[b, t]), []))
 
-    def copy(self, code, target, source, barrier):
+    def copy(self, code, target, source, *barrier):
+        """Queue a load, of a barrier's phase or of what a warp's next `arrive` is for."""
         size = int(re.search(r"\[\$1\], (\d+)", code)[1])
         for b, t in zip(*np.nonzero(self.mask), strict=True):
-            at, to, key = (int(x.values[b, t]) for x in (source, target, barrier))
+            at, to = int(source.values[b, t]), int(target.values[b, t])
             memory, at = self.arrays[at >> 40], at & (1 << 40) - 1
             assert at % 16 == 0 and to % 16 == 0 and at + size <= len(memory)
-            self.queues[b, key][-1][1].append((to, memory[at : at + size]))
+            mine = (
+                self.queues[b, int(barrier[0].values[b, t])][-1][1] if barrier else self.started[b]
+            )
+            mine.append((to, memory[at : at + size]))
             self.copied += size
+
+    def arrive(self, barrier):
+        """A warp's threads signal a barrier when what they began to load is there."""
+        for b in np.flatnonzero(self.mask.any(1)):
+            assert self.mask[b].sum() == 32
+            [key] = set(barrier.values[b][self.mask[b]].tolist())
+            mine = self.started.pop(b, [])
+            self.queues[b, key].append((sum(len(data) for _, data in mine), mine))
 
     def complete_all(self, barriers):
         """Complete the next phase of each barrier that a block's warps wait for, whose parity the

@@ -75,9 +75,9 @@ class LayersBlock:
             *(first + at for at, _ in zip(starts, LayersMemory._fields, strict=False))
         )
         m = self.memory
-        self.ring = SlotRing(m.ring, m.full, m.free, plan.slots, plan.slot.bytes, plan.warps)
+        self.ring = SlotRing(m.ring, m.full, m.free, plan.slots, plan.slot.bytes, 1, plan.warps)
         keys = m.keys, m.keys_full, m.keys_free
-        self.keys = SlotRing(*keys, KEY_SLOTS, plan.key_bytes, plan.warps)
+        self.keys = SlotRing(*keys, KEY_SLOTS, plan.key_bytes, 32, plan.warps)
         self._thread, self._warp = Int(mgpu.utils.thread_idx()), Int(mgpu.utils.warp_idx())
         self._block = Int(arith.index_cast(int_type(), gpu.block_id(gpu.Dimension.x)))
         self.thread, self.warp, self.block = self._thread, self._warp, self._block

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlib.mlir.dialects import arith
 
-from jaxtrain_kernels.decode_layers.hopper.ring import COPY
-from jaxtrain_kernels.matmul.streamed.emit import Int, const, loop, ptx, run_if, select
+from jaxtrain_kernels.matmul.streamed.emit import Int, const, loop, ptx, select
 
 if TYPE_CHECKING:
     from jaxtrain_kernels.decode_layers.hopper.block import LayersBlock
@@ -51,9 +50,14 @@ def row_of(block: "LayersBlock", layer: Int, token: Int) -> Int:
 
 
 def load_keys(block: "LayersBlock") -> None:
-    """Load the keys and values of all layers, by one warp."""
+    """Load the keys and values of all layers, by one warp: half of it a token's key, and half its
+    value, so that the weights' loads need not wait for those of many small rows."""
     plan, ring, refs = block.plan, block.keys, block.refs
-    start, row_bytes = block.load_start()[0], plan.shape.head_dim * 2
+    start, _ = block.load_start()
+    row_bytes, lane = plan.shape.head_dim * 2, block.lane
+    is_key, piece = lane < 16, (lane & 15) * 16
+    source = select(is_key, refs.keys, refs.values_kept) + piece.wide()
+    offset = piece + select(is_key, const(0), const(plan.tokens * row_bytes))
 
     def layer(index: Int, carried: list[Any]) -> list[Any]:
         tokens = key_range(block, index, start)
@@ -64,20 +68,17 @@ def load_keys(block: "LayersBlock") -> None:
             first = tokens.begin + i * plan.tokens
             count = tokens.end - first
             count = select(count < plan.tokens, count, const(plan.tokens))
-            expect = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
-            size = count * (2 * row_bytes)
-            run_if(block.lane.equals(0), lambda: ptx(expect, full, size))
-            ptx("bar.warp.sync -1;")
-            for piece in range(-(-plan.tokens // 32)):
-                token = block.lane + 32 * piece
 
-                def copy(token: Int = token) -> None:
-                    row = row_of(block, index, first + token)
-                    for i, ref in enumerate((refs.keys, refs.values_kept)):
-                        target = slot + (token * row_bytes + i * plan.tokens * row_bytes)
-                        ptx(COPY.format(row_bytes), target, ref + row, full)
+            def copy(token: Int, _: list[Any]) -> list[Any]:
+                at = slot + offset + token * row_bytes
+                ptx(
+                    "cp.async.cg.shared.global [$0], [$1], 16;",
+                    at, source + row_of(block, index, first + token),
+                )  # fmt: skip
+                return []
 
-                run_if(token < count, copy)
+            loop(count, [], copy)
+            ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", full)
             return [(number + 1).value, *ring.next(position)]
 
         return loop(tokens.groups, carried, group)

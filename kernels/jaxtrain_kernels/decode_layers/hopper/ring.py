@@ -9,8 +9,8 @@ COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], 
 
 
 class SlotRing(NamedTuple):
-    """first: address of the slots. full, free: of their barriers. bytes: of a slot. readers: number
-    of warps that read each slot.
+    """first: address of the slots. full, free: of their barriers. bytes: of a slot. fillers: number
+    of threads that signal that a slot is full. readers: number of warps that read each slot.
 
     A position is (index of a slot, parity of its use): raw values, which loops carry.
     """
@@ -20,6 +20,7 @@ class SlotRing(NamedTuple):
     free: Int
     slots: int
     bytes: int
+    fillers: int
     readers: int
 
     @property
@@ -30,9 +31,8 @@ class SlotRing(NamedTuple):
     def init(self) -> None:
         """Initialize the barriers, by one thread."""
         for index in range(self.slots):
-            ptx("mbarrier.init.shared::cta.b64 [$0], 1;", self.full + index * 8)
-            init = f"mbarrier.init.shared::cta.b64 [$0], {self.readers};"
-            ptx(init, self.free + index * 8)
+            for barrier, count in ((self.full, self.fillers), (self.free, self.readers)):
+                ptx(f"mbarrier.init.shared::cta.b64 [$0], {count};", barrier + index * 8)
 
     def next(self, position: Sequence[Any]) -> list[Any]:
         index, parity = map(Int, position)
