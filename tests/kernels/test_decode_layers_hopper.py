@@ -2,6 +2,7 @@
 NumPy, what it serves, its lowering, and on a GPU tokens in a row against the reference."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ def streamed(s, weights):
     return jax.jit(functools.partial(pack_matrices, "hopper", s))(matrices, weights.scales_L2)
 
 
-def streamed_inputs(s, start, tokens, seed=0):
+def streamed_inputs(s, start, tokens, seed=0) -> Any:
     weights, *others = inputs(s, start, tokens, seed)
     return streamed(s, weights), *others
 

@@ -82,8 +82,8 @@ def test_new_tokens_are_those_of_layers_one_by_one(kernel, kv_heads):
 @pytest.mark.parametrize("overrides", [[], ["model.depth=24"], ["model.kv_heads=1"]], ids=str)
 def test_on_a_gpu_gpt_gives_the_same_logits(overrides):
     c, graphdef, params = model_of(*overrides)
-    shape = (c.depth, 1, PAGE, c.kv_heads, c.head_dim)
-    kernel, _ = kernel_of(c, params, (jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 2)
+    one = jax.ShapeDtypeStruct((c.depth, 1, PAGE, c.kv_heads, c.head_dim), jnp.bfloat16)
+    kernel, _ = kernel_of(c, params, (one, one))
     assert kernel == ("triton" if c.kv_heads == 1 else "hopper")
     check_tokens(kernel, c, graphdef, params, prompt=600, new=8)
 

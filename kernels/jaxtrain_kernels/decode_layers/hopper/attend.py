@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlib.mlir.dialects import arith
 
 from jaxtrain_kernels.decode_layers.hopper import exchange
-from jaxtrain_kernels.decode_layers.hopper.keys import KeyRange, key_range, row_of
+from jaxtrain_kernels.decode_layers.hopper.keys import SplitRange, key_range, token_row
 from jaxtrain_kernels.decode_layers.hopper.plan import JOINED, STEPS, WORD
 from jaxtrain_kernels.decode_layers.hopper.registers import (
     LOG2E,
@@ -68,7 +68,7 @@ class SplitAttention:
     def split(self) -> Int:
         return self.block.block % self.plan.splits
 
-    def tokens(self, layer: Int) -> KeyRange:
+    def tokens(self, layer: Int) -> SplitRange:
         return key_range(self.block, layer, self.start)
 
     # The new token
@@ -130,7 +130,7 @@ class SplitAttention:
 
     def append(self, layer: Int, key: list[Any], value: list[Any]) -> None:
         """Write the new token's key and value to their page, by half a warp."""
-        row = row_of(self.block, layer, self.start) + (self.channel * 2).wide()
+        row = token_row(self.block, layer, self.start) + (self.channel * 2).wide()
         for ref, x in ((self.refs.keys, key), (self.refs.values_kept, value)):
             words = [to_word(*x[i : i + 2]) for i in range(0, 8, 2)]
             ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", ref + row, *words)
@@ -138,7 +138,7 @@ class SplitAttention:
     # Attention
 
     def attend(
-        self, layer: Int, tag: Int, left: Int, tokens: KeyRange, position: list[Any]
+        self, layer: Int, tag: Int, left: Int, tokens: SplitRange, position: list[Any]
     ) -> tuple[list[Any], Int]:
         """Attend in blocks that have a split of a head's keys; return the position in the ring of
         keys, and `left`."""
@@ -158,7 +158,7 @@ class SplitAttention:
         return position, Int(loop(once_if(is_new), [left_value], new)[0])
 
     def attend_earlier(
-        self, tag: Int, left: Int, tokens: KeyRange, position: list[Any]
+        self, tag: Int, left: Int, tokens: SplitRange, position: list[Any]
     ) -> list[Any]:
         """Attend to the tokens of the pages."""
         block, ring, turns = self.block, self.block.keys, self.load_turns()

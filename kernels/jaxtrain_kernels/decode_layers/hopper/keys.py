@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxtrain_kernels.decode_layers.hopper.block import LayersBlock
 
 
-class KeyRange(NamedTuple):
+class SplitRange(NamedTuple):
     """Positions begin .. end of a head's tokens; groups: of a slot each."""
 
     begin: Int
@@ -23,7 +23,7 @@ class KeyRange(NamedTuple):
     groups: Int
 
 
-def key_range(block: "LayersBlock", layer: Int, start: Int) -> KeyRange:
+def key_range(block: "LayersBlock", layer: Int, start: Int) -> SplitRange:
     """The block's tokens in the pages. start: position of the new token."""
     plan, at = block.plan, block.refs.windows + (layer * 4).wide()
     window = Int(ptx("ld.global.b32 $0, [$1];", at, out="r"))
@@ -37,10 +37,10 @@ def key_range(block: "LayersBlock", layer: Int, start: Int) -> KeyRange:
     groups = (end - begin + (plan.tokens - 1)) // plan.tokens
     has_keys = arith.andi(block.block < plan.shape.heads * plan.splits, split < parts)
     has_keys = arith.andi(has_keys, begin < end)
-    return KeyRange(begin, end, select(has_keys, groups, const(0)))
+    return SplitRange(begin, end, select(has_keys, groups, const(0)))
 
 
-def row_of(block: "LayersBlock", layer: Int, token: Int) -> Int:
+def token_row(block: "LayersBlock", layer: Int, token: Int) -> Int:
     """Byte of a token's head in the pages."""
     plan, s = block.plan, block.plan.shape
     at = block.refs.table + ((token // plan.page) * 4).wide()
@@ -73,7 +73,7 @@ def load_keys(block: "LayersBlock") -> None:
                 at = slot + offset + token * row_bytes
                 ptx(
                     "cp.async.cg.shared.global [$0], [$1], 16;",
-                    at, source + row_of(block, index, first + token),
+                    at, source + token_row(block, index, first + token),
                 )  # fmt: skip
                 return []
 
