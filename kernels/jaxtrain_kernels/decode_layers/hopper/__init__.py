@@ -30,7 +30,8 @@ from jaxtrain_kernels.decode_layers.packing import LayersShape, StreamedLayers
 from jaxtrain_kernels.dispatch import Target
 
 MOST_SPLITS = 12
-FLIGHT = 40 * 1024  # bytes of a block that are being loaded
+FLIGHT = 4  # slots that are being loaded
+RING_BYTES = 96 * 1024  # at least, in a kernel that serves
 MOST_SCORE = 64  # of normed queries and keys: exponentials need no largest score
 SPINS = 2**20  # reads of a vector, about a second, before a warp times out
 
@@ -46,13 +47,16 @@ def supports(target: Target, shape: LayersShape, x0_D: Any, pages: Any) -> str |
     if s.head_dim != 128 or s.heads != s.kv_heads:
         return f"needs as many heads of keys as of queries, of 128 channels, got {s.kv_heads}"
     if s.width % 64 or s.hidden % 64 or slot_shape(s).warps < 4:
-        return f"needs widths in multiples of 256, got {s.width} and {s.hidden}"
+        return f"needs widths of 64 channels times 4 to 12 warps, got {s.width} and {s.hidden}"
     if s.scale * s.head_dim > MOST_SCORE:
         return f"needs scores up to {MOST_SCORE}, got a scale of {s.scale}"
     if s.width // ROWS < hopper.sm_count():
         return f"needs a width of {ROWS * hopper.sm_count()}, got {s.width}"
     if s.heads * (s.head_dim // 16) > hopper.sm_count():
         return f"needs at most {hopper.sm_count() // 8} heads, got {s.heads}"
+    plan = plan_of(s, pages, 1, hopper.sm_count())
+    if plan.turns > 1 and plan.slots * plan.slot.bytes < RING_BYTES:
+        return f"has no ring of whole turns in a layer of width {s.width} and {s.hidden}"
     return None
 
 
@@ -68,15 +72,19 @@ def pack_matrices(
 def plan_of(
     s: LayersShape, pages: Any, table: int, blocks: int, spins: int = SPINS
 ) -> StreamedPlan:
-    """The plan with as many slots as shared memory has room for, and the ring a number of turns in
-    each layer."""
-    splits = max(1, min(blocks // s.heads, MOST_SPLITS))
+    """The plan with as many slots as have room and whole turns in each layer, with as few spare
+    units as make a ring of RING_BYTES or of a whole layer. table: length of the page table."""
+    splits = max(2, min(blocks // s.heads, MOST_SPLITS))
     sizes = pages[0].shape[2], pages[0].shape[1], table
-    plan = StreamedPlan(s, blocks, splits, 0, 0, *sizes, spins)
-    most = (SHARED_BYTES - sum(plan.shared_bytes)) // (plan.slot.bytes + 16)
-    of_layer = sum(p.most * p.slots for p in plan.products.values())
-    slots = max(n for n in range(1, most + 1) if of_layer % n == 0)
-    return plan._replace(slots=slots, flight=max(1, FLIGHT // plan.slot.bytes))
+    plans = []
+    for spare in range(4):
+        plan = StreamedPlan(s, blocks, splits, spare, 0, 0, *sizes, spins)
+        most = (SHARED_BYTES - sum(plan.shared_bytes)) // (plan.slot.bytes + 16)
+        slots = max(n for n in range(1, most + 1) if plan.slots_of_layer % n == 0)
+        plans.append(plan._replace(slots=slots, flight=min(FLIGHT, slots)))
+        if slots * plan.slot.bytes >= RING_BYTES or plans[-1].turns == 1:
+            return plans[-1]
+    return max(plans, key=lambda plan: plan.slots)
 
 
 def decode_layers(

@@ -32,13 +32,15 @@ class StreamedProduct(NamedTuple):
 
 class StreamedPlan(NamedTuple):
     """blocks: of the grid. splits: parts of a head's keys, the last of which is the new token.
-    slots: of the ring of weights. flight: most slots of it that are being loaded. page: tokens of a
-    page. pages: of a layer. table: length of the page table. spins: reads of a vector before a warp
-    times out."""
+    spare: units of attention's output that a block multiplies beyond its own, so that the ring has
+    whole turns in a layer. slots: of the ring of weights. flight: most slots of it that are being
+    loaded. page: tokens of a page. pages: of a layer. table: length of the page table. spins: reads
+    of a vector before a warp times out."""
 
     shape: LayersShape
     blocks: int
     splits: int
+    spare: int
     slots: int
     flight: int
     page: int
@@ -60,9 +62,13 @@ class StreamedPlan(NamedTuple):
         return -(-(self.warps + 2) // 4)
 
     @property
+    def slots_of_layer(self) -> int:
+        return sum(p.most * p.slots for p in self.products.values())
+
+    @property
     def turns(self) -> int:
         """Of the ring, in a layer: so a slot's place in the ring is the same in each layer."""
-        return sum(p.most * p.slots for p in self.products.values()) // self.slots
+        return self.slots_of_layer // self.slots
 
     @property
     def tokens(self) -> int:
@@ -76,8 +82,9 @@ class StreamedPlan(NamedTuple):
         sizes = (s.qkv_rows, s.width), (s.width, C), (s.hidden, s.width), (s.width, s.hidden)
         return {
             name: StreamedProduct(
-                rows, inputs, rows // ROWS, -(-rows // ROWS // self.blocks), slot.slots(inputs),
-                inputs // INPUTS // slot.warps,
+                rows, inputs, rows // ROWS,
+                -(-rows // ROWS // self.blocks) + (self.spare if name == "out" else 0),
+                slot.slots(inputs), inputs // INPUTS // slot.warps,
             )
             for name, (rows, inputs) in zip(PHASES, sizes, strict=True)
         }  # fmt: skip
