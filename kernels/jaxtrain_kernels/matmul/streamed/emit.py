@@ -116,7 +116,7 @@ def ptx(code: str, *args: Any, out: str = "", effects: bool = True) -> Any:
         code,
         ",".join(constraints),
         has_side_effects=effects or not kinds,
-        convergent="bar." in code or "mma." in code,
+        convergent=any(x in code for x in ("bar.", "mma.", "vote.", "shfl.")),
     )
     if not kinds:
         return None
