@@ -1,22 +1,24 @@
-"""Threads of a few CUDA blocks in NumPy, which run the kernel of attention over pages for Hopper.
+"""Threads of the kernel of `attention.paged.hopper` in NumPy: see `emulated_threads`.
 
-As `emulated_threads`, whose device it extends. Blocks wait for each other, so they run in lockstep.
+All blocks are at the same place of the code, so that the parts that a block joins must be there.
 """
 
 import types
+from typing import Any
 
-import jax.numpy as jnp
+import emulated_threads
 import numpy as np
+from emulated_threads import WORD, Int, Raw
 from jaxtrain_kernels.attention.paged.hopper import block, join, ring, scores
 from jaxtrain_kernels.matmul.streamed import registers
 from jaxtrain_kernels.matmul.streamed import ring as streamed_ring
 
-from tests.kernels import emulated_threads
-from tests.kernels.emulated_threads import WORD, Int, Raw, floats, to_word
-
 
 class PageDevice(emulated_threads.Device):
-    """Also instructions between lanes. No load is delayed: it is complete when it is issued."""
+    """Also instructions between lanes, and loads of several copies. multiply: threads that wait
+    for the same loads."""
+
+    multiply = 0
 
     def lanes(self, x):
         return x.reshape(emulated_threads.BLOCKS, -1, 32)
@@ -32,7 +34,7 @@ class PageDevice(emulated_threads.Device):
             assert (count >= given[1].values)[self.mask].all(), "a block would wait for ever"
             return None
         if "expect_tx" in code:
-            return self.expect(code, given[0])
+            return self.expect(int(code.split("[$0], ")[1][:-1]), given[0])
         if op.startswith("shfl"):
             lane = self.lanes(given[1].values) % 32
             return self.raw(np.take_along_axis(self.lanes(given[0].values), lane, -1), "i32")
@@ -44,15 +46,10 @@ class PageDevice(emulated_threads.Device):
         if op.startswith("ldmatrix"):
             return self.matrices(given[0])
         if op.startswith("prmt"):
-            low = code.endswith("0x5410;")
             a, b = given[0].words, given[1].words
-            if low:
+            if "0x5410" in code:
                 return Raw((a & WORD(0xFFFF)) | (b << WORD(16)), "i32")
             return Raw((a >> WORD(16)) | (b & WORD(0xFFFF0000)), "i32")
-        if op.startswith(("st.shared", "st.global", "st.relaxed")) and "], 0;" in code:
-            return self.store(code, given)
-        if op.startswith("cvt"):
-            return Raw(to_word(np.stack([x.values for x in given[::-1]], -1)[..., ::-1]), "i32")
         return super().ptx(code, *args, out=out, effects=effects)
 
     def turned(self, words):
@@ -86,73 +83,46 @@ class PageDevice(emulated_threads.Device):
             at, to, key = (int(x.values[b, t]) for x in (source, target, barrier))
             memory, at = self.arrays[at >> 40], at & (1 << 40) - 1
             assert at % 16 == 0 and to % 16 == 0 and at + size <= len(memory)
-            self.queues[b, key][-1].append((to, memory[at : at + size]))
+            self.queues[b, key][-1][1].append((to, memory[at : at + size]))
 
-    def expect(self, code, barrier):
+    def expect(self, size, barrier):
         """Begin a load of so many bytes."""
         for b, t in zip(*np.nonzero(self.mask), strict=True):
-            self.queues[b, int(barrier.values[b, t])].append([])
+            self.queues[b, int(barrier.values[b, t])].append((size, []))
 
     def complete(self, barrier):
         """Complete the next load of the barrier for which the warps that multiply wait."""
-        for b in np.nonzero(self.mask[:, : self.threads].any(1))[0]:
+        for b in np.nonzero(self.mask[:, : self.multiply].any(1))[0]:
             thread = np.nonzero(self.mask[b])[0][0]
-            for to, data in self.queues[b, int(barrier.values[b, thread])].popleft():
+            size, loads = self.queues[b, int(barrier.values[b, thread])].popleft()
+            assert sum(len(data) for _, data in loads) == size
+            for to, data in loads:
                 self.shared[b, to : to + len(data)] = data
 
 
-def emulated(monkeypatch, blocks, threads, multiply):
-    """A device in whose place the modules of the kernel run."""
-    monkeypatch.setattr(emulated_threads, "BLOCKS", blocks)
-    monkeypatch.setattr(emulated_threads, "THREADS", threads)
-    device = PageDevice()
-    device.threads = multiply
+def emulated_pages(monkeypatch, blocks, warpgroups, multiply) -> Any:
+    """A device in whose place the modules of the kernel run. multiply: threads that do."""
+    names = ("Int", "address", "const", "int_type", "loop", "float_const", "ptx", "select")
+    names += ("run_if", "zero", "arith", "mgpu", "gpu", "ir")
+    stand_ins, nothing = types.SimpleNamespace(**dict.fromkeys(names)), types.SimpleNamespace()
+    settings = {
+        "BLOCKS": blocks, "THREADS": 128 * warpgroups, "Device": PageDevice,
+        "block": stand_ins, "ring": nothing, "registers": nothing,
+    }  # fmt: skip
+    for name, value in settings.items():
+        monkeypatch.setattr(emulated_threads, name, value)
+    device: Any = emulated_threads.emulated(monkeypatch)
+    device.multiply = multiply
     real = lambda f: staticmethod(lambda a, b: Raw(np.float32(f(a.values, b.values)), "f32"))
-
-    class Arithmetic:
-        addf, mulf, subf = real(np.add), real(np.multiply), real(np.subtract)
-        maxnumf = real(np.maximum)
-        andi = staticmethod(lambda a, b: Raw(a.values & b.values, "i1"))
-        xori = staticmethod(lambda a, b: Raw(a.values ^ b.values, "i1"))
-        index_cast = staticmethod(lambda _, x: x)
-        bitcast = staticmethod(lambda _, x: Raw(x.words.view(np.float32), "f32"))
-        select = staticmethod(lambda c, a, b: Raw(np.where(c.values, a.values, b.values), a.kind))
-
-    def shuffled(x, distance):
-        lanes = x.values.reshape(blocks, -1, 32)[..., np.arange(32) ^ distance]
-        return Raw(lanes.reshape(blocks, threads), "f32")
-
-    thread, space = np.arange(threads)[None], types.SimpleNamespace
-    utils = space(
-        thread_idx=lambda: Raw(thread, "i32"),
-        warp_idx=lambda: Raw(thread // 32, "i32"),
-        shfl_bfly=shuffled,
-    )
-    stand_ins = {
-        "Int": Int,
-        "address": lambda x: x,
-        "const": lambda x: Int(Raw(x, "i32")),
-        "int_type": lambda: None,
-        "loop": device.loop,
-        "float_const": lambda x: Raw(np.float32(x), "f32"),
-        "ptx": device.ptx,
-        "select": lambda c, yes, no: Int(
-            Raw(np.where(c.values, yes.value.values, no.value.values), yes.value.kind)
-        ),
-        "run_if": device.run_if,
-        "zero": lambda: Raw(np.float32(0), "f32"),
-        "arith": Arithmetic,
-        "mgpu": space(utils=utils),
-        "gpu": space(
-            block_id=lambda _: Raw(np.arange(blocks)[:, None], "i32"), Dimension=space(x=0)
-        ),
-        "ir": space(F32Type=space(get=lambda: None)),
-    }
+    choose = lambda c, a, b: Raw(np.where(c.values, a.values, b.values), a.kind)
+    more = {
+        "subf": real(np.subtract), "maxnumf": real(np.maximum), "select": staticmethod(choose),
+        "xori": staticmethod(lambda a, b: Raw(a.values ^ b.values, "i1")),
+    }  # fmt: skip
+    for name, value in more.items():
+        setattr(stand_ins.arith, name, value)
     for module in (block, join, ring, scores, registers, streamed_ring):
-        for name, value in stand_ins.items():
+        for name in names:
             if hasattr(module, name):
-                monkeypatch.setattr(module, name, value)
+                monkeypatch.setattr(module, name, getattr(stand_ins, name))
     return device
-
-
-__all__ = ["emulated", "floats", "jnp"]

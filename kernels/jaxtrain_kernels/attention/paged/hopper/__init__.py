@@ -12,7 +12,7 @@ Counters are zeros before and after a call.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,29 @@ from jaxtrain_kernels.dispatch import Target, mesh_devices
 MOST_QUERIES = 8  # of a KV head: columns of a matmul
 MOST_HEADS = 16
 MOST_SEQUENCES = 1024
+MOST_OF_TWO = 7  # heads: 8 warps with the one that loads, of 128 registers a thread
 SHARED_BYTES = 220 * 1024
 LOG2E = math.log2(math.e)
+# Bytes of a full cache from which on it was measured to be faster than Triton's kernel.
+LEAST_BYTES = {"bfloat16": 10**9, "int8": 3 * 10**7}
+MEASURED_HEADS = 6, 8
+
+
+def slower(values_PpKH: Any, capacity: int) -> str | None:
+    """Why Triton's kernel is the better choice; None = it is not. values_PpKH: keys of the pages.
+    capacity: tokens of all sequences in the page table.
+
+    A call takes about 10 us beside its loads, while the blocks find their tiles and join.
+    """
+    K, dtype = values_PpKH.shape[2], values_PpKH.dtype
+    size, least = 2 * capacity * K * HEAD * dtype.itemsize, LEAST_BYTES[dtype.name]
+    low, high = MEASURED_HEADS
+    if size < least or not low <= K <= high:
+        return (
+            f"is faster from {least:,} bytes of keys and values on, with {low} to {high} heads, got"
+            f" {size:,} and {K}"
+        )
+    return None
 
 
 def supports(on: Target, q_BTNH: Any, values_PpKH: Any, softcap: float | None) -> str | None:
@@ -51,25 +72,31 @@ def supports(on: Target, q_BTNH: Any, values_PpKH: Any, softcap: float | None) -
     return None
 
 
+def blocks_of(values_PpKH: Any) -> int:
+    """Blocks of each multiprocessor: two in int8, which is bound by the warps' latencies, if
+    registers of both fit, as blocks wait for each other."""
+    return 2 if values_PpKH.dtype == jnp.int8 and values_PpKH.shape[2] <= MOST_OF_TWO else 1
+
+
 def plan_of(q_BTNH: Any, values_PpKH: Any, window: int | None, scale: float, per: int) -> PagePlan:
-    """The plan with as many slots as shared memory has room for. per: blocks of each SM."""
+    """The plan with as many slots as shared memory has room for. per: blocks of each
+    multiprocessor."""
     (B, _, N, _), (_, size, K, _) = q_BTNH.shape, values_PpKH.shape
     quantized = values_PpKH.dtype == jnp.int8
     tokens = 32 if quantized and size % 32 == 0 and per == 1 else 16
     blocks = hopper.sm_count() * per
     plan = PagePlan(B, K, N // K, size, tokens, quantized, blocks, 0, window, scale * LOG2E)
-    rest = sum(plan.shared_bytes)
-    return plan._replace(slots=(SHARED_BYTES // per - rest - 1024 * (per - 1)) // plan.slot_bytes)
+    ring = SHARED_BYTES // per - 1024 * (per - 1) - sum(plan.shared_bytes)
+    return plan._replace(slots=ring // plan.slot_bytes)
 
 
 def paged_attention(
     q_BTNH: Any, k_PpKH: Any, v_PpKH: Any, table_BW: Any, starts_B: Any, counts_B: Any,
-    *, window: int | None, softcap: float | None, scale: float, per: int = 1,
+    *, window: int | None, softcap: float | None, scale: float,
 ) -> Any:  # fmt: skip
-    """Backend of the public function."""
-    assert softcap is None
+    """Backend of the public function. softcap: None, see `supports`."""
     values = k_PpKH.values_BSKH if isinstance(k_PpKH, Quantized) else k_PpKH
-    plan = plan_of(q_BTNH, values, window, scale, per)
+    plan = plan_of(q_BTNH, values, window, scale, blocks_of(values))
     counters = jnp.zeros((len(q_BTNH),), jnp.int32)
     numbers = (x.astype(jnp.int32) for x in (table_BW, starts_B, counts_B))
     return call_paged(plan, q_BTNH, k_PpKH, v_PpKH, *numbers, counters)
@@ -87,8 +114,12 @@ def call_paged(
     def paged_attention(*refs, **memory):
         def run(_, refs, memory):
             q, *rest = refs
-            kv = rest[: len(pages)] if plan.quantized else [rest[0], None, rest[1], None]
-            operands = PageRefs(q, *kv, *rest[len(pages) :], W)
+            kv, rest = rest[: len(pages)], rest[len(pages) :]
+            k, k_scale, v, v_scale = kv if plan.quantized else (kv[0], None, kv[1], None)
+            table, starts, counts, counters, out, sums, stats = rest
+            operands = PageRefs(
+                q, k, k_scale, v, v_scale, table, starts, counts, counters, out, sums, stats, W
+            )
             PageBlock(plan, operands, memory).run()
 
         arguments = refs, Memory(**memory)

@@ -136,10 +136,9 @@ class PageBlock:
         for r in range(plan.rounds):
             b = self.lane + 32 * r
             upto = self.shared(self.memory.first, b + 1)
-            inside = b < plan.B
-            one = lambda cond: select(arith.andi(inside, cond), const(1), const(0))
-            low = low + one((self.begin + 1).compare("sgt", upto))
-            high = high + one(self.end.compare("sgt", upto))
+            upto = select(b < plan.B, upto, self.total + 1)  # not before any tile
+            low = low + select((self.begin + 1).compare("sgt", upto), const(1), const(0))
+            high = high + select(self.end.compare("sgt", upto), const(1), const(0))
         self.low, high = sum_of_lanes(low), sum_of_lanes(high)
         empty = self.begin.compare("sge", self.end)
         self.segments = select(empty, const(0), high - self.low + 1)

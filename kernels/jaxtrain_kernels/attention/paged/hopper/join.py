@@ -91,9 +91,7 @@ class Joiner:
 
     def put(self, warp: Int, found: list[Any]) -> None:
         at = self.memory.parts + warp * PART_BYTES
-        run_if(
-            self.lane.equals(0), lambda: ptx("st.shared.v2.f32 [$0], {$1, $2};", at, *found[:2])
-        )
+        run_if(self.lane.equals(0), lambda: ptx("st.shared.v2.f32 [$0], {$1, $2};", at, *found[:2]))
         store = "st.shared.v4.f32 [$0], {$1, $2, $3, $4};"
         ptx(store, at + self.lane * 16 + 16, *found[2:])
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtrain_kernels.attention.paged.hopper.plan import Memory, PagePlan
 from jaxtrain_kernels.matmul.streamed.emit import Int, const, ptx, run_if, select
-from jaxtrain_kernels.matmul.streamed.ring import _wait
+from jaxtrain_kernels.matmul.streamed.ring import wait
 
 
 def lane_value(x: Int, lane: Int) -> Int:
@@ -45,7 +45,7 @@ class PageRing:
         keys, 1 of values. arrays: values and scales. token: number of the first, int64."""
         plan, (number, index, parity) = self.plan, map(Int, position)
         full, free = self.barriers(index)
-        run_if(number.compare("sge", plan.slots), lambda: _wait(free, parity ^ 1))
+        run_if(number.compare("sge", plan.slots), lambda: wait(free, parity ^ 1))
         begin = self.first_byte(index)
         size = plan.tokens * plan.row_bytes + plan.scale_bytes
         copy = (
@@ -80,7 +80,7 @@ class PageRing:
     def await_slot(self, position: Sequence[Any]) -> Int:
         """First byte of the slot at a position (index, parity), once it is loaded."""
         index, parity = map(Int, position)
-        _wait(self.barriers(index)[0], parity)
+        wait(self.barriers(index)[0], parity)
         return self.first_byte(index)
 
     def release(self, position: Sequence[Any], lane: Int, read: Int) -> list[Any]:
@@ -93,4 +93,3 @@ class PageRing:
         arrive = "mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];"
         run_if(lane.equals(0), lambda: ptx(arrive, free))
         return self.next(index, parity)
-

@@ -19,7 +19,7 @@ from jaxtrain_kernels.matmul.streamed.emit import (
     select,
     zero,
 )  # fmt: skip
-from jaxtrain_kernels.matmul.streamed.registers import LOAD, _bf16, _mma, to_word
+from jaxtrain_kernels.matmul.streamed.registers import LOAD, bf16_of_int8, mma, to_word
 
 MASKED = -3e38
 
@@ -44,7 +44,7 @@ class Queries:
                 words = [select(real, Int(x), const(0)).value for x in words]
                 for i in range(2):
                     pair = words[2 * i : 2 * i + 2]
-                    if plan.quantized:  # channels 0 and 2, then 1 and 3, as `_bf16` has them
+                    if plan.quantized:  # channels 0 and 2, then 1 and 3, as `bf16_of_int8` has them
                         codes = "0x5410", "0x7632"
                         pair = [
                             ptx(f"prmt.b32 $0, $1, $2, {x};", *pair, out="r", effects=False)
@@ -114,12 +114,12 @@ class HeadTile:
                 read = read | Int(rows[0][0]) | Int(rows[1][0])
                 if plan.quantized:
                     for i in range(4):
-                        a = [_bf16(row[i], shift) for shift in (0, 8) for row in rows]
-                        parts[i % 2] = _mma(a, self.queries[4 * piece + i], parts[i % 2])
+                        a = [bf16_of_int8(row[i], shift) for shift in (0, 8) for row in rows]
+                        parts[i % 2] = mma(a, self.queries[4 * piece + i], parts[i % 2])
                 else:
                     for i in range(2):
                         a = [row[2 * i + n] for n in range(2) for row in rows]
-                        parts[i] = _mma(a, self.queries[2 * piece + i], parts[i])
+                        parts[i] = mma(a, self.queries[2 * piece + i], parts[i])
             scores = [arith.addf(a, b) for a, b in zip(*parts, strict=True)]
             factors = [float_const(plan.factor)] * 2
             if plan.quantized:
@@ -163,10 +163,12 @@ class HeadTile:
                 words = ptx(load, own + (16 * m * stride + 32 * j), out="rrrr")
                 read = read | Int(words[0])
                 if not plan.quantized:
-                    sums[4 * j : 4 * j + 4] = _mma(words, b, sums[4 * j : 4 * j + 4])
+                    sums[4 * j : 4 * j + 4] = mma(words, b, sums[4 * j : 4 * j + 4])
                     continue
                 for i in range(2):
                     four = slice(8 * j + 4 * i, 8 * j + 4 * i + 4)
-                    a = [_bf16(words[2 * i + n], shift) for n in range(2) for shift in (0, 8)]
-                    sums[four] = _mma(a, b, sums[four])
+                    a = [
+                        bf16_of_int8(words[2 * i + n], shift) for n in range(2) for shift in (0, 8)
+                    ]
+                    sums[four] = mma(a, b, sums[four])
         return self.ring.release(position, self.lane, read), sums
