@@ -68,7 +68,7 @@ def _flash_bwd(o: FlashOptions, residuals, cotangents):
     """dq, dk, dv, None; a cotangent of zeros costs nothing for the LSE, which few callers use."""
     dout, dlse = cotangents
     if isinstance(dout, SymbolicZero):
-        dout = jnp.zeros(dout.shape, dout.dtype)
+        dout = jnp.zeros_like(residuals[4])
     if isinstance(dlse, SymbolicZero):
         dlse = None
 
