@@ -11,10 +11,11 @@ from emulated_threads import Int, Raw
 from jaxtrain_kernels import paged_attention, quantize
 from jaxtrain_kernels.attention import reference
 from jaxtrain_kernels.attention.paged import hopper
-from jaxtrain_kernels.attention.paged.hopper.block import PageBlock, PageRefs
-from jaxtrain_kernels.attention.paged.hopper.plan import Memory, PagePlan
+from jaxtrain_kernels.attention.paged.hopper.block import PageBlock
+from jaxtrain_kernels.attention.paged.hopper.plan import PageMemory, PageRefs, PageStreamPlan
 from jaxtrain_kernels.dispatch import Target, on_target
 
+LOG2E = 1.442695
 GPU = Target("cuda", (9, 0))
 
 
@@ -46,8 +47,8 @@ def run_emulated(monkeypatch, plan, arrays):
         device.put(q), k, k_scale, v, v_scale, table_at, starts_at, counts_at, counters, out, sums,
         stats, table.shape[1],
     )  # fmt: skip
-    begins = np.cumsum([0, *plan.shared_bytes])
-    memory = Memory(*(Int(Raw(x, "i32")) for x in begins[:-1]))
+    offsets = np.cumsum([0, *plan.shared_bytes])
+    memory = PageMemory(*(Int(Raw(x, "i32")) for x in offsets[:-1]))
     with np.errstate(all="ignore"):  # of inactive threads
         PageBlock(plan, refs, memory).run()
     array = lambda x: device.arrays[int(x.value.values.flat[0]) >> 40]
@@ -65,7 +66,7 @@ RAGGED = [0, 1, 17, 130, 0, 96]
         (2, 8, 32, 32, "int8", 5, None, RAGGED),
         (3, 1, 16, 16, "int8", 12, None, [250, 0]),
         (2, 4, 32, 16, "bfloat16", 5, 20, RAGGED),
-        (1, 2, 16, 16, "bfloat16", 3, None, [20]),
+        (1, 2, 16, 16, "bfloat16", 5, None, [40]),
         (2, 1, 16, 16, "bfloat16", 2, None, [0, 0, 0]),
     ],
 )
@@ -74,7 +75,9 @@ def test_threads_equal_the_reference(
 ):
     arrays = inputs(lengths, K, G, size, dtype)
     quantized = dtype == "int8"
-    plan = PagePlan(len(lengths), K, G, size, tokens, quantized, blocks, 4, window, 0.1 * 1.442695)
+    plan = PageStreamPlan(
+        len(lengths), K, G, size, tokens, quantized, blocks, 4, window, 0.1 * 1.442695
+    )
     options = {"window": window, "softcap": None, "scale": 0.1}
     wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arrays)
     expected = np.asarray(reference.paged_attention(*wide, **options))
@@ -146,7 +149,7 @@ def test_blocks_that_wait_for_each_other_fit_on_a_multiprocessor(monkeypatch):
     for K, dtype, per in [(7, "int8", 2), (8, "int8", 1), (6, "bfloat16", 1)]:
         q, pages, *_ = abstract(2, 64, K, dtype)
         values = jax.tree.leaves(pages)[0]
-        plan = hopper.plan_of(q, values, None, 1.0, hopper.blocks_of(values))
+        plan = hopper.plan_of(q, values, None, 1.0, hopper.blocks_each(values))
         assert plan.blocks == 132 * per and plan.slots >= 3
         assert per * (sum(plan.shared_bytes) + 1024) <= 228 * 1024
         assert per == 1 or per * plan.warpgroups * 128 * 128 <= 2**16

@@ -53,7 +53,7 @@ class Ring:
                     self.await_earlier(number, index, parity, n, warps)
                     full, free = self.barriers(index, warp)
                     reused = number.compare("sge", self.plan.slots)
-                    run_if(reused, lambda free=free: wait(free, parity ^ 1))
+                    run_if(reused, lambda free=free: await_phase(free, parity ^ 1))
                     source = begin + (i * WARPS + warp).wide() * self.plan.slot_bytes
                     self.copy(source, self.first_byte(index, warp), full)
                 return [(number + 1).value, *self.next(index, parity)]
@@ -70,7 +70,7 @@ class Ring:
         earlier = select(wraps, earlier + self.plan.slots, earlier)
         parity = parity ^ select(wraps, const(1), const(0))
         full, _ = self.barriers(earlier, warps[other])
-        run_if(number.compare("sge", back), lambda: wait(full, parity))
+        run_if(number.compare("sge", back), lambda: await_phase(full, parity))
 
     def copy(self, source: Int, target: Int, barrier: Int) -> None:
         size = self.plan.slot_bytes
@@ -91,7 +91,7 @@ class Ring:
     def await_slot(self, position: Sequence[Any], warp: Int) -> Int:
         """First byte of the warp's slot at a position (index, parity), once it is loaded."""
         index, parity = map(Int, position)
-        wait(self.barriers(index, warp)[0], parity)
+        await_phase(self.barriers(index, warp)[0], parity)
         return self.first_byte(index, warp)
 
     def release(
@@ -112,7 +112,7 @@ class Ring:
         return self.next(index, parity)
 
 
-def wait(barrier: Int, parity: Int) -> None:
+def await_phase(barrier: Int, parity: Int) -> None:
     """Wait until a barrier has completed the phase of this parity."""
     ptx(
         "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"

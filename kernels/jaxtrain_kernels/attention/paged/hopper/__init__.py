@@ -12,7 +12,6 @@ Counters are zeros before and after a call.
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.decode import Quantized
-from jaxtrain_kernels.attention.paged.hopper.block import PageBlock, PageRefs
-from jaxtrain_kernels.attention.paged.hopper.plan import HEAD, Memory, PagePlan
+from jaxtrain_kernels.attention.paged.hopper.block import PageBlock
+from jaxtrain_kernels.attention.paged.hopper.plan import HEAD, PageMemory, PageRefs, PageStreamPlan
+from jaxtrain_kernels.attention.paged.xla import Pages
 from jaxtrain_kernels.dispatch import Target, mesh_devices
 
 MOST_QUERIES = 8  # of a KV head: columns of a matmul
@@ -29,13 +29,14 @@ MOST_HEADS = 16
 MOST_SEQUENCES = 1024
 MOST_OF_TWO = 7  # heads: 8 warps with the one that loads, of 128 registers a thread
 SHARED_BYTES = 220 * 1024
+Shaped = jax.Array | jax.ShapeDtypeStruct
 LOG2E = math.log2(math.e)
 # Bytes of a full cache from which on it was measured to be faster than Triton's kernel.
 LEAST_BYTES = {"bfloat16": 10**9, "int8": 3 * 10**7}
 MEASURED_HEADS = 6, 8
 
 
-def slower(values_PpKH: Any, capacity: int) -> str | None:
+def slower(values_PpKH: Shaped, capacity: int) -> str | None:
     """Why Triton's kernel is the better choice; None = it is not. values_PpKH: keys of the pages.
     capacity: tokens of all sequences in the page table.
 
@@ -52,7 +53,7 @@ def slower(values_PpKH: Any, capacity: int) -> str | None:
     return None
 
 
-def supports(on: Target, q_BTNH: Any, values_PpKH: Any, softcap: float | None) -> str | None:
+def supports(on: Target, q_BTNH: Shaped, values_PpKH: Shaped, softcap: float | None) -> str | None:
     """Why this backend cannot serve the call; None = it can. values_PpKH: keys of the pages."""
     if reason := hopper.unsupported_reason(on):
         return reason
@@ -72,31 +73,33 @@ def supports(on: Target, q_BTNH: Any, values_PpKH: Any, softcap: float | None) -
     return None
 
 
-def blocks_of(values_PpKH: Any) -> int:
+def blocks_each(values_PpKH: Shaped) -> int:
     """Blocks of each multiprocessor: two in int8, which is bound by the warps' latencies, if
     registers of both fit, as blocks wait for each other."""
     return 2 if values_PpKH.dtype == jnp.int8 and values_PpKH.shape[2] <= MOST_OF_TWO else 1
 
 
-def plan_of(q_BTNH: Any, values_PpKH: Any, window: int | None, scale: float, per: int) -> PagePlan:
+def plan_of(
+    q_BTNH: Shaped, values_PpKH: Shaped, window: int | None, scale: float, per: int
+) -> PageStreamPlan:
     """The plan with as many slots as shared memory has room for. per: blocks of each
     multiprocessor."""
     (B, _, N, _), (_, size, K, _) = q_BTNH.shape, values_PpKH.shape
     quantized = values_PpKH.dtype == jnp.int8
     tokens = 32 if quantized and size % 32 == 0 and per == 1 else 16
     blocks = hopper.sm_count() * per
-    plan = PagePlan(B, K, N // K, size, tokens, quantized, blocks, 0, window, scale * LOG2E)
+    plan = PageStreamPlan(B, K, N // K, size, tokens, quantized, blocks, 0, window, scale * LOG2E)
     ring = SHARED_BYTES // per - 1024 * (per - 1) - sum(plan.shared_bytes)
     return plan._replace(slots=ring // plan.slot_bytes)
 
 
 def paged_attention(
-    q_BTNH: Any, k_PpKH: Any, v_PpKH: Any, table_BW: Any, starts_B: Any, counts_B: Any,
-    *, window: int | None, softcap: float | None, scale: float,
-) -> Any:  # fmt: skip
+    q_BTNH: jax.Array, k_PpKH: Pages, v_PpKH: Pages, table_BW: jax.Array, starts_B: jax.Array,
+    counts_B: jax.Array, *, window: int | None, softcap: float | None, scale: float,
+) -> jax.Array:  # fmt: skip
     """Backend of the public function. softcap: None, see `supports`."""
     values = k_PpKH.values_BSKH if isinstance(k_PpKH, Quantized) else k_PpKH
-    plan = plan_of(q_BTNH, values, window, scale, blocks_of(values))
+    plan = plan_of(q_BTNH, values, window, scale, blocks_each(values))
     counters = jnp.zeros((len(q_BTNH),), jnp.int32)
     numbers = (x.astype(jnp.int32) for x in (table_BW, starts_B, counts_B))
     return call_paged(plan, q_BTNH, k_PpKH, v_PpKH, *numbers, counters)
@@ -104,9 +107,9 @@ def paged_attention(
 
 @functools.partial(jax.jit, static_argnums=0)
 def call_paged(
-    plan: PagePlan, q_BTNH: Any, k_PpKH: Any, v_PpKH: Any, table_BW: Any, starts_B: Any,
-    counts_B: Any, counters_B: Any,
-) -> Any:  # fmt: skip
+    plan: PageStreamPlan, q_BTNH: jax.Array, k_PpKH: Pages, v_PpKH: Pages, table_BW: jax.Array,
+    starts_B: jax.Array, counts_B: jax.Array, counters_B: jax.Array,
+) -> jax.Array:  # fmt: skip
     """All calls of a plan share one trace and one kernel."""
     pages = jax.tree.leaves((k_PpKH, v_PpKH))
     W, N = table_BW.shape[1], plan.K * plan.G
@@ -122,14 +125,14 @@ def call_paged(
             )
             PageBlock(plan, operands, memory).run()
 
-        arguments = refs, Memory(**memory)
+        arguments = refs, PageMemory(**memory)
         types = jax.tree.map(lambda _: plgpu.RefType(), arguments)
         plgpu.inline_mgpu(arg_types=types)(run)(*arguments)
 
     sizes = plan.shared_bytes
     scratch = {
         name: plgpu.SMEM((size // 4,), jnp.int32)
-        for name, size in zip(Memory._fields, sizes, strict=True)
+        for name, size in zip(PageMemory._fields, sizes, strict=True)
     }
     each = 2 * plan.blocks, N
     out, *_ = hopper.pallas_kernel(

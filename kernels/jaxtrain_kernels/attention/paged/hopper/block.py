@@ -2,13 +2,19 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, gpu
 
 from jaxtrain_kernels.attention.paged.hopper.join import Joiner
-from jaxtrain_kernels.attention.paged.hopper.plan import HEAD, Memory, PagePlan
+from jaxtrain_kernels.attention.paged.hopper.plan import (
+    HEAD,
+    PageMemory,
+    PageRefs,
+    PageStreamPlan,
+    Segment,
+)
 from jaxtrain_kernels.attention.paged.hopper.ring import PageRing, lane_value, sum_of_lanes
 from jaxtrain_kernels.attention.paged.hopper.scores import HeadTile, Queries
 from jaxtrain_kernels.matmul.streamed.emit import (
@@ -27,43 +33,16 @@ from jaxtrain_kernels.matmul.streamed.emit import (
 NOTHING = -1e30  # peak of no scores
 
 
-class PageRefs(NamedTuple):
-    """References to the call's arrays, inputs first. W: pages of a row of the table."""
-
-    q: Any
-    k: Any
-    k_scale: Any
-    v: Any
-    v_scale: Any
-    table: Any
-    starts: Any
-    counts: Any
-    counters: Any
-    out: Any
-    sums: Any
-    stats: Any
-    W: int
-
-
-class Segment(NamedTuple):
-    """A block's tiles of sequence b: `count` from tile `first` of the sequence on. whole: all."""
-
-    b: Int
-    first: Int
-    count: Int
-    length: Int
-    partial: Any
-    slot: Int
-    first_block: Int
-    parts: Int
+def _negated(condition: Any) -> Any:
+    return arith.xori(condition, const(0).equals(0))
 
 
 class PageBlock:
     """A block's registers, and what its threads do."""
 
-    def __init__(self, plan: PagePlan, refs: PageRefs, memory: Memory):
+    def __init__(self, plan: PageStreamPlan, refs: PageRefs, memory: PageMemory):
         self.plan, self.refs = plan, refs
-        self.memory = Memory(*map(address, memory))
+        self.memory = PageMemory(*map(address, memory))
         self.ring = PageRing(plan, self.memory)
         self.thread = Int(mgpu.utils.thread_idx())
         self.warp, self.lane = Int(mgpu.utils.warp_idx()), self.thread & 31
@@ -150,10 +129,8 @@ class PageBlock:
         low = select(before < self.begin, self.begin, before)
         high = select(after < self.end, after, self.end)
         starts, ends = low.equals(before), high.equals(after)
-        whole = arith.andi(starts, ends)
-        partial = arith.xori(whole, const(0).equals(0))
         # A sequence without tiles has no part.
-        partial = arith.andi(partial, low < high)
+        partial = arith.andi(_negated(arith.andi(starts, ends)), low < high)
         first_block = self.block_of(before)
         slot = self.block * 2 + select(starts, const(1), const(0))
         parts = self.block_of(after - 1) - first_block + 1
@@ -259,9 +236,8 @@ class PageBlock:
     def store(self, own: Segment, peaks: list[Any], totals: list[Any], sums: list[Any]) -> None:
         """Store the head's results, or its part of them."""
         plan = self.plan
-        whole = arith.xori(own.partial, const(0).equals(0))
 
-        def each(put: Callable[[Int, int, int, Any], None]) -> None:
+        def each(put: Callable[[Int, int, int, tuple[int, int]], None]) -> None:
             """put(query, e, index of a sum, channel)."""
             for e in range(2):
                 query = self.t * 2 + e
@@ -278,16 +254,16 @@ class PageBlock:
                 return self.g * 2 + (16 * j + half)
             return self.g + (16 * j + 8 * half)
 
-        def result(query: Int, e: int, index: int, place: Any) -> None:
+        def result(query: Int, e: int, index: int, at: tuple[int, int]) -> None:
             y = ptx("div.full.f32 $0, $1, $2;", sums[index], totals[e], out="f", effects=False)
             row = (own.b * plan.K + self.warp) * plan.G + query
-            at = address(self.refs.out) + (row * HEAD + channel(*place)).wide() * 2
-            ptx("{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; st.global.b16 [$0], h; }", at, y)
+            target = address(self.refs.out) + (row * HEAD + channel(*at)).wide() * 2
+            ptx("{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; st.global.b16 [$0], h; }", target, y)
 
-        def part(query: Int, e: int, index: int, place: Any) -> None:
+        def part(query: Int, e: int, index: int, at: tuple[int, int]) -> None:
             row = (own.slot * plan.K + self.warp) * plan.G + query
-            at = address(self.refs.sums) + (row * HEAD + channel(*place)).wide() * 4
-            ptx("st.global.f32 [$0], $1;", at, sums[index])
+            target = address(self.refs.sums) + (row * HEAD + channel(*at)).wide() * 4
+            ptx("st.global.f32 [$0], $1;", target, sums[index])
 
         def parts() -> None:
             each(part)
@@ -300,7 +276,7 @@ class PageBlock:
                 )
                 run_if(real, put)
 
-        run_if(whole, lambda: each(result))
+        run_if(_negated(own.partial), lambda: each(result))
         run_if(own.partial, parts)
 
     # Exchange

@@ -4,7 +4,14 @@ from typing import Any
 
 from jaxlib.mlir.dialects import arith
 
-from jaxtrain_kernels.attention.paged.hopper.plan import HEAD, PART_BYTES, Memory, PagePlan
+from jaxtrain_kernels.attention.paged.hopper.plan import (
+    HEAD,
+    PART_BYTES,
+    PageMemory,
+    PageRefs,
+    PageStreamPlan,
+    Segment,
+)
 from jaxtrain_kernels.matmul.streamed.emit import (
     Int,
     address,
@@ -26,11 +33,13 @@ FLOOR = -1e30
 class Joiner:
     """A lane has four channels. refs: of the block."""
 
-    def __init__(self, plan: PagePlan, memory: Memory, refs: Any, thread: Int, warp: Int):
+    def __init__(
+        self, plan: PageStreamPlan, memory: PageMemory, refs: PageRefs, thread: Int, warp: Int
+    ):
         self.plan, self.memory, self.refs, self.warp = plan, memory, refs, warp
         self.lane = thread & 31
 
-    def run(self, own: Any, block: Int) -> None:
+    def run(self, own: Segment, block: Int) -> None:
         """Join the parts of each `parts`-th head, from that of the block's number on."""
         plan, index = self.plan, block - own.first_block
         heads = (const(plan.K * plan.G - 1) - index + own.parts) // own.parts
@@ -56,12 +65,12 @@ class Joiner:
             loop((heads - self.warp + (plan.K - 1)) // plan.K, [], head)
 
         run_if(many, together)
-        run_if(arith.xori(many, const(0).equals(0)), apart)
+        run_if(own.parts < MANY, apart)
 
     def sync(self) -> None:
         ptx(f"bar.sync 1, {self.plan.threads};")
 
-    def parts(self, own: Any, n: Int, first: Int, step: int) -> list[Any]:
+    def parts(self, own: Segment, n: Int, first: Int, step: int) -> list[Any]:
         """Peak, total and sums of the parts first, first + step, .. of a head."""
         heads = self.plan.K * self.plan.G
 
@@ -83,7 +92,7 @@ class Joiner:
                 total = arith.select(real, stats[1], zero())
                 sums = [arith.select(real, x, zero()) for x in sums]
                 loaded.append([peak, total, *sums])
-            return joined([carried, *loaded])
+            return add_parts([carried, *loaded])
 
         count = (own.parts - first + (AHEAD * step - 1)) // (AHEAD * step)
         nothing = [float_const(FLOOR), *[zero() for _ in range(5)]]
@@ -102,9 +111,9 @@ class Joiner:
             stats = ptx("ld.shared.v2.f32 {$0, $1}, [$2];", at, out="ff")
             load = "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];"
             found.append([*stats, *ptx(load, at + self.lane * 16 + 16, out="ffff")])
-        return joined(found)
+        return add_parts(found)
 
-    def finish(self, own: Any, n: Int, found: list[Any]) -> None:
+    def finish(self, own: Segment, n: Int, found: list[Any]) -> None:
         """Store the results of a head."""
         divide = "div.full.f32 $0, $1, $2;"
         ys = [ptx(divide, x, found[1], out="f", effects=False) for x in found[2:]]
@@ -113,7 +122,7 @@ class Joiner:
         ptx("st.global.v2.b32 [$0], {$1, $2};", at, to_word(*ys[:2]), to_word(*ys[2:]))
 
 
-def joined(parts: list[list[Any]]) -> list[Any]:
+def add_parts(parts: list[list[Any]]) -> list[Any]:
     """Peak, total and sums of several."""
     peak = parts[0][0]
     for part in parts[1:]:

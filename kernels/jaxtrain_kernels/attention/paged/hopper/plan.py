@@ -2,10 +2,12 @@
 
 from typing import Any, NamedTuple
 
+from jaxtrain_kernels.matmul.streamed.emit import Int
+
 HEAD = 128  # channels of a head
 
 
-class Memory(NamedTuple):
+class PageMemory(NamedTuple):
     """Shared memory. first: number of tiles before each sequence. lengths: tokens of each.
     parts: of a head, of each warp."""
 
@@ -17,7 +19,7 @@ class Memory(NamedTuple):
     parts: Any
 
 
-class PagePlan(NamedTuple):
+class PageStreamPlan(NamedTuple):
     """B sequences, K heads with G queries each, pages of `size` tokens. tokens: of a tile.
     factor: from q k^T to a score in base 2."""
 
@@ -71,7 +73,7 @@ class PagePlan(NamedTuple):
 
     @property
     def shared_bytes(self) -> tuple[int, ...]:
-        """Bytes of each part of `Memory`."""
+        """Bytes of each part of `PageMemory`."""
         many = 32 * self.rounds
         barriers = 8 * max(self.slots, 16)
         parts = self.K * PART_BYTES
@@ -79,3 +81,35 @@ class PagePlan(NamedTuple):
 
 
 PART_BYTES = 4 * (HEAD + 4)
+
+
+class PageRefs(NamedTuple):
+    """References to the call's arrays, inputs first. W: pages of a row of the table."""
+
+    q: Any
+    k: Any
+    k_scale: Any
+    v: Any
+    v_scale: Any
+    table: Any
+    starts: Any
+    counts: Any
+    counters: Any
+    out: Any
+    sums: Any
+    stats: Any
+    W: int
+
+
+class Segment(NamedTuple):
+    """A block's tiles of sequence b: `count` from tile `first` of the sequence on. partial: other
+    blocks have tiles of it too, `parts` with this one, from `first_block` on. slot: of the part."""
+
+    b: Int
+    first: Int
+    count: Int
+    length: Int
+    partial: Any
+    slot: Int
+    first_block: Int
+    parts: Int

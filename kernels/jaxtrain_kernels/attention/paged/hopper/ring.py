@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain_kernels.attention.paged.hopper.plan import Memory, PagePlan
+from jaxtrain_kernels.attention.paged.hopper.plan import PageMemory, PageStreamPlan
 from jaxtrain_kernels.matmul.streamed.emit import Int, const, ptx, run_if, select
-from jaxtrain_kernels.matmul.streamed.ring import wait
+from jaxtrain_kernels.matmul.streamed.ring import await_phase
 
 
 def lane_value(x: Int, lane: Int) -> Int:
@@ -20,7 +20,7 @@ def sum_of_lanes(x: Int) -> Int:
 class PageRing:
     """Slots with a tile of keys, or of values, and their scales, in turn."""
 
-    def __init__(self, plan: PagePlan, memory: Memory):
+    def __init__(self, plan: PageStreamPlan, memory: PageMemory):
         self.plan, self.memory = plan, memory
 
     def barriers(self, index: Int) -> tuple[Int, Int]:
@@ -45,7 +45,7 @@ class PageRing:
         keys, 1 of values. arrays: values and scales. token: number of the first, int64."""
         plan, (number, index, parity) = self.plan, map(Int, position)
         full, free = self.barriers(index)
-        run_if(number.compare("sge", plan.slots), lambda: wait(free, parity ^ 1))
+        run_if(number.compare("sge", plan.slots), lambda: await_phase(free, parity ^ 1))
         begin = self.first_byte(index)
         size = plan.tokens * plan.row_bytes + plan.scale_bytes
         copy = (
@@ -80,7 +80,7 @@ class PageRing:
     def await_slot(self, position: Sequence[Any]) -> Int:
         """First byte of the slot at a position (index, parity), once it is loaded."""
         index, parity = map(Int, position)
-        wait(self.barriers(index)[0], parity)
+        await_phase(self.barriers(index)[0], parity)
         return self.first_byte(index)
 
     def release(self, position: Sequence[Any], lane: Int, read: Int) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith
 
-from jaxtrain_kernels.attention.paged.hopper.plan import HEAD, PagePlan
+from jaxtrain_kernels.attention.paged.hopper.plan import HEAD, PageStreamPlan
 from jaxtrain_kernels.attention.paged.hopper.ring import PageRing
 from jaxtrain_kernels.matmul.streamed.emit import (
     Int,
@@ -27,7 +27,7 @@ MASKED = -3e38
 class Queries:
     """Loads a head's queries as columns: 16 channels for each product, in the order of the keys."""
 
-    def __init__(self, plan: PagePlan, q: Int, head: Int, g: Int, t: Int):
+    def __init__(self, plan: PageStreamPlan, q: Int, head: Int, g: Int, t: Int):
         self.plan, self.q, self.head, self.g, self.t = plan, q, head, g, t
 
     def load(self, b: Int) -> list[list[Any]]:
@@ -57,7 +57,7 @@ class Queries:
 class HeadTile:
     """Adds tiles of a head to an online softmax."""
 
-    def __init__(self, plan: PagePlan, ring: PageRing, queries: list, head: Int, lane: Int):
+    def __init__(self, plan: PageStreamPlan, ring: PageRing, queries: list, head: Int, lane: Int):
         self.plan, self.ring, self.queries, self.head, self.lane = plan, ring, queries, head, lane
         self.g, self.t = lane >> 2, lane & 3
         self.groups = plan.tokens // 16
@@ -78,8 +78,8 @@ class HeadTile:
             for distance in (4, 8, 16):
                 best = arith.maxnumf(best, mgpu.utils.shfl_bfly(best, distance))
             tops.append(arith.maxnumf(top, best))
-        shares = [self.exp2(arith.subf(old, new)) for old, new in zip(peaks, tops, strict=True)]
-        scores = [[self.exp2(arith.subf(x[i], tops[i % 2])) for i in range(4)] for x in scores]
+        shares = [self._exp2(arith.subf(old, new)) for old, new in zip(peaks, tops, strict=True)]
+        scores = [[self._exp2(arith.subf(x[i], tops[i % 2])) for i in range(4)] for x in scores]
         for e in range(2):
             total = arith.mulf(totals[e], shares[e])
             for x in scores:
@@ -89,7 +89,7 @@ class HeadTile:
         position, sums = self.values(position, scores, sums)
         return [*position, *tops, *totals, *sums]
 
-    def exp2(self, x: Any) -> Any:
+    def _exp2(self, x: Any) -> Any:
         return ptx("ex2.approx.ftz.f32 $0, $1;", x, out="f", effects=False)
 
     def scales(self, begin: Int, m: int) -> list[Any]:
