@@ -17,8 +17,11 @@ from jaxtrain_kernels.matmul.streamed import (
     to_stream,
 )  # fmt: skip
 from jaxtrain_kernels.matmul.streamed.block import StreamBlock, StreamRefs
+from jaxtrain_kernels.matmul.streamed.order import WARPS, half_inputs
 from jaxtrain_kernels.matmul.streamed.plan import (
-    COUNTERS,
+    EXCHANGE_LINE,
+    FINISHERS,
+    LOADERS,
     Memory,
     PhaseRefs,
     StreamPhase,
@@ -105,7 +108,7 @@ def test_the_reference_is_the_products_one_by_one(form):
     [
         (1, LAYER),
         (8, LAYER),
-        pytest.param(3, LAYER, marks=pytest.mark.slow),
+        *(pytest.param(M, LAYER, marks=pytest.mark.slow) for M in (2, 3, 5)),
         (1, (StreamPhase(4096, 96, activation="geglu", normed=True),)),
         (1, (StreamPhase(6144, 160, parts=(96, 32, 32)),)),
         pytest.param(8, (StreamPhase(6144, 160, residual=True),), marks=pytest.mark.slow),
@@ -113,56 +116,72 @@ def test_the_reference_is_the_products_one_by_one(form):
 )
 def test_the_threads_of_all_blocks_compute_the_products(monkeypatch, form, M, phases):
     x, stream, rows, matrices = example(form, M, phases)
-    device = emulated(monkeypatch)
+    device = emulated(monkeypatch, WARPS[form] + LOADERS + FINISHERS)
     plan = StreamPlan(form, M, phases, BLOCKS, 2, 3, EPS)
+    exchanged = device.put(np.full(plan.exchange_words, -1, np.int32))
+    array = lambda at: device.arrays[int(at.value.values[0, 0]) >> 40]
+    size, words = plan.exchange_offsets[-1], array(exchanged).view(np.int32)
+    expected = one_by_one(form, x, stream, phases, rows)
+    for call in range(3):
+        outs = run_emulated(device, plan, x, stream, matrices, exchanged)
+        for out, theirs in zip(outs, expected, strict=True):
+            assert_near(array(out).view(jnp.bfloat16).reshape(theirs.shape), theirs)
+        sets = words[EXCHANGE_LINE // 4 :].reshape(2, -1)
+        assert (sets[1 - call % 2] == -1).all()  # as the next call needs it
+        assert words[0] == BLOCKS * (1 + call % 2) - 1
+        assert size == 0 or (sets[call % 2] != -1).any()
+    assert device.copied == 3 * sum(m.codes.nbytes for m in matrices)  # each byte once a call
+
+
+def run_emulated(device, plan, x, stream, matrices, exchanged):
+    """Addresses of the results of a call, with other shared memory than the call before left."""
     refs = []
-    for p, m in zip(phases, matrices, strict=True):
-        gain = m.norm.gain_K if m.norm else None
-        arrays = [None if a is None else device.put(a) for a in (m.codes, m.scales_N, gain)]
-        outs = [device.put(np.zeros((M, N), jnp.bfloat16)) for N in p.outputs]
-        refs.append(PhaseRefs(*arrays, outs))
-    counters = device.put(np.zeros((COUNTERS, 32), np.int32))
+    for p, m in zip(plan.phases, matrices, strict=True):
+        scales = None if m.scales_N is None else device.put(m.scales_N)
+        gain = device.put(m.norm.gain_K) if m.norm else None
+        outs = [device.put(np.full((len(x), N), np.nan, jnp.bfloat16)) for N in p.outputs]
+        refs.append(PhaseRefs(device.put(m.codes), scales, gain, outs))
     starts, top = [], 0
     for size in plan.shared_bytes:
         starts.append(Int(Raw(top, "i32")))
         top += -(-size // 1024) * 1024
     assert top <= SHARED
-    operands = StreamRefs(device.put(x), x.shape[1], device.put(stream), counters, refs)
+    device.shared.fill(255)
+    operands = StreamRefs(device.put(x), x.shape[1], device.put(stream), exchanged, refs)
     StreamBlock(plan, operands, Memory(*starts)).run()
-    array = lambda at: device.arrays[int(at.value.values[0, 0]) >> 40]
-    outs = [out for ref in refs for out in ref.outs]
-    for out, theirs in zip(outs, one_by_one(form, x, stream, phases, rows), strict=True):
-        assert_near(array(out).view(jnp.bfloat16).reshape(theirs.shape), theirs)
-    assert device.copied == sum(m.codes.nbytes for m in matrices)  # each byte once
-    assert not array(counters).any()  # as the next call needs them
+    return [out for ref in refs for out in ref.outs]
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_a_slot_is_free_after_all_its_loads(monkeypatch, form):
     """The address of the slot's barrier has bits of each load, under %ctaid.z, which is 0."""
-    device = emulated(monkeypatch)
+    device = emulated(monkeypatch, WARPS[form] + LOADERS + FINISHERS)
     number = lambda x: Int(Raw(x, "i32"))
-    lane = number(np.arange(384)[None] % 32)
+    lane = number(np.arange(Raw.threads)[None] % 32)
     words = device.shared.view(np.int32).reshape(BLOCKS, -1, 4)
-    words[:, : 16 * 32, 0] = 1 << np.arange(16).repeat(32)
-    if form == "int4":  # whose scales are behind 8 loads of codes
-        words[:, 256:264] = 1 << np.arange(8, 12).repeat(2)[:, None]
-    xs = [[Raw(0, "i32")] * 4] * 8
+    loads = {"int8": 16, "int4": 4}[form]
+    words[:, : loads * 32, 0] = 1 << np.arange(loads).repeat(32)
+    if form == "int4":  # whose scales are behind the codes
+        words[:, loads * 32 : loads * 32 + 4] = 1 << np.arange(4, 6).repeat(2)[:, None]
+    xs = [[Raw(0, "i32")] * 4] * (half_inputs(form) // 32)
     zeros = [Raw(np.float32(0), "f32")] * 8
     read = number(0)
     for half in range(2):
         if form == "int8":
             _, read = registers.add_int8(number(0), half, lane, xs, zeros, read)
         else:
-            _, read = registers.add_int4(number(0), half, lane, xs, [zeros[:2]] * 2, zeros, read)
-    loads = {"int8": 16, "int4": 12}[form]
-    assert (read.value.values == (1 << loads) - 1).all()
+            _, read = registers.add_int4(number(0), half, lane, xs, [zeros[:2]], zeros, read)
+    assert (read.value.values == (1 << {"int8": 16, "int4": 6}[form]) - 1).all()
     plan = StreamPlan(form, 1, (StreamPhase(2048, 32),), BLOCKS, 2, 1, EPS)
-    memory = Memory(*[number(at) for at in (0, 1024, 2048, 3072, 4096)])
+    memory = Memory(*[number(1024 * n) for n in range(7)])
+    ring = Ring(plan, memory)
+    ring.init([number(n) for n in range(ring.groups)])
     device.block_z = -1
     position = [Raw(1, "i32"), Raw(0, "i32")]
-    Ring(plan, memory).release(position, number(3), Raw(True, "i1"), read)
-    np.testing.assert_array_equal(device.freed, 2048 + (8 + 3) * 8 + read.value.values)
+    monkeypatch.setattr(device, "barriers_at", lambda address: [])
+    ring.release(position, number(3), Raw(True, "i1"), read)
+    free = 2048 + (ring.groups + 3 // plan.sharing) * 8
+    np.testing.assert_array_equal(device.freed, free + read.value.values)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +210,7 @@ def test_norms_have_one_eps():
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
-def test_all_layers_have_one_kernel_and_one_array_of_counters(form):
+def test_all_layers_have_one_kernel_and_one_memory_of_exchanged_values(form):
     x, stream, _, matrices = example(form, 1, LAYER)
 
     def run(x, stream, codes, scales, gain):

@@ -1,17 +1,26 @@
 """Compile-time constants of the kernel of `streamed`, and its memory."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxtrain_kernels.matmul.streamed.order import COLUMNS, HALF_INPUTS, slot_words, slots_across
+from jaxtrain_kernels.matmul.streamed.order import (
+    COLUMNS,
+    HALVES_INPUTS,
+    PIECE,
+    WARPS,
+    half_inputs,
+    half_words,
+    slot_words,
+    slots_across,
+)  # fmt: skip
 
-WARPS = 8  # that multiply
-LOADERS = 4  # warps, each of which loads for WARPS / LOADERS others
-THREADS = 32 * WARPS
-COUNTER_BYTES = 128
-COUNTERS = 8  # one for each phase
+LOADERS, FINISHERS = 2, 2  # warps
+COPY_BYTES = 8192  # of codes that one copy loads, for one warp or several
+SUMS = 2 * FINISHERS  # groups of 16 columns that shared memory has sums of
+EXCHANGE_LINE = 128  # bytes of device memory before the values that blocks exchange
 
 
 class StreamPhase(NamedTuple):
@@ -49,12 +58,12 @@ class StreamPhase(NamedTuple):
     @property
     def turns(self) -> int:
         """Slots of a warp in a panel."""
-        return self.K // (HALF_INPUTS * self.deep * WARPS)
+        return self.K // (HALVES_INPUTS * self.deep)
 
 
 class StreamPlan(NamedTuple):
     """form: int8 or int4. rows: of the inputs, up to 8. slots: of a warp, in shared memory. flight:
-    most slots that one loader has in flight. eps: of the norms."""
+    most copies that one loader has in flight. eps: of the norms."""
 
     form: str
     rows: int
@@ -65,17 +74,32 @@ class StreamPlan(NamedTuple):
     eps: float
 
     @property
+    def warps(self) -> int:
+        """That multiply."""
+        return WARPS[self.form]
+
+    @property
+    def half_inputs(self) -> int:
+        return half_inputs(self.form)
+
+    @property
+    def pieces(self) -> int:
+        """Of 32 inputs, in a half."""
+        return self.half_inputs // PIECE
+
+    @property
     def slot_bytes(self) -> int:
         return slot_words(self.form) * 4
+
+    @property
+    def sharing(self) -> int:
+        """Adjacent warps whose slots one copy loads."""
+        return COPY_BYTES // (8 * half_words(self.form))
 
     @property
     def quads(self) -> int:
         """Pairs of rows."""
         return 1 if self.rows <= 2 else 2 if self.rows <= 4 else 4
-
-    def most_columns(self, phase: StreamPhase) -> int:
-        """Most groups of 16 columns in the panels of a block."""
-        return -(-phase.N // phase.panel_columns // self.blocks) * phase.across
 
     @property
     def sums_bytes(self) -> int:
@@ -85,8 +109,26 @@ class StreamPlan(NamedTuple):
     @property
     def shared_bytes(self) -> tuple[int, ...]:
         """Of each part of `Memory`."""
-        ring, sums = WARPS * self.slots, max(map(self.most_columns, self.phases)) * WARPS
-        return ring * self.slot_bytes, ring * 8, ring * 8, sums * self.sums_bytes, WARPS * 8 * 4
+        copies = self.slots * self.warps // self.sharing
+        return (
+            self.slots * self.warps * self.slot_bytes,
+            8 * copies,
+            8 * copies,
+            SUMS * self.warps * self.sums_bytes,
+            8 * SUMS,
+            8 * SUMS,
+            len(self.phases) * self.warps * 8 * 4,
+        )
+
+    @property
+    def exchange_offsets(self) -> list[int]:
+        """First byte of each exchanged result in a set, and the bytes of a set."""
+        sizes = [self.rows * sum(phase.outputs) * 2 for phase in self.phases[:-1]]
+        return [0, *itertools.accumulate(-(-size // 128) * 128 for size in sizes)]
+
+    @property
+    def exchange_words(self) -> int:
+        return (EXCHANGE_LINE + 2 * self.exchange_offsets[-1]) // 4
 
 
 # Codes, scales in int8, and gain of the norm, of a phase.
@@ -103,11 +145,13 @@ class PhaseRefs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory. ring: slots; full, free: their barriers; sums: of columns by warps; squares:
-    of rows by warps."""
+    """Shared memory. ring: slots; full, free: their barriers. sums: of columns by warps;
+    sums_full, sums_free: their barriers. squares: sums of each phase's rows by warps."""
 
     ring: Any
     full: Any
     free: Any
     sums: Any
+    sums_full: Any
+    sums_free: Any
     squares: Any

@@ -6,9 +6,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from jaxtrain_kernels.matmul.streamed.emit import Int, const, float_const, ptx, zero
-from jaxtrain_kernels.matmul.streamed.order import HALF_WORDS, PIECES, SCALE_WORDS
+from jaxtrain_kernels.matmul.streamed.order import GROUP, PIECE, half_words, scale_words
 
 LOG2E = 1.4426950408889634
+MULTIPLIED = ()  # shifts of int4's words by a multiplication
 MINUS_136 = 0xC308C308 - (1 << 32)  # twice, in bfloat16
 LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 
@@ -18,8 +19,8 @@ def add_int8(
 ) -> tuple[list[Any], Int]:
     """Add the products of a half of a slot to two accumulators of four. xs: words of each piece.
     Returns the sums, and `read` joined with a word of each load, so that it depends on all."""
-    codes = begin + (lane * 16 + half * (4 * HALF_WORDS["int8"]))
-    words = [ptx(LOAD, codes + 512 * b, out="rrrr") for b in range(PIECES)]
+    codes = begin + (lane * 16 + half * (4 * half_words("int8")))
+    words = [ptx(LOAD, codes + 512 * b, out="rrrr") for b in range(len(xs))]
     for w, x in zip(words, xs, strict=True):
         read = read | Int(w[0])
         for i in range(2):
@@ -38,17 +39,18 @@ def add_int4(
     sums: list[Any],
     read: Int,
 ) -> tuple[list[Any], Int]:
-    """Add the products of a half of a slot, times the scales of its two groups, to four sums.
+    """Add the products of a half of a slot, times the scales of its groups, to four sums.
     offsets: `offsets_of_groups` of the inputs. Returns what `add_int8` does."""
-    codes, blocks = begin + (lane * 16 + half * (4 * HALF_WORDS["int4"])), PIECES // 2
+    codes, blocks = begin + (lane * 16 + half * (4 * half_words("int4"))), len(xs) // 2
     words = [ptx(LOAD, codes + 512 * b, out="rrrr") for b in range(blocks)]
-    of_scales = 4 * (2 * HALF_WORDS["int4"] + half * SCALE_WORDS["int4"])
-    for group in range(2):
+    of_scales = 4 * (2 * half_words("int4") + half * scale_words("int4"))
+    each = GROUP // PIECE // 2
+    for group in range(blocks // each):
         at = begin + (of_scales + 32 * group) + (lane >> 2) * 4
         pair = ptx("ld.shared.b32 $0, [$1];", at, out="r")
         scales, read = floats(pair), read | Int(pair)
         parts = [offsets[group] * 2, [zero() for _ in range(4)]]
-        for block in range(group * blocks // 2, (group + 1) * blocks // 2):
+        for block in range(group * each, (group + 1) * each):
             read = read | Int(words[block][0])
             for i, word in enumerate(words[block]):
                 x = xs[2 * block + i // 2][2 * (i % 2) : 2 * (i % 2) + 2]
@@ -65,7 +67,7 @@ def add_int4(
 
 def offsets_of_groups(xs: list[list[Any]]) -> list[list[Any]]:
     """Sums of -136 times each group's inputs, of the lane's two rows; `_bf16_of_4` adds 136."""
-    a, each, found = [const(MINUS_136).value] * 4, PIECES // 2, []
+    a, each, found = [const(MINUS_136).value] * 4, GROUP // PIECE, []
     for group in range(len(xs) // each):
         sums = [zero() for _ in range(4)]
         for x in xs[group * each : (group + 1) * each]:
@@ -125,8 +127,11 @@ def _bf16(word: Any, shift: int) -> Any:
 
 def _bf16_of_4(word: Any, shift: int) -> Any:
     """4-bit codes of one column and two inputs, as bfloat16: 128 + bits, which are the code + 8."""
+    mask = " lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }"
+    if shift in MULTIPLIED:
+        zero = Int(ptx("mov.u32 $0, %ctaid.z;", out="r", effects=False))
+        factor = zero + (1 << (32 - shift))
+        code = "{ .reg .b32 t; mul.hi.u32 t, $1, $2;" + mask
+        return ptx(code, word, factor, out="r", effects=False)
     first = f"shr.u32 t, $1, {shift};" if shift else "mov.b32 t, $1;"
-    return ptx(
-        "{ .reg .b32 t; " + first + " lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
-        word, out="r", effects=False,
-    )  # fmt: skip
+    return ptx("{ .reg .b32 t; " + first + mask, word, out="r", effects=False)
