@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_threads import BLOCKS, SHARED, Int, Raw, emulated
+from emulated_roles import emulated_roles
+from emulated_threads import BLOCKS, SHARED, Int, Raw
 from jaxtrain_kernels.dispatch import Target, on_target
 from jaxtrain_kernels.matmul.few_rows import InputNorm, Operations
 from jaxtrain_kernels.matmul.integers import columns_by_size, w4a16_matmul, w8a16_matmul
@@ -116,7 +117,7 @@ def test_the_reference_is_the_products_one_by_one(form):
 )
 def test_the_threads_of_all_blocks_compute_the_products(monkeypatch, form, M, phases):
     x, stream, rows, matrices = example(form, M, phases)
-    device = emulated(monkeypatch, WARPS[form] + LOADERS + FINISHERS)
+    device = emulated_roles(monkeypatch, WARPS[form] + LOADERS + FINISHERS)
     plan = StreamPlan(form, M, phases, BLOCKS, 2, 3, EPS)
     exchanged = device.put(np.full(plan.exchange_words, -1, np.int32))
     array = lambda at: device.arrays[int(at.value.values[0, 0]) >> 40]
@@ -155,9 +156,9 @@ def run_emulated(device, plan, x, stream, matrices, exchanged):
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_a_slot_is_free_after_all_its_loads(monkeypatch, form):
     """The address of the slot's barrier has bits of each load, under %ctaid.z, which is 0."""
-    device = emulated(monkeypatch, WARPS[form] + LOADERS + FINISHERS)
+    device = emulated_roles(monkeypatch, WARPS[form] + LOADERS + FINISHERS)
     number = lambda x: Int(Raw(x, "i32"))
-    lane = number(np.arange(Raw.threads)[None] % 32)
+    lane = number(np.arange(32 * (WARPS[form] + LOADERS + FINISHERS))[None] % 32)
     words = device.shared.view(np.int32).reshape(BLOCKS, -1, 4)
     loads = {"int8": 16, "int4": 4}[form]
     words[:, : loads * 32, 0] = 1 << np.arange(loads).repeat(32)

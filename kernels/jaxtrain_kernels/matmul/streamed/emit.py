@@ -116,7 +116,7 @@ def ptx(code: str, *args: Any, out: str = "", effects: bool = True, early: bool 
         code,
         ",".join(constraints),
         has_side_effects=effects or not kinds,
-        convergent="bar." in code or "mma." in code or "vote." in code,
+        convergent=any(x in code for x in ("bar.", "mma.", "vote.")),
     )
     if not kinds:
         return None
