@@ -118,7 +118,7 @@ def test_the_reference_is_the_products_one_by_one(form):
 def test_the_threads_of_all_blocks_compute_the_products(monkeypatch, form, M, phases):
     x, stream, rows, matrices = example(form, M, phases)
     device = emulated_roles(monkeypatch, WARPS[form] + LOADERS + FINISHERS)
-    plan = StreamPlan(form, M, phases, BLOCKS, 2, 3, EPS)
+    plan = StreamPlan(form, M, phases, BLOCKS, 3, 3, EPS)
     exchanged = device.put(np.full(plan.exchange_words, -1, np.int32))
     array = lambda at: device.arrays[int(at.value.values[0, 0]) >> 40]
     size, words = plan.exchange_offsets[-1], array(exchanged).view(np.int32)
