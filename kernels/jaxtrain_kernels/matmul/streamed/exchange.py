@@ -64,39 +64,37 @@ def load(start: Int, pieces: int) -> list[Any]:
 
 
 def complete(start: Int, words: Sequence[Any]) -> list[Any]:
-    """The words of `load`, loaded again until all lanes of the warp have all of theirs."""
+    """The words of `load`; those that were not there are loaded again until all lanes of the warp
+    have all of theirs."""
     count = len(words)
-    address, first = f"${count}", count + 1
-    moves = [f"mov.b32 ${i}, ${first + i};" for i in range(count)]
-    load = "ld.relaxed.gpu.global.v4.b32"
-    loads = [
-        f"{load} {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}}, [{address}+{16 * i}];"
-        for i in range(0, count, 4)
-    ]
-    some = "vote.sync.any.pred p, p, -1;"
-    return ptx(_polled(moves, loads, count, some), start, *words, out="r" * count, early=True)
+    moves = [f"mov.b32 ${i}, ${count + 1 + i};" for i in range(count)]
+    pieces = [range(i, i + 4) for i in range(0, count, 4)]
+    code = _polled(moves, pieces, f"${count}", "vote.sync.any.pred some, some, -1;")
+    return ptx(code, start, *words, out="r" * count, early=True)
 
 
 def complete_word(start: Int, word: Any) -> Any:
     """A word of two values, loaded again until it is there."""
-    code = _polled(["mov.b32 $0, $2;"], ["ld.relaxed.gpu.global.b32 $0, [$1];"], 1, "")
+    code = _polled(["mov.b32 $0, $2;"], [range(1)], "$1", "")
     return ptx(code, start, word, out="r", early=True)
 
 
-def _polled(moves: list[str], loads: list[str], count: int, some: str) -> str:
-    """PTX of `moves`, then of `loads` until none of the results has 16 bits of ones."""
-    largest = [f"max.u16x2 m, m, ${i};" for i in range(1, count)]
-    return " ".join(
-        [
-            "{ .reg .pred p, q; .reg .b32 m, l, n;",
-            *moves,
-            f"mov.b32 n, {POLLS}; CHECK: mov.b32 m, $0;",
-            *largest,
+def _polled(moves: list[str], pieces: list[range], start: str, vote: str) -> str:
+    """PTX of `moves`, then of loads of the pieces of whose words one has 16 bits of ones. pieces:
+    numbers of results, which come from each 64 bytes."""
+    code = ["{ .reg .pred q, some; .reg .b32 m, l, n;", *moves, f"mov.b32 n, {POLLS}; CHECK:"]
+    loads = []
+    for i, piece in enumerate(pieces):
+        first, *rest = [f"${n}" for n in piece]
+        code += [f".reg .pred p{i};", f"mov.b32 m, {first};"]
+        code += [f"max.u16x2 m, m, {x};" for x in rest]
+        code += [
             f"shl.b32 l, m, 16; setp.ge.u32 q, l, {NOT_WRITTEN << 16};",
-            f"setp.ge.or.u32 p, m, {NOT_WRITTEN << 16}, q;",
-            some,
-            "@!p bra DONE;",
-            *loads,
-            "sub.s32 n, n, 1; setp.gt.s32 q, n, 0; @q bra CHECK; trap; DONE: }",
+            f"setp.ge.or.u32 p{i}, m, {NOT_WRITTEN << 16}, q;",
+            f"or.pred some, some, p{i};" if i else "mov.pred some, p0;",
         ]
-    )
+        size, results = ("v4.", f"{{{', '.join([first, *rest])}}}") if rest else ("", first)
+        loads.append(f"@p{i} ld.relaxed.gpu.global.{size}b32 {results}, [{start}+{64 * i}];")
+    code += [vote, "@!some bra DONE;", *loads]
+    code.append("sub.s32 n, n, 1; setp.gt.s32 q, n, 0; @q bra CHECK; trap; DONE: }")
+    return " ".join(code)
