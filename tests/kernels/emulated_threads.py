@@ -232,6 +232,7 @@ def emulated(monkeypatch):
     class Arithmetic:
         addf, mulf = real(np.add), real(np.multiply)
         andi = staticmethod(lambda a, b: Raw(a.values & b.values, "i1"))
+        ori = staticmethod(lambda a, b: Raw(a.values | b.values, "i1"))
         index_cast = staticmethod(lambda _, x: x)
         bitcast = staticmethod(lambda _, x: Raw(x.words.view(np.float32), "f32"))
 

@@ -78,11 +78,14 @@ class StreamBlock:
         loader = self.warp - self.plan.warps
         finisher = loader - LOADERS
         is_loader = arith.andi(loader.compare("sge", 0), finisher < 0)
+        is_other = arith.ori(loader < 0, finisher.compare("sge", 0))
         loads = arith.andi(is_loader, self.lane.equals(0))
         groups = self.ring.served(loader)
         run_if(loads, lambda: self.ring.init(groups))
         run_if(self.thread.equals(0), self.sums.init)
-        ptx("bar.sync 0;")
+        threads = 32 * (self.plan.warps + LOADERS + FINISHERS)
+        run_if(is_loader, lambda: ptx(f"bar.arrive 2, {threads};"))  # loads need no other warp
+        run_if(is_other, lambda: ptx(f"bar.sync 2, {threads};"))
         concurrently(
             (loads, lambda: self.ring.load(groups, [x.codes for x in self.refs], self.panels)),
             (loader < 0, self.multiply_all),
