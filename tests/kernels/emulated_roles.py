@@ -135,19 +135,18 @@ class RolesDevice(emulated_threads.Device):
 
         self.roles.wait(ready)
 
-    def poll(self, start, words):
-        """Words of each 64 bytes from `start` on, when none of 16 bits is -1."""
-        words = np.stack([x.words for x in words], -1)
+    def poll(self, start, words, places):
+        """Words of loads from these places on, when none of 16 bits is -1."""
+        words, size = np.stack([x.words for x in words], -1), len(words) // len(places)
 
         def all_there():
             halves = np.ascontiguousarray(words).view(np.uint16)
             return not (halves[self.mask] == 0xFFFF).any()
 
         def ready():
-            size = min(words.shape[-1], 4)
-            for i in range(0, words.shape[-1], size):
-                at = Raw(start.values + 16 * i, "i64")
-                words[..., i : i + size] = self.access(at, 4 * size).view(WORD)
+            for i, place in enumerate(places):
+                found = self.access(Raw(start.values + place, "i64"), 4 * size)
+                words[..., i * size : (i + 1) * size] = found.view(WORD)
             return all_there()
 
         if not all_there():
@@ -168,7 +167,8 @@ class RolesDevice(emulated_threads.Device):
         elif "try_wait" in code:
             self.wait(*given)
         elif "CHECK" in code:
-            return self.poll(given[0], given[1:])
+            places = map(int, re.findall(r"\[\$\d+\+(\d+)\]", code))
+            return self.poll(given[0], given[1:], list(places))
         elif op.startswith("red."):
             self.increment(given[0], int(number[1]))
         else:

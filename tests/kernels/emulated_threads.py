@@ -10,7 +10,7 @@ import types
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtrain_kernels.matmul.streamed import block, emit, exchange, finish, registers, ring
+from jaxtrain_kernels.matmul.streamed import block, emit, exchange, finish, inputs, registers, ring
 
 BLOCKS, THREADS = 5, 0  # threads of a block: set by each test
 SHARED = 1 << 18
@@ -195,6 +195,9 @@ class Device:
             return Raw(to_word(floats(given[0].words) * floats(given[1].words)), "i32")
         if op.startswith("cvt"):
             return Raw(to_word(np.stack([x.values for x in given], -1)), "i32")
+        if op.startswith("shfl.sync.idx"):
+            lanes = given[1].values & 31 | np.arange(THREADS) & ~31
+            return Raw(np.take_along_axis(given[0].values, lanes, 1), "i32")
         if op == "mov.b32":
             return Raw(given[0].words, "i32")
         if op in ("shl.b32", "and.b32"):
@@ -269,7 +272,7 @@ def emulated(monkeypatch):
         ),
         "ir": space(F32Type=space(get=lambda: None)),
     }
-    for module in (block, emit, exchange, finish, registers, ring):
+    for module in (block, emit, exchange, finish, inputs, registers, ring):
         for name, value in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)

@@ -9,11 +9,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, gpu
 
-from jaxtrain_kernels.matmul.streamed import exchange
 from jaxtrain_kernels.matmul.streamed.emit import (
     Int,
     address,
@@ -28,6 +26,7 @@ from jaxtrain_kernels.matmul.streamed.emit import (
 )  # fmt: skip
 from jaxtrain_kernels.matmul.streamed.exchange import Exchange
 from jaxtrain_kernels.matmul.streamed.finish import Finisher, Sums
+from jaxtrain_kernels.matmul.streamed.inputs import WarpInputs
 from jaxtrain_kernels.matmul.streamed.plan import (
     FINISHERS,
     LOADERS,
@@ -38,10 +37,11 @@ from jaxtrain_kernels.matmul.streamed.plan import (
 from jaxtrain_kernels.matmul.streamed.registers import (
     add_int4,
     add_int8,
-    floats,
     offsets_of_groups,
 )  # fmt: skip
 from jaxtrain_kernels.matmul.streamed.ring import Ring
+
+AHEAD_WORDS = 16  # of a lane's inputs, if they are not all in registers
 
 
 class StreamRefs(NamedTuple):
@@ -66,7 +66,6 @@ class StreamBlock:
         self.stream, self.exchanged = address(operands.stream), address(operands.exchanged)
         self.thread = Int(mgpu.utils.thread_idx())
         self.warp, self.lane = Int(mgpu.utils.warp_idx()), self.thread & 31
-        self.g, self.t = self.lane >> 2, self.lane & 3
         self.block = Int(arith.index_cast(int_type(), gpu.block_id(gpu.Dimension.x)))
         self.panels = []  # first, and number, in each phase
         for phase in plan.phases:
@@ -104,95 +103,84 @@ class StreamBlock:
         exchanged = Exchange(self.plan, self.exchanged)
         position, base = [const(0).value] * 2, const(0)
         for p, phase in enumerate(self.plan.phases):
+            source, width = self.source, self.width
             if p:
-                self.source = exchanged.address(p - 1)
-                self.width = sum(self.plan.phases[p - 1].outputs)
+                source, width = exchanged.address(p - 1), sum(self.plan.phases[p - 1].outputs)
+            given = source, width, self.warp, self.lane
+            inputs = WarpInputs(self.plan, p, *given, exchanged=p > 0)
             multiply = self.multiply if phase.turns == 1 else self.multiply_wide
-            position = multiply(p, base, position)
+            position = multiply(p, inputs, base, position)
             base = base + self.panels[p][1] * phase.across
         ptx(f"bar.arrive 1, {32 * (self.plan.warps + FINISHERS)};")
 
-    # Inputs
-
-    def place(self, p: int, turn: Int, row: Int, width: int) -> Int:
-        """Offset of the lane's first 16 bytes of a slot's inputs, of the warp's turn."""
-        inputs = self.plan.half_inputs * self.plan.phases[p].deep
-        at = row * (width * 2) + (turn * self.plan.warps + self.warp) * (inputs * 2) + self.t * 16
-        return at.wide()
-
-    def address_of_inputs(self, p: int, turn: Int) -> Int:
-        most = self.plan.rows - 1
-        row = self.g if most == 7 else select(self.g < most, self.g, const(most))
-        return self.source + self.place(p, turn, row, self.width)
-
-    def load_inputs(self, p: int, turn: Int) -> list[Any]:
-        """Words of a slot's inputs, of which some may not have been written yet."""
-        pieces = self.plan.pieces * self.plan.phases[p].deep
-        return exchange.load(self.address_of_inputs(p, turn), pieces)
-
-    def complete_inputs(self, p: int, turn: Int, words: list[Any]) -> list[list[Any]]:
-        """The four words of each piece, when all are there."""
-        words = exchange.complete(self.address_of_inputs(p, turn), words) if p else words
-        return [list(four) for four in itertools.batched(words, 4)]
-
-    def load_gains(self, p: int) -> list[list[Any]]:
-        """Gains of the warp's inputs, for a norm."""
-        gain, pieces = self.refs[p].gain, self.plan.pieces * self.plan.phases[p].deep
-        if gain is None:
-            return []
-        words = exchange.load(address(gain) + self.place(p, const(0), const(0), 0), pieces)
-        return [list(four) for four in itertools.batched(words, 4)]
-
-    def normed(self, p: int, inputs: list[list[Any]], gains: list[list[Any]]) -> list[list[Any]]:
-        """Inputs times gains, if there are any. Writes the sums of the inputs' squares to shared
-        memory, before the sums of the products."""
-        total = zero()
-        for x in itertools.chain(*(floats(word) for four in inputs for word in four)):
-            total = ptx("fma.rn.f32 $0, $1, $1, $2;", x, total, out="f", effects=False)
-        for distance in (1, 2):
-            total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
-        at = self.memory.squares + ((self.warp + p * self.plan.warps) * 8 + self.g) * 4
-        run_if(self.t.equals(0), lambda: ptx("st.shared.f32 [$0], $1;", at, total))
-        times = lambda x, y: ptx("mul.rn.bf16x2 $0, $1, $2;", x, y, out="r", effects=False)
-        return jax.tree.map(times, inputs, gains) if gains else inputs
-
     # Products
 
-    def multiply(self, p: int, base: Int, position: list[Any]) -> list[Any]:
+    def multiply(self, p: int, inputs: WarpInputs, base: Int, position: list[Any]) -> list[Any]:
         """Give the warp's sums of each panel to those that finish. All its inputs are in registers.
         base: number of the phase's first group of columns."""
-        phase, gains = self.plan.phases[p], self.load_gains(p)
-        inputs = self.complete_inputs(p, const(0), self.load_inputs(p, const(0)))
+        phase, loads, first = self.plan.phases[p], -(-inputs.count // inputs.each), const(0)
+        gain = self.refs[p].gain
+        gains = [] if gain is None else inputs.load_gains(address(gain), loads)
+        inputs.await_some()
+        words = inputs.complete(first, inputs.load(first, loads))
         if phase.normed:
-            inputs = self.normed(p, inputs, gains)
-        offsets = self.offsets(inputs)
+            inputs.put_squares(words, self.memory.squares)
+        if gains:
+            times = lambda x, y: ptx("mul.rn.bf16x2 $0, $1, $2;", x, y, out="r", effects=False)
+            words = [times(x, y) for x, y in zip(words, gains, strict=True)]
+        operands = inputs.pieces(words, 0, inputs.count)
+        offsets = self.offsets(operands)
 
         def panel(n: Int, position: list[Any]) -> list[Any]:
             sums = [self.zeros() for _ in range(phase.across)]
-            position, sums = self.use_slot(position, inputs, offsets, sums)
+            position, sums = self.use_slot(position, operands, offsets, sums)
             self.store_sums(base + n * phase.across, sums)
             return position
 
         return loop(self.panels[p][1], position, panel)
 
-    def multiply_wide(self, p: int, base: Int, position: list[Any]) -> list[Any]:
-        """As `multiply`, with more inputs, which are loaded one turn ahead."""
-        phase, end = self.plan.phases[p], 2 + 4 * self.plan.pieces
+    def multiply_wide(
+        self, p: int, inputs: WarpInputs, base: Int, position: list[Any]
+    ) -> list[Any]:
+        """As `multiply`, with more inputs, of which some loads are in registers ahead."""
+        phase = self.plan.phases[p]
+        turns = max(1, inputs.each // inputs.in_turn)  # of a step
+        loads = max(1, inputs.in_turn // inputs.each)
+        steps = phase.turns // turns
+        total = -(-inputs.count // inputs.each)
+        ahead = min(total, max(AHEAD_WORDS // 4, loads) // loads * loads)
+
+        def step(words: list[Any], turns: int, state: list[Any]) -> list[Any]:
+            """Position and sums after some turns, whose inputs are these words."""
+            for turn in range(turns):
+                operands = inputs.pieces(words, turn * inputs.in_turn, inputs.in_turn)
+                sums = self.by_half(state[2:])
+                position, sums = self.use_slot(state[:2], operands, self.offsets(operands), sums)
+                state = [*position, *itertools.chain(*sums)]
+            return state
 
         def panel(n: Int, position: list[Any]) -> list[Any]:
-            def turn(j: Int, carried: list[Any]) -> list[Any]:
-                inputs = self.complete_inputs(p, j, carried[2:end])
-                following = j + 1
-                wraps = following.equals(phase.turns)
-                ahead = self.load_inputs(p, select(wraps, const(0), following))
-                sums = self.by_half(carried[end:])
-                position, sums = self.use_slot(carried[:2], inputs, self.offsets(inputs), sums)
-                return [*position, *ahead, *itertools.chain(*sums)]
+            def body(j: Int, carried: list[Any]) -> list[Any]:
+                queue, state, first = carried[: 4 * ahead], carried[4 * ahead :], j * loads
+                words, rest = inputs.complete(first, queue[: 4 * loads]), queue[4 * loads :]
+                if ahead == total:  # all are in the queue
+                    return [*rest, *words, *step(words, turns, state)]
+                following = first + ahead
+                following = select(following < total, following, const(0))
+                more = inputs.load(following, loads)
+                return [*rest, *more, *step(words, turns, state)]
 
-            carried = [*position, *self.load_inputs(p, const(0)), *self.zeros(), *self.zeros()]
-            found = loop(const(phase.turns), carried, turn)
-            self.store_sums(base + n * phase.across, self.by_half(found[end:]))
-            return found[:2]
+            inputs.await_some()
+            firsts = range(0, ahead, loads)
+            queue = [word for n in firsts for word in inputs.load(const(n), loads)]
+            carried = [*queue, *position, *self.zeros(), *self.zeros()]
+            found = loop(const(steps), carried, body)
+            queue, state = found[: 4 * ahead], found[4 * ahead :]
+            if rest := phase.turns % turns:
+                words = inputs.complete(const(steps * loads), queue[: 4 * loads])
+                state = step(words, rest, state)
+            self.store_sums(base + n * phase.across, self.by_half(state[2:]))
+            return state[:2]
 
         return loop(self.panels[p][1], position, panel)
 

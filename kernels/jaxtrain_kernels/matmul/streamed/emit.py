@@ -116,7 +116,7 @@ def ptx(code: str, *args: Any, out: str = "", effects: bool = True, early: bool 
         code,
         ",".join(constraints),
         has_side_effects=effects or not kinds,
-        convergent=any(x in code for x in ("bar.", "mma.", "vote.")),
+        convergent=any(x in code for x in ("bar.", "mma.", "vote.", "shfl.")),
     )
     if not kinds:
         return None

@@ -15,6 +15,7 @@ from jaxtrain_kernels.matmul.streamed.plan import EXCHANGE_LINE, FINISHERS, Stre
 
 POLLS = 1 << 22  # of a word, some seconds, before a block ends the program with an error
 NOT_WRITTEN = 0xFFFF  # of 16 bits
+VOTE = "vote.sync.any.pred some, some, -1;"
 
 
 class Exchange:
@@ -57,31 +58,38 @@ class Exchange:
         ptx(f"red.relaxed.gpu.global.inc.u32 [$0], {most};", self.start)
 
 
-def load(start: Int, pieces: int) -> list[Any]:
-    """Words of 16 bytes each 64 bytes."""
+def load(start: Int, loads: int, stride: int) -> list[Any]:
+    """A lane's 16 bytes each `stride` bytes, as words."""
     code = "ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [$4];"
-    return [word for n in range(pieces) for word in ptx(code, start + 64 * n, out="rrrr")]
+    return [word for n in range(loads) for word in ptx(code, start + n * stride, out="rrrr")]
 
 
-def complete(start: Int, words: Sequence[Any]) -> list[Any]:
+def complete(start: Int, words: Sequence[Any], stride: int) -> list[Any]:
     """The words of `load`; those that were not there are loaded again until all lanes of the warp
     have all of theirs."""
     count = len(words)
     moves = [f"mov.b32 ${i}, ${count + 1 + i};" for i in range(count)]
     pieces = [range(i, i + 4) for i in range(0, count, 4)]
-    code = _polled(moves, pieces, f"${count}", "vote.sync.any.pred some, some, -1;")
+    code = _polled(moves, pieces, stride, VOTE)
     return ptx(code, start, *words, out="r" * count, early=True)
+
+
+def await_word(start: Int) -> None:
+    """Wait until all lanes of the warp have a word of two values."""
+    code = _polled(["mov.b32 $0, $2;"], [range(1)], 0, VOTE)
+    ptx(code, start, const(-1), out="r", early=True)
 
 
 def complete_word(start: Int, word: Any) -> Any:
     """A word of two values, loaded again until it is there."""
-    code = _polled(["mov.b32 $0, $2;"], [range(1)], "$1", "")
+    code = _polled(["mov.b32 $0, $2;"], [range(1)], 0, "")
     return ptx(code, start, word, out="r", early=True)
 
 
-def _polled(moves: list[str], pieces: list[range], start: str, vote: str) -> str:
+def _polled(moves: list[str], pieces: list[range], stride: int, vote: str) -> str:
     """PTX of `moves`, then of loads of the pieces of whose words one has 16 bits of ones. pieces:
-    numbers of results, which come from each 64 bytes."""
+    numbers of results. The first argument is the first piece's address."""
+    start = f"${pieces[-1][-1] + 1}"
     code = ["{ .reg .pred q, some; .reg .b32 m, l, n;", *moves, f"mov.b32 n, {POLLS}; CHECK:"]
     loads = []
     for i, piece in enumerate(pieces):
@@ -94,7 +102,7 @@ def _polled(moves: list[str], pieces: list[range], start: str, vote: str) -> str
             f"or.pred some, some, p{i};" if i else "mov.pred some, p0;",
         ]
         size, results = ("v4.", f"{{{', '.join([first, *rest])}}}") if rest else ("", first)
-        loads.append(f"@p{i} ld.relaxed.gpu.global.{size}b32 {results}, [{start}+{64 * i}];")
+        loads.append(f"@p{i} ld.relaxed.gpu.global.{size}b32 {results}, [{start}+{i * stride}];")
     code += [vote, "@!some bra DONE;", *loads]
     code.append("sub.s32 n, n, 1; setp.gt.s32 q, n, 0; @q bra CHECK; trap; DONE: }")
     return " ".join(code)

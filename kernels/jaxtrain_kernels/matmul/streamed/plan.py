@@ -97,9 +97,14 @@ class StreamPlan(NamedTuple):
         return COPY_BYTES // (8 * half_words(self.form))
 
     @property
+    def most_rows(self) -> int:
+        """The power of two from `rows` on."""
+        return 1 << (self.rows - 1).bit_length()
+
+    @property
     def quads(self) -> int:
         """Pairs of rows."""
-        return 1 if self.rows <= 2 else 2 if self.rows <= 4 else 4
+        return max(1, self.most_rows // 2)
 
     @property
     def sums_bytes(self) -> int:

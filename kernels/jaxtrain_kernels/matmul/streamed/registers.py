@@ -9,7 +9,6 @@ from jaxtrain_kernels.matmul.streamed.emit import Int, const, float_const, ptx, 
 from jaxtrain_kernels.matmul.streamed.order import GROUP, PIECE, half_words, scale_words
 
 LOG2E = 1.4426950408889634
-MULTIPLIED = ()  # shifts of int4's words by a multiplication
 MINUS_136 = 0xC308C308 - (1 << 32)  # twice, in bfloat16
 LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 
@@ -69,11 +68,11 @@ def offsets_of_groups(xs: list[list[Any]]) -> list[list[Any]]:
     """Sums of -136 times each group's inputs, of the lane's two rows; `_bf16_of_4` adds 136."""
     a, each, found = [const(MINUS_136).value] * 4, GROUP // PIECE, []
     for group in range(len(xs) // each):
-        sums = [zero() for _ in range(4)]
+        parts = [[zero() for _ in range(4)] for _ in range(2)]
         for x in xs[group * each : (group + 1) * each]:
             for i in range(2):
-                sums = _mma(a, x[2 * i : 2 * i + 2], sums)
-        found.append(sums[:2])
+                parts[i] = _mma(a, x[2 * i : 2 * i + 2], parts[i])
+        found.append([arith.addf(parts[0][i], parts[1][i]) for i in range(2)])
     return found
 
 
@@ -127,11 +126,8 @@ def _bf16(word: Any, shift: int) -> Any:
 
 def _bf16_of_4(word: Any, shift: int) -> Any:
     """4-bit codes of one column and two inputs, as bfloat16: 128 + bits, which are the code + 8."""
-    mask = " lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }"
-    if shift in MULTIPLIED:
-        zero = Int(ptx("mov.u32 $0, %ctaid.z;", out="r", effects=False))
-        factor = zero + (1 << (32 - shift))
-        code = "{ .reg .b32 t; mul.hi.u32 t, $1, $2;" + mask
-        return ptx(code, word, factor, out="r", effects=False)
     first = f"shr.u32 t, $1, {shift};" if shift else "mov.b32 t, $1;"
-    return ptx("{ .reg .b32 t; " + first + mask, word, out="r", effects=False)
+    return ptx(
+        "{ .reg .b32 t; " + first + " lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
+        word, out="r", effects=False,
+    )  # fmt: skip
