@@ -11,6 +11,8 @@ import threading
 import emulated_threads
 import numpy as np
 from emulated_threads import WORD, Int, Raw
+from jaxtrain_kernels.matmul.streamed import block, emit, finish, ring
+from jaxtrain_kernels.matmul.streamed.plan import NOT_CLAIMED
 
 
 class Barrier:
@@ -112,6 +114,53 @@ class RolesDevice(emulated_threads.Device):
         for _ in range(self.mask.sum()):
             memory[at] = 0 if 0 <= most <= int(memory.view(WORD)[at]) else memory[at] + 1
 
+    def ask(self, counter, is_first, number, most):
+        """Increment a counter in the threads that ask; the value before, or 0."""
+        asks, before = self.mask & (is_first.values == 1), np.full(self.mask.shape, 1 << 20)
+        outer, self.mask = self.mask, asks & (number.values < most)
+        if self.mask.any():
+            memory, at = self.element(counter)
+            before[self.mask] = memory[at] + np.arange(self.mask.sum())
+            memory[at] += self.mask.sum()
+        self.mask = outer
+        return Raw(before, "i32")
+
+    def settle(self, place, is_first, panel):
+        outer = self.mask
+        self.mask = outer & (is_first.values == 1)
+        self.access(place, 4, panel.words[..., None].view(np.uint8).reshape(*outer.shape, 4))
+        self.mask = self.mask & (panel.values < 0)
+        data = panel.words[..., None].view(np.uint8).reshape(*outer.shape, 4)
+        self.access(Raw(place.values + 4, "i32"), 4, data)
+        self.mask = outer & (is_first.values != 1)
+        found = self.read_claim(place, None)
+        self.mask = outer
+        return Raw(np.where(is_first.values == 1, panel.values, found.values), "i32")
+
+    def read_claim(self, place, number):
+        """Claims in shared memory, when they are there; 0 for negative numbers."""
+        outer, found = self.mask, np.zeros(self.mask.shape, np.int64)
+        wanted = outer & (number.values >= 0) if number is not None else outer
+
+        def ready():
+            self.mask = wanted
+            found[:] = self.access(place, 4).view(np.int32)[..., 0]
+            self.mask = outer
+            return not (found[wanted] == NOT_CLAIMED).any()
+
+        self.roles.wait(ready)
+        return Raw(np.where(wanted, found, 0), "i32")
+
+    def loop_while(self, carried, condition, body):
+        outer = self.mask
+        while (mask := outer & condition(list(carried)).values & self.mask).any():
+            self.mask = mask
+            new = zip(body(list(carried)), carried, strict=True)
+            carried = [Raw(np.where(mask, x.values, old.values), old.kind) for x, old in new]
+            self.mask = outer
+        self.mask = outer
+        return list(carried)
+
     def barriers_at(self, address):
         """(block, address) of each active thread."""
         return [
@@ -169,6 +218,10 @@ class RolesDevice(emulated_threads.Device):
         elif "CHECK" in code:
             places = map(int, re.findall(r"\[\$\d+\+(\d+)\]", code))
             return self.poll(given[0], given[1:], list(places))
+        elif "atom." in code:
+            return self.ask(*given, int(re.search(r"q, \$3, (\d+)", code)[1]))
+        elif "READ" in code:
+            return (self.settle if "st.volatile" in code else self.read_claim)(*given)
         elif op.startswith("red."):
             self.increment(given[0], int(number[1]))
         else:
@@ -180,4 +233,7 @@ def emulated_roles(monkeypatch, warps):
     """A device in whose place the modules of the kernel run, with blocks of so many warps."""
     monkeypatch.setattr(emulated_threads, "THREADS", 32 * warps)
     monkeypatch.setattr(emulated_threads, "Device", RolesDevice)
-    return emulated_threads.emulated(monkeypatch)
+    device = emulated_threads.emulated(monkeypatch)
+    for module in (block, emit, finish, ring):
+        monkeypatch.setattr(module, "loop_while", device.loop_while)
+    return device

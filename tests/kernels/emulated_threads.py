@@ -10,7 +10,16 @@ import types
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtrain_kernels.matmul.streamed import block, emit, exchange, finish, inputs, registers, ring
+from jaxtrain_kernels.matmul.streamed import (
+    block,
+    claims,
+    emit,
+    exchange,
+    finish,
+    inputs,
+    registers,
+    ring,
+)
 
 BLOCKS, THREADS = 5, 0  # threads of a block: set by each test
 SHARED = 1 << 18
@@ -272,7 +281,7 @@ def emulated(monkeypatch):
         ),
         "ir": space(F32Type=space(get=lambda: None)),
     }
-    for module in (block, emit, exchange, finish, inputs, registers, ring):
+    for module in (block, claims, emit, exchange, finish, inputs, registers, ring):
         for name, value in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, gpu
 
+from jaxtrain_kernels.matmul.streamed.claims import Claims
 from jaxtrain_kernels.matmul.streamed.emit import (
     Int,
     address,
@@ -19,6 +20,7 @@ from jaxtrain_kernels.matmul.streamed.emit import (
     const,
     int_type,
     loop,
+    loop_while,
     ptx,
     run_if,
     select,
@@ -67,9 +69,13 @@ class StreamBlock:
         self.thread = Int(mgpu.utils.thread_idx())
         self.warp, self.lane = Int(mgpu.utils.warp_idx()), self.thread & 31
         self.block = Int(arith.index_cast(int_type(), gpu.block_id(gpu.Dimension.x)))
-        self.panels = []  # first, and number, in each phase
+        self.panels = []  # first, and number, in each phase, besides those that blocks claim
         for phase in plan.phases:
             total = phase.N // phase.panel_columns
+            if claimed := plan.claimed(phase):
+                count = (total - claimed) // plan.blocks
+                self.panels.append((self.block * count, const(count)))
+                continue
             first = (self.block * total) // plan.blocks
             self.panels.append((first, ((self.block + 1) * total) // plan.blocks - first))
 
@@ -77,19 +83,26 @@ class StreamBlock:
         loader = self.warp - self.plan.warps
         finisher = loader - LOADERS
         is_loader = arith.andi(loader.compare("sge", 0), finisher < 0)
-        is_other = arith.ori(loader < 0, finisher.compare("sge", 0))
         loads = arith.andi(is_loader, self.lane.equals(0))
-        groups = self.ring.served(loader)
-        run_if(loads, lambda: self.ring.init(groups))
+        run_if(loads, lambda: self.ring.init(self.ring.served(loader)))
         run_if(self.thread.equals(0), self.sums.init)
-        threads = 32 * (self.plan.warps + LOADERS + FINISHERS)
-        run_if(is_loader, lambda: ptx(f"bar.arrive 2, {threads};"))  # loads need no other warp
-        run_if(is_other, lambda: ptx(f"bar.sync 2, {threads};"))
+        for p, phase in enumerate(self.plan.phases):
+            if self.plan.claimed(phase):
+                self.claims(p).init(self.thread)
+        ptx("bar.sync 0;")
         concurrently(
-            (loads, lambda: self.ring.load(groups, [x.codes for x in self.refs], self.panels)),
+            (loads, lambda: self.load_all(loader)),
             (loader < 0, self.multiply_all),
             (finisher.compare("sge", 0), lambda: self.finish_all(finisher)),
         )
+
+    def claims(self, p: int) -> Claims:
+        return Claims(self.plan, self.memory, p)
+
+    def load_all(self, loader: Int) -> None:
+        exchanged = Exchange(self.plan, self.exchanged)
+        counters = [exchanged.counter(p) for p in range(len(self.refs))]
+        self.ring.load(loader, [x.codes for x in self.refs], self.panels, counters)
 
     def finish_all(self, finisher: Int) -> None:
         exchanged = Exchange(self.plan, self.exchanged)
@@ -109,15 +122,18 @@ class StreamBlock:
             given = source, width, self.warp, self.lane
             inputs = WarpInputs(self.plan, p, *given, exchanged=p > 0)
             multiply = self.multiply if phase.turns == 1 else self.multiply_wide
-            position = multiply(p, inputs, base, position)
-            base = base + self.panels[p][1] * phase.across
+            position, panels = multiply(p, inputs, base, position)
+            base = base + panels * phase.across
         ptx(f"bar.arrive 1, {32 * (self.plan.warps + FINISHERS)};")
 
     # Products
 
-    def multiply(self, p: int, inputs: WarpInputs, base: Int, position: list[Any]) -> list[Any]:
+    def multiply(
+        self, p: int, inputs: WarpInputs, base: Int, position: list[Any]
+    ) -> tuple[list[Any], Int]:
         """Give the warp's sums of each panel to those that finish. All its inputs are in registers.
-        base: number of the phase's first group of columns."""
+        base: number of the phase's first group of columns. Returns the next position, and the
+        number of panels."""
         phase, loads, first = self.plan.phases[p], -(-inputs.count // inputs.each), const(0)
         gain = self.refs[p].gain
         gains = [] if gain is None else inputs.load_gains(address(gain), loads)
@@ -137,11 +153,24 @@ class StreamBlock:
             self.store_sums(base + n * phase.across, sums)
             return position
 
-        return loop(self.panels[p][1], position, panel)
+        count = self.panels[p][1]
+        position = loop(count, position, panel)
+        if not self.plan.claimed(phase):
+            return position, count
+        claims = self.claims(p)
+
+        def claimed(carried: list[Any]) -> list[Any]:
+            number, position = Int(carried[0]), panel(count + Int(carried[0]), carried[2:])
+            number = number + 1
+            return [number.value, claims.read(number).value, *position]
+
+        start = [const(0).value, claims.read(const(0)).value, *position]
+        number, _, *position = loop_while(start, lambda x: Int(x[1]).compare("sge", 0), claimed)
+        return position, count + Int(number)
 
     def multiply_wide(
         self, p: int, inputs: WarpInputs, base: Int, position: list[Any]
-    ) -> list[Any]:
+    ) -> tuple[list[Any], Int]:
         """As `multiply`, with more inputs, of which some loads are in registers ahead."""
         phase = self.plan.phases[p]
         turns = max(1, inputs.each // inputs.in_turn)  # of a step
@@ -182,7 +211,8 @@ class StreamBlock:
             self.store_sums(base + n * phase.across, self.by_half(state[2:]))
             return state[:2]
 
-        return loop(self.panels[p][1], position, panel)
+        count = self.panels[p][1]
+        return loop(count, position, panel), count
 
     def by_half(self, sums: list[Any]) -> list[list[Any]]:
         return [list(half) for half in itertools.batched(sums, len(sums) // 2)]

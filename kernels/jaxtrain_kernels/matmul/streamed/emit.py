@@ -142,6 +142,20 @@ def loop(count: Int, carried: Sequence[Any], body: Callable[[Int, list], Sequenc
     return list(op.results)
 
 
+def loop_while(
+    carried: Sequence[Any], condition: Callable[[list], Any], body: Callable[[list], Sequence[Any]]
+) -> list:
+    """body(carried) -> carried, while condition(carried); carried: raw values."""
+    types = [x.type for x in carried]
+    op = scf.WhileOp(types, list(carried))
+    before, after = op.before.blocks.append(*types), op.after.blocks.append(*types)
+    with ir.InsertionPoint(before):
+        scf.condition(condition(list(before.arguments)), list(before.arguments))
+    with ir.InsertionPoint(after):
+        scf.yield_(list(body(list(after.arguments))))
+    return list(op.results)
+
+
 def concurrently(*roles: tuple[Any, Callable[[], None]]) -> None:
     """Each body by the threads of its condition. Threads of different ones may wait for each
     other."""

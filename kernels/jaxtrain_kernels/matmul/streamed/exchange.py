@@ -36,6 +36,10 @@ class Exchange:
         """Of a phase's results, [rows, columns]."""
         return self.own + self.plan.exchange_offsets[p]
 
+    def counter(self, p: int) -> Int:
+        """Of the panels of a phase that are claimed."""
+        return self.own + 4 * p
+
     def clear(self, block: Int, thread: Int) -> None:
         """Clear the block's part of the other set, by the warps that finish."""
         count = self.plan.exchange_offsets[-1] // 16

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith
 
+from jaxtrain_kernels.matmul.streamed.claims import Claims
 from jaxtrain_kernels.matmul.streamed.emit import (
     Int,
     address,
@@ -19,6 +20,7 @@ from jaxtrain_kernels.matmul.streamed.emit import (
     float_const,
     init_barrier,
     loop,
+    loop_while,
     ptx,
     run_if,
     select,
@@ -97,21 +99,44 @@ class Finisher:
         """Finish each second group of all phases, from group `which` on."""
         base = const(0)
         for p, (first, count) in enumerate(panels):
-            phase = self.plan.phases[p]
-            groups, column = count * phase.across, first * phase.panel_columns + self.column
-            self.finish_phase(p, which, base, groups, column)
-            base = base + groups
+            phase, finish = self.plan.phases[p], self.finish_phase
+            if self.plan.claimed(phase):
+                finish = self.finish_claimed
+            base = base + finish(p, which, base, first, count) * phase.across
 
-    def finish_phase(self, p: int, which: Int, base: Int, groups: Int, column: Int) -> None:
-        """base: number of the phase's first group in the call; column: the lane's in that group."""
-        skipped = (which - base) & (FINISHERS - 1)
+    def finish_phase(self, p: int, which: Int, base: Int, first: Int, count: Int) -> Int:
+        """base: number of the phase's first group in the call. Returns the number of panels."""
+        phase, skipped = self.plan.phases[p], (which - base) & (FINISHERS - 1)
+        column = first * phase.panel_columns + self.column
 
         def step(i: Int, _: list[Any]) -> list[Any]:
             group = skipped + i * FINISHERS
             self.finish(p, base + group, column + group * COLUMNS)
             return []
 
-        loop((groups - skipped + (FINISHERS - 1)) // FINISHERS, [], step)
+        groups = count * phase.across - skipped
+        loop((groups + (FINISHERS - 1)) // FINISHERS, [], step)
+        return count
+
+    def finish_claimed(self, p: int, which: Int, base: Int, first: Int, count: Int) -> Int:
+        """As `finish_phase`, with the panels that the block claims."""
+        phase, claims = self.plan.phases[p], Claims(self.plan, self.sums.memory, p)
+        claim = lambda group: claims.read(group // phase.across - count).value
+
+        def step(carried: list[Any]) -> list[Any]:
+            group, claimed = map(Int, carried)
+            own = group // phase.across
+            panel = select(own < count, first + own, count * self.plan.blocks + claimed)
+            column = panel * phase.panel_columns + (group % phase.across) * COLUMNS
+            self.finish(p, base + group, column + self.column)
+            group = group + FINISHERS
+            return [group.value, claim(group)]
+
+        start = (which - base) & (FINISHERS - 1)
+        found = loop_while([start.value, claim(start)], lambda x: Int(x[1]).compare("sge", 0), step)
+        end = Int(found[0]) // phase.across
+        before = claims.read(end - count - 1)  # the first of two marks, or a claim
+        return select(before < 0, end - 1, end)
 
     def finish(self, p: int, number: Int, column: Int) -> None:
         """Finish group `number` of the call, of which the lane has two columns from `column` on."""

@@ -6,9 +6,11 @@ anything but a free slot and its own copies: it has only so many in flight as ke
 because a block's other accesses queue behind them.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxtrain_kernels.matmul.streamed.claims import Claims
 from jaxtrain_kernels.matmul.streamed.emit import (
     Int,
     address,
@@ -17,12 +19,13 @@ from jaxtrain_kernels.matmul.streamed.emit import (
     const,
     init_barrier,
     loop,
+    loop_while,
     ptx,
     run_if,
     select,
     wait_barrier,
 )  # fmt: skip
-from jaxtrain_kernels.matmul.streamed.plan import LOADERS, Memory, StreamPlan
+from jaxtrain_kernels.matmul.streamed.plan import LOADERS, Memory, StreamPhase, StreamPlan
 
 
 class Ring:
@@ -56,28 +59,71 @@ class Ring:
         ptx("fence.proxy.async.shared::cta;")
 
     def load(
-        self, groups: Sequence[Int], codes: Sequence[Any], panels: Sequence[tuple[Int, Int]]
+        self,
+        loader: Int,
+        codes: Sequence[Any],
+        panels: Sequence[tuple[Int, Int]],
+        counters: Sequence[Int],
     ) -> None:
-        """Load all slots of these groups, by one thread. codes: of each phase. panels: first one,
-        and number, in each phase."""
-        carried = [const(0).value] * 3  # number of slots so far, index, parity
+        """Load all slots of a loader's groups, by one thread. codes: of each phase. panels: first
+        one, and number, in each phase. counters: of claims."""
+        state = [const(0).value] * 3  # number of slots so far, index, parity
+        is_first = select(loader.equals(0), const(1), const(0))
+        groups = self.served(loader)
+        for p, (phase, ref, (first, count)) in enumerate(
+            zip(self.plan.phases, codes, panels, strict=True)
+        ):
+            load = functools.partial(self.load_panels, phase, address(ref), groups)
+            if not self.plan.claimed(phase):
+                state = load(first, count, state)
+                continue
+            claims, others = Claims(self.plan, self.memory, p), count * self.plan.blocks
+            asked = claims.ask(counters[p], const(0), is_first)
+            state = load(first, count, state)
+            claim = claims.settle(asked, const(0), is_first)
+
+            def step(
+                carried: list[Any],
+                p: int = p,
+                claims: Claims = claims,
+                load: Callable[..., list[Any]] = load,
+                others: Int = others,
+            ) -> list[Any]:
+                number, panel = map(Int, carried[:2])
+                asked = claims.ask(counters[p], number + 1, is_first)
+                state = load(others + panel, const(1), carried[2:])
+                number = number + 1
+                return [number.value, claims.settle(asked, number, is_first).value, *state]
+
+            start = [const(0).value, claim.value, *state]
+            state = loop_while(start, lambda x: Int(x[1]).compare("sge", 0), step)[2:]
+
+    def load_panels(
+        self,
+        phase: StreamPhase,
+        codes: Int,
+        groups: Sequence[Int],
+        first: Int,
+        count: Int,
+        state: list[Any],
+    ) -> list[Any]:
+        """Load adjacent panels; return the state after them."""
         size, sharing = self.plan.slot_bytes, self.plan.sharing
-        for phase, ref, (first, count) in zip(self.plan.phases, codes, panels, strict=True):
-            begin = address(ref) + (first * (phase.turns * self.plan.warps * size)).wide()
+        begin = codes + (first * (phase.turns * self.plan.warps * size)).wide()
 
-            def step(i: Int, carried: list[Any], begin: Int = begin) -> list[Any]:
-                number, index, parity = map(Int, carried)
-                for n, group in enumerate(groups):
-                    self.await_earlier(number, index, parity, n, groups)
-                    full, free = self.barriers(index, group)
-                    reused = number.compare("sge", self.plan.slots)
-                    run_if(reused, lambda free=free: wait_barrier(free, parity ^ 1))
-                    warp = group * sharing
-                    source = begin + (i * self.plan.warps + warp).wide() * size
-                    self.copy(source, self.first_byte(index, warp), full)
-                return [(number + 1).value, *self.next(index, parity)]
+        def step(i: Int, state: list[Any]) -> list[Any]:
+            number, index, parity = map(Int, state)
+            for n, group in enumerate(groups):
+                self.await_earlier(number, index, parity, n, groups)
+                full, free = self.barriers(index, group)
+                reused = number.compare("sge", self.plan.slots)
+                run_if(reused, functools.partial(wait_barrier, free, parity ^ 1))
+                warp = group * sharing
+                source = begin + (i * self.plan.warps + warp).wide() * size
+                self.copy(source, self.first_byte(index, warp), full)
+            return [(number + 1).value, *self.next(index, parity)]
 
-            carried = loop(count * phase.turns, carried, step)
+        return loop(count * phase.turns, state, step)
 
     def await_earlier(
         self, number: Int, index: Int, parity: Int, n: int, groups: Sequence[Int]
