@@ -119,7 +119,7 @@ def test_the_reference_is_the_products_one_by_one(form):
 def test_the_threads_of_all_blocks_compute_the_products(monkeypatch, form, M, phases):
     x, stream, rows, matrices = example(form, M, phases)
     device = emulated_roles(monkeypatch, WARPS[form] + LOADERS + FINISHERS)
-    plan = StreamPlan(form, M, phases, BLOCKS, 3, 3, EPS)
+    plan = StreamPlan(form, M, phases, BLOCKS, 3, (1, 3), EPS)
     exchanged = device.put(np.full(plan.exchange_words, -1, np.int32))
     array = lambda at: device.arrays[int(at.value.values[0, 0]) >> 40]
     words = array(exchanged).view(np.int32)
@@ -174,7 +174,7 @@ def test_a_slot_is_free_after_all_its_loads(monkeypatch, form):
         else:
             _, read = registers.add_int4(number(0), half, lane, xs, [zeros[:2]], zeros, read)
     assert (read.value.values == (1 << {"int8": 16, "int4": 6}[form]) - 1).all()
-    plan = StreamPlan(form, 1, (StreamPhase(2048, 32),), BLOCKS, 2, 1, EPS)
+    plan = StreamPlan(form, 1, (StreamPhase(2048, 32),), BLOCKS, 2, (1, 1), EPS)
     memory = Memory(*[number(1024 * n) for n in range(8)])
     ring = Ring(plan, memory)
     ring.init([number(n) for n in range(ring.groups)])

@@ -35,8 +35,17 @@ from jaxtrain_kernels.matmul.streamed.plan import (
 
 MOST_ROWS = 8
 SHARED_BYTES = 224 * 1024  # of a block, for slots and sums
-# Copies of 8 KB that a loader has in flight, for one pair of rows or more.
-FLIGHT = {("int8", True): 2, ("int8", False): 4, ("int4", True): 2, ("int4", False): 2}
+# Copies of 8 KB that a loader has in flight during an exchange, and else, for 1, 2, 4 or 8 rows.
+FLIGHT = {
+    ("int8", 1): (2, 4),
+    ("int8", 2): (2, 4),
+    ("int8", 4): (2, 4),
+    ("int8", 8): (2, 4),
+    ("int4", 1): (2, 4),
+    ("int4", 2): (2, 4),
+    ("int4", 4): (2, 4),
+    ("int4", 8): (2, 4),
+}
 
 
 def supports(on: Target, x: Any, phases: Sequence[StreamPhase]) -> str | None:
@@ -62,7 +71,8 @@ def plan_of(
     form: str, rows: int, phases: tuple[StreamPhase, ...], blocks: int, eps: float
 ) -> StreamPlan:
     """The plan with as many slots as shared memory has room for."""
-    plan = StreamPlan(form, rows, phases, blocks, 0, FLIGHT[form, rows <= 2], eps)
+    plan = StreamPlan(form, rows, phases, blocks, 0, (0, 0), eps)
+    plan = plan._replace(flight=FLIGHT[form, plan.most_rows])
     slots = (SHARED_BYTES - sum(plan.shared_bytes)) // (plan.warps * plan.slot_bytes)
     return plan._replace(slots=slots)
 

@@ -19,6 +19,7 @@ from jaxtrain_kernels.matmul.streamed.order import (
 
 LOADERS, FINISHERS = 2, 2  # warps
 COPY_BYTES = 8192  # of codes that one copy loads, for one warp or several
+EXCHANGE_STEPS = 3  # slots of a warp that are loaded while blocks exchange results
 SUMS = 2 * FINISHERS  # groups of 16 columns that shared memory has sums of
 EXCHANGE_LINE = 128  # bytes of device memory before the values that blocks exchange
 CLAIMS = 32  # most panels that a block claims in a phase, and marks of their end
@@ -66,14 +67,14 @@ class StreamPhase(NamedTuple):
 
 class StreamPlan(NamedTuple):
     """form: int8 or int4. rows: of the inputs, up to 8. slots: of a warp, in shared memory. flight:
-    most copies that one loader has in flight. eps: of the norms."""
+    most copies that one loader has in flight during an exchange, and else. eps: of the norms."""
 
     form: str
     rows: int
     phases: tuple[StreamPhase, ...]
     blocks: int
     slots: int
-    flight: int
+    flight: tuple[int, int]
     eps: float
 
     @property

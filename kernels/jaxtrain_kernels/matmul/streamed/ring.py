@@ -2,8 +2,8 @@
 
 Each warp that multiplies has its own slots, which it uses in turn. One copy loads a slot of some
 adjacent warps. A loader serves several such groups of warps alternately, and never waits for
-anything but a free slot and its own copies: it has only so many in flight as keep the memory busy,
-because a block's other accesses queue behind them.
+anything but a free slot and its own copies. During an exchange it has fewer in flight, because a
+block's other accesses queue behind them.
 """
 
 import functools
@@ -25,7 +25,13 @@ from jaxtrain_kernels.matmul.streamed.emit import (
     select,
     wait_barrier,
 )  # fmt: skip
-from jaxtrain_kernels.matmul.streamed.plan import LOADERS, Memory, StreamPhase, StreamPlan
+from jaxtrain_kernels.matmul.streamed.plan import (
+    EXCHANGE_STEPS,
+    LOADERS,
+    Memory,
+    StreamPhase,
+    StreamPlan,
+)  # fmt: skip
 
 
 class Ring:
@@ -74,12 +80,13 @@ class Ring:
             zip(self.plan.phases, codes, panels, strict=True)
         ):
             load = functools.partial(self.load_panels, phase, address(ref), groups)
+            slow = EXCHANGE_STEPS if p else 0
             if not self.plan.claimed(phase):
-                state = load(first, count, state)
+                state = load(first, count, state, slow)
                 continue
             claims, others = Claims(self.plan, self.memory, p), count * self.plan.blocks
             asked = claims.ask(counters[p], const(0), is_first)
-            state = load(first, count, state)
+            state = load(first, count, state, slow)
             claim = claims.settle(asked, const(0), is_first)
 
             def step(
@@ -106,15 +113,17 @@ class Ring:
         first: Int,
         count: Int,
         state: list[Any],
+        slow: int = 0,
     ) -> list[Any]:
-        """Load adjacent panels; return the state after them."""
+        """Load adjacent panels, with fewer copies in flight in the first `slow` steps; return the
+        state after them."""
         size, sharing = self.plan.slot_bytes, self.plan.sharing
         begin = codes + (first * (phase.turns * self.plan.warps * size)).wide()
 
-        def step(i: Int, state: list[Any]) -> list[Any]:
+        def step(i: Int, state: list[Any], flight: int) -> list[Any]:
             number, index, parity = map(Int, state)
             for n, group in enumerate(groups):
-                self.await_earlier(number, index, parity, n, groups)
+                self.await_earlier(number, index, parity, n - flight, groups)
                 full, free = self.barriers(index, group)
                 reused = number.compare("sge", self.plan.slots)
                 run_if(reused, functools.partial(wait_barrier, free, parity ^ 1))
@@ -123,14 +132,20 @@ class Ring:
                 self.copy(source, self.first_byte(index, warp), full)
             return [(number + 1).value, *self.next(index, parity)]
 
-        return loop(count * phase.turns, state, step)
+        few, many = self.plan.flight
+        steps, done = count * phase.turns, const(0)
+        if slow:
+            done = select(steps < slow, steps, const(slow))
+            state = loop(done, state, functools.partial(step, flight=few))
+        fast = lambda i, state: step(done + i, state, many)
+        return loop(steps - done, state, fast)
 
     def await_earlier(
-        self, number: Int, index: Int, parity: Int, n: int, groups: Sequence[Int]
+        self, number: Int, index: Int, parity: Int, place: int, groups: Sequence[Int]
     ) -> None:
-        """Wait for the copy `flight` copies before that of slot `number` of groups[n]."""
-        count = len(groups)
-        back, other = -((n - self.plan.flight) // count), (n - self.plan.flight) % count
+        """Wait for the copy `place` copies after that of slot `number` of the first group: an
+        earlier one, as it is negative."""
+        back, other = -(place // len(groups)), place % len(groups)
         earlier = index - back
         wraps = earlier < 0
         earlier = select(wraps, earlier + self.plan.slots, earlier)
