@@ -177,7 +177,7 @@ def test_a_slot_is_free_after_all_its_loads(monkeypatch, form):
     plan = StreamPlan(form, 1, (StreamPhase(2048, 32),), BLOCKS, 2, (1, 1), EPS)
     memory = Memory(*[number(1024 * n) for n in range(8)])
     ring = Ring(plan, memory)
-    ring.init([number(n) for n in range(ring.groups)])
+    ring.init(number(0))
     device.block_z = -1
     position = [Raw(1, "i32"), Raw(0, "i32")]
     monkeypatch.setattr(device, "barriers_at", lambda address: [])

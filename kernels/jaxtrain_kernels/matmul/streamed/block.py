@@ -83,18 +83,26 @@ class StreamBlock:
         loader = self.warp - self.plan.warps
         finisher = loader - LOADERS
         is_loader = arith.andi(loader.compare("sge", 0), finisher < 0)
+        is_other = arith.ori(loader < 0, finisher.compare("sge", 0))
         loads = arith.andi(is_loader, self.lane.equals(0))
-        run_if(loads, lambda: self.ring.init(self.ring.served(loader)))
+        threads = 32 * (self.plan.warps + LOADERS + FINISHERS)
+        run_if(is_loader, lambda: self.init_loader(loader, threads))
         run_if(self.thread.equals(0), self.sums.init)
-        for p, phase in enumerate(self.plan.phases):
-            if self.plan.claimed(phase):
-                self.claims(p).init(self.thread)
-        ptx("bar.sync 0;")
+        run_if(is_other, lambda: ptx(f"bar.sync 2, {threads};"))
         concurrently(
             (loads, lambda: self.load_all(loader)),
             (loader < 0, self.multiply_all),
             (finisher.compare("sge", 0), lambda: self.finish_all(finisher)),
         )
+
+    def init_loader(self, loader: Int, threads: int) -> None:
+        """Loaders wait for each other and for no other warp."""
+        run_if(self.lane.equals(0), lambda: self.ring.init(loader))
+        for p, phase in enumerate(self.plan.phases):
+            if self.plan.claimed(phase):
+                run_if(loader.equals(0), functools.partial(self.claims(p).init, self.lane))
+        ptx(f"bar.sync 3, {32 * LOADERS};")
+        ptx(f"bar.arrive 2, {threads};")
 
     def claims(self, p: int) -> Claims:
         return Claims(self.plan, self.memory, p)

@@ -6,7 +6,7 @@ shared memory, in order, and two marks behind the last one: warps that finish ta
 
 from typing import Any
 
-from jaxtrain_kernels.matmul.streamed.emit import Int, const, ptx, run_if, select
+from jaxtrain_kernels.matmul.streamed.emit import Int, const, ptx, select
 from jaxtrain_kernels.matmul.streamed.plan import (
     CLAIMS,
     NO_MORE,
@@ -23,11 +23,9 @@ class Claims:
         self.start = memory.claims + p * CLAIMS * 4
         self.most = plan.claimed(plan.phases[p])
 
-    def init(self, thread: Int) -> None:
-        """Initialize the claims, by the block's threads."""
-        mark = "st.shared.b32 [$0], $1;"
-        put = lambda: ptx(mark, self.start + thread * 4, const(NOT_CLAIMED))
-        run_if(thread < CLAIMS, put)
+    def init(self, lane: Int) -> None:
+        """Initialize the claims, by a warp."""
+        ptx("st.shared.b32 [$0], $1;", self.start + lane * 4, const(NOT_CLAIMED))
 
     def ask(self, counter: Int, number: Int, is_first: Int) -> Any:
         """Claim a panel, in the loader of which `is_first` is 1: the block's of this number.

@@ -22,7 +22,7 @@ COPY_BYTES = 8192  # of codes that one copy loads, for one warp or several
 EXCHANGE_STEPS = 3  # slots of a warp that are loaded while blocks exchange results
 SUMS = 2 * FINISHERS  # groups of 16 columns that shared memory has sums of
 EXCHANGE_LINE = 128  # bytes of device memory before the values that blocks exchange
-CLAIMS = 32  # most panels that a block claims in a phase, and marks of their end
+CLAIMS = 32  # lanes of a warp: most panels that a block claims, and marks of their end
 SPARE = 3  # panels of a block's share that blocks claim when they need them, where it has enough
 NOT_CLAIMED, NO_MORE = -2, -1
 

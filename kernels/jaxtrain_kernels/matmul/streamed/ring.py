@@ -54,9 +54,9 @@ class Ring:
     def first_byte(self, index: Int, warp: Int) -> Int:
         return self.memory.ring + (index * self.plan.warps + warp) * self.plan.slot_bytes
 
-    def init(self, groups: Sequence[Int]) -> None:
-        """Initialize the barriers of these groups, by one thread."""
-        for group in groups:
+    def init(self, loader: Int) -> None:
+        """Initialize the barriers of a loader's groups, by one thread."""
+        for group in self.served(loader):
             for index in range(self.plan.slots):
                 full, free = self.barriers(const(index), group)
                 init_barrier(full, 1)
