@@ -7,6 +7,7 @@ as late as they can be.
 
 import re
 import threading
+from typing import Any
 
 import emulated_threads
 import numpy as np
@@ -233,7 +234,7 @@ def emulated_roles(monkeypatch, warps):
     """A device in whose place the modules of the kernel run, with blocks of so many warps."""
     monkeypatch.setattr(emulated_threads, "THREADS", 32 * warps)
     monkeypatch.setattr(emulated_threads, "Device", RolesDevice)
-    device = emulated_threads.emulated(monkeypatch)
+    device: Any = emulated_threads.emulated(monkeypatch)
     for module in (block, emit, finish, ring):
         monkeypatch.setattr(module, "loop_while", device.loop_while)
     return device

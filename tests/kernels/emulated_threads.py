@@ -16,6 +16,7 @@ from jaxtrain_kernels.matmul.streamed import (
     emit,
     exchange,
     finish,
+    fixed,
     inputs,
     registers,
     ring,
@@ -118,6 +119,78 @@ def mma(operands):
     return [Raw(np.float32(x + c.values), "f32") for x, c in zip(parts, operands[6:], strict=True)]
 
 
+def integer_mma(operands):
+    """m16n8k32 of unsigned and signed bytes, with PTX's layout of the operands, of each warp."""
+    warps, n = (BLOCKS, THREADS // 32, 8, 4), BLOCKS * THREADS // 32
+    a, b = np.zeros((n, 2, 8, 2, 4, 4), np.int64), np.zeros((n, 8, 2, 4, 4), np.int64)
+    for i, x in enumerate(operands[:4]):  # row: half and g; byte: half, t and place
+        a[:, i % 2, :, i // 2] = bytes_of(x.words, np.uint8).reshape(n, *warps[2:], 4)
+    for i, x in enumerate(operands[4:6]):
+        b[:, :, i] = bytes_of(x.words, np.int8).reshape(n, *warps[2:], 4)
+    d = np.einsum("wrk,wck->wrc", a.reshape(n, 16, 32), b.reshape(n, 8, 32))
+    d = d.reshape(n, 2, 8, 4, 2)
+    parts = [d[:, i // 2, :, :, i % 2].reshape(BLOCKS, -1) for i in range(4)]
+    return [Raw(x + c.values, "i32") for x, c in zip(parts, operands[6:], strict=True)]
+
+
+def bytes_of(words, kind):
+    return np.ascontiguousarray(words)[..., None].view(kind)
+
+
+def permuted(a, b, selector):
+    """prmt.b32: bytes of a and b."""
+    source = np.concatenate([bytes_of(a, np.uint8), bytes_of(b, np.uint8)], -1)
+    chosen = [source[..., int(selector) >> 4 * i & 7] for i in range(4)]
+    return np.stack(chosen, -1).view(WORD)[..., 0]
+
+
+WORDS = {
+    "mov.b32": lambda a: a,
+    "and.b32": np.bitwise_and,
+    "xor.b32": np.bitwise_xor,
+    "shl.b32": np.left_shift,
+    "shr.u32": np.right_shift,
+    "add.s32": np.add,
+    "sub.s32": np.subtract,
+    "sub.u32": np.subtract,
+    "max.u32": np.maximum,
+    "setp.eq.u32": np.equal,
+    "selp.b32": lambda a, b, p: np.where(p, a, b),
+    "fma.rn.f32": lambda a, b, c: fused(*(x.view(np.float32) for x in (a, b, c))),
+    "redux.sync.max.u32": lambda a, _: a.reshape(BLOCKS, -1, 32).max(-1).repeat(32, 1),
+}
+
+
+def fused(a, b, c):
+    return (a.astype(np.float64) * b + c).astype(np.float32).view(WORD)
+
+
+def straight_line(code, args, out):
+    """Results of PTX without branches, whose registers are words."""
+    registers = {f"${len(out) + i}": x.words for i, x in enumerate(args)}
+    lines = [line.strip().removeprefix("{ ") for line in code.split("\n")[1].split(";")]
+
+    def value(x):
+        if x in registers:
+            return registers[x]
+        number = int(x[2:], 16) if x.startswith("0f") else int(x, 0)
+        return np.full((BLOCKS, THREADS), number & 0xFFFFFFFF, WORD)
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        for line in lines:
+            if line and not line.startswith((".reg", "}")):
+                op, rest = line.split(" ", 1)
+                target, *operands = [x.strip() for x in rest.split(",")]
+                if op == "prmt.b32":
+                    *words, selector = operands
+                    registers[target] = permuted(*map(value, words), int(selector, 16))
+                else:
+                    registers[target] = WORDS[op](*map(value, operands))
+    found = [np.ascontiguousarray(registers[f"${i}"]) for i in range(len(out))]
+    kinds = zip(found, out, strict=True)
+    return [Raw(x.view(np.float32) if k == "f" else x, KINDS[k]) for x, k in kinds]
+
+
 ARITHMETIC = {
     "fma.rn.f32 $0, $1, $1": lambda a, c: a * a + c,
     "fma.rn.f32 $0, $1, $2": lambda a, b, c: a * b + c,
@@ -197,7 +270,11 @@ class Device:
         if "st." in code:
             return self.store(code, given)
         if op.startswith("mma"):
-            return mma(given)
+            return (integer_mma if "u8.s8" in code else mma)(given)
+        if code.startswith("// "):
+            return straight_line(code, given, out)
+        if "0x0F0F0F0F" in code:
+            return Raw(given[0].words & WORD(0x0F0F0F0F), "i32")
         if "lop3" in code:
             return Raw(dequantized(code, given[0].words), "i32")
         if op.startswith("mul.rn.bf16x2"):
@@ -242,7 +319,7 @@ def emulated(monkeypatch):
     real = lambda f: staticmethod(lambda a, b: Raw(np.float32(f(a.values, b.values)), "f32"))
 
     class Arithmetic:
-        addf, mulf = real(np.add), real(np.multiply)
+        addf, subf, mulf = real(np.add), real(np.subtract), real(np.multiply)
         andi = staticmethod(lambda a, b: Raw(a.values & b.values, "i1"))
         ori = staticmethod(lambda a, b: Raw(a.values | b.values, "i1"))
         index_cast = staticmethod(lambda _, x: x)
@@ -281,7 +358,7 @@ def emulated(monkeypatch):
         ),
         "ir": space(F32Type=space(get=lambda: None)),
     }
-    for module in (block, claims, emit, exchange, finish, inputs, registers, ring):
+    for module in (block, claims, emit, exchange, finish, fixed, inputs, registers, ring):
         for name, value in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)

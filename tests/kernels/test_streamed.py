@@ -112,7 +112,7 @@ def test_the_reference_is_the_products_one_by_one(form):
         *(pytest.param(M, LAYER, marks=pytest.mark.slow) for M in (2, 3, 5)),
         (1, (StreamPhase(4096, 96, activation="geglu", normed=True),)),
         # Blocks claim panels of 16 columns.
-        (1, (StreamPhase(4096, 2048), StreamPhase(2048, 64))),
+        (3, (StreamPhase(4096, 2048), StreamPhase(2048, 64))),
         (1, (StreamPhase(6144, 160, parts=(96, 32, 32)),)),
         pytest.param(8, (StreamPhase(6144, 160, residual=True),), marks=pytest.mark.slow),
     ],
@@ -134,6 +134,24 @@ def test_the_threads_of_all_blocks_compute_the_products(monkeypatch, form, M, ph
         assert words[0] == BLOCKS * (1 + call % 2) - 1
         assert len(phases) == 1 or (sets[call % 2] != -1).any()
     assert device.copied == 3 * sum(m.codes.nbytes for m in matrices)  # each byte once a call
+
+
+@pytest.mark.parametrize(("place", "value"), [(5, 1000), (4095, np.inf), (70, np.nan)])
+def test_one_row_of_unequal_inputs(monkeypatch, place, value):
+    """int4's products of one row have integers in the inputs' place."""
+    phases = (StreamPhase(4096, 96),)
+    x, stream, rows, matrices = example("int4", 1, phases)
+    x = x.at[0, place].set(value)
+    device = emulated_roles(monkeypatch, WARPS["int4"] + LOADERS + FINISHERS)
+    plan = StreamPlan("int4", 1, phases, BLOCKS, 3, (1, 3), EPS)
+    exchanged = device.put(np.full(plan.exchange_words, -1, np.int32))
+    (out,) = run_emulated(device, plan, x, stream, matrices, exchanged)
+    found = device.arrays[int(out.value.values[0, 0]) >> 40].view(jnp.bfloat16)[None]
+    if np.isfinite(value):
+        (expected,) = one_by_one("int4", x, stream, phases, rows)
+        np.testing.assert_allclose(found.astype(np.float32), expected, atol=0.05, rtol=0.01)
+    else:
+        assert np.isnan(found.astype(np.float32)).all()
 
 
 def run_emulated(device, plan, x, stream, matrices, exchanged):
@@ -176,7 +194,7 @@ def test_a_slot_is_free_after_all_its_loads(monkeypatch, form):
             _, read = registers.add_int4(number(0), half, lane, xs, [zeros[:2]], zeros, read)
     assert (read.value.values == (1 << {"int8": 16, "int4": 6}[form]) - 1).all()
     plan = StreamPlan(form, 1, (StreamPhase(2048, 32),), BLOCKS, 2, (1, 1), EPS)
-    memory = Memory(*[number(1024 * n) for n in range(8)])
+    memory = Memory(*[number(1024 * n) for n in range(9)])
     ring = Ring(plan, memory)
     ring.init(number(0))
     device.block_z = -1

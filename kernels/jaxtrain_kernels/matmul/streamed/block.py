@@ -6,7 +6,7 @@ different inputs, with a row of inputs in each 4 lanes, and some add their sums 
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax.experimental.mosaic import gpu as mgpu
@@ -28,9 +28,16 @@ from jaxtrain_kernels.matmul.streamed.emit import (
 )  # fmt: skip
 from jaxtrain_kernels.matmul.streamed.exchange import Exchange
 from jaxtrain_kernels.matmul.streamed.finish import Finisher, Sums
+from jaxtrain_kernels.matmul.streamed.fixed import (
+    FixedInputs,
+    add_int4_fixed,
+    scale_of,
+    starts_of_groups,
+)
 from jaxtrain_kernels.matmul.streamed.inputs import WarpInputs
 from jaxtrain_kernels.matmul.streamed.plan import (
     FINISHERS,
+    FIXED_BYTES,
     LOADERS,
     Memory,
     PhaseRefs,
@@ -68,6 +75,7 @@ class StreamBlock:
         self.stream, self.exchanged = address(operands.stream), address(operands.exchanged)
         self.thread = Int(mgpu.utils.thread_idx())
         self.warp, self.lane = Int(mgpu.utils.warp_idx()), self.thread & 31
+        self.fixed = FixedInputs(self.memory.fixed + self.warp * FIXED_BYTES, self.lane)
         self.block = Int(arith.index_cast(int_type(), gpu.block_id(gpu.Dimension.x)))
         self.panels = []  # first, and number, in each phase, besides those that blocks claim
         for phase in plan.phases:
@@ -152,13 +160,13 @@ class StreamBlock:
         if gains:
             times = lambda x, y: ptx("mul.rn.bf16x2 $0, $1, $2;", x, y, out="r", effects=False)
             words = [times(x, y) for x, y in zip(words, gains, strict=True)]
-        operands = inputs.pieces(words, 0, inputs.count)
-        offsets = self.offsets(operands)
+        scales = scale_of(words) if self.plan.is_fixed(phase) else None
+        operands = self.operands(inputs, words, scales)(0, inputs.count)
 
         def panel(n: Int, position: list[Any]) -> list[Any]:
             sums = [self.zeros() for _ in range(phase.across)]
-            position, sums = self.use_slot(position, operands, offsets, sums)
-            self.store_sums(base + n * phase.across, sums)
+            position, sums = self.use_slot(position, operands, sums)
+            self.store_sums(base + n * phase.across, sums, scales)
             return position
 
         count = self.panels[p][1]
@@ -185,14 +193,16 @@ class StreamBlock:
         loads = max(1, inputs.in_turn // inputs.each)
         steps = phase.turns // turns
         total = -(-inputs.count // inputs.each)
+        is_fixed = self.plan.is_fixed(phase)
         ahead = min(total, max(AHEAD_WORDS // 4, loads) // loads * loads)
+        ahead = total if is_fixed else ahead
 
-        def step(words: list[Any], turns: int, state: list[Any]) -> list[Any]:
+        def step(words: list[Any], turns: int, state: list[Any], scales: Any) -> list[Any]:
             """Position and sums after some turns, whose inputs are these words."""
+            of_pieces = self.operands(inputs, words, scales)
             for turn in range(turns):
-                operands = inputs.pieces(words, turn * inputs.in_turn, inputs.in_turn)
-                sums = self.by_half(state[2:])
-                position, sums = self.use_slot(state[:2], operands, self.offsets(operands), sums)
+                operands = of_pieces(turn * inputs.in_turn, inputs.in_turn)
+                position, sums = self.use_slot(state[:2], operands, self.by_half(state[2:]))
                 state = [*position, *itertools.chain(*sums)]
             return state
 
@@ -201,22 +211,28 @@ class StreamBlock:
                 queue, state, first = carried[: 4 * ahead], carried[4 * ahead :], j * loads
                 words, rest = inputs.complete(first, queue[: 4 * loads]), queue[4 * loads :]
                 if ahead == total:  # all are in the queue
-                    return [*rest, *words, *step(words, turns, state)]
+                    return [*rest, *words, *step(words, turns, state, scales)]
                 following = first + ahead
                 following = select(following < total, following, const(0))
                 more = inputs.load(following, loads)
-                return [*rest, *more, *step(words, turns, state)]
+                return [*rest, *more, *step(words, turns, state, scales)]
 
             inputs.await_some()
             firsts = range(0, ahead, loads)
             queue = [word for n in firsts for word in inputs.load(const(n), loads)]
+            scales = None
+            if is_fixed:
+                parts = [queue[4 * n : 4 * (n + loads)] for n in firsts]
+                parts = [inputs.complete(const(n), x) for n, x in zip(firsts, parts, strict=True)]
+                queue = list(itertools.chain(*parts))
+                scales = scale_of(queue)
             carried = [*queue, *position, *self.zeros(), *self.zeros()]
             found = loop(const(steps), carried, body)
             queue, state = found[: 4 * ahead], found[4 * ahead :]
             if rest := phase.turns % turns:
                 words = inputs.complete(const(steps * loads), queue[: 4 * loads])
-                state = step(words, rest, state)
-            self.store_sums(base + n * phase.across, self.by_half(state[2:]))
+                state = step(words, rest, state, scales)
+            self.store_sums(base + n * phase.across, self.by_half(state[2:]), scales)
             return state[:2]
 
         count = self.panels[p][1]
@@ -228,36 +244,56 @@ class StreamBlock:
     def zeros(self) -> list[Any]:
         return [zero() for _ in range(8 if self.plan.form == "int8" else 4)]
 
-    def offsets(self, inputs: list[list[Any]]) -> list[list[Any]]:
-        return offsets_of_groups(inputs) if self.plan.form == "int4" else []
+    def operands(
+        self, inputs: WarpInputs, words: list[Any], scales: Any
+    ) -> Callable[[int, int], "_Operands"]:
+        """A function of the first piece and the number of pieces. scales: `scale_of`'s, or None."""
+        if scales is not None:
+            pieces = self.fixed.pieces(words, scales[0])
+            of_pieces = lambda first, count: pieces[first : first + count]
+            return lambda *at: _Operands(of_pieces(*at), starts_of_groups(of_pieces(*at)), True)
+        if self.plan.form == "int8":
+            return lambda *at: _Operands(inputs.pieces(words, *at), [], False)
+
+        def of_int4(first: int, count: int) -> _Operands:
+            pieces = inputs.pieces(words, first, count)
+            return _Operands(pieces, offsets_of_groups(pieces), False)
+
+        return of_int4
 
     def use_slot(
-        self,
-        position: list[Any],
-        inputs: list[list[Any]],
-        offsets: list[list[Any]],
-        sums: list[list[Any]],
+        self, position: list[Any], operands: "_Operands", sums: list[list[Any]]
     ) -> tuple[list[Any], list[list[Any]]]:
         """Next position, and the sums with the products of the slot's halves, whose sums are the
         same if they have the same columns."""
         begin, sums = self.ring.await_slot(position, self.warp), [list(half) for half in sums]
         read, deep = const(0), 2 // len(sums)
         of_half = functools.partial(_part, parts=deep)
+        add = add_int4_fixed if operands.is_fixed else add_int4
         for half in range(2):
             own, part = sums[half // deep], half % deep
-            given = begin, half, self.lane, of_half(inputs, part)
+            given = begin, half, self.lane, of_half(operands.pieces, part)
             if self.plan.form == "int8":
                 sums[half // deep], read = add_int8(*given, own, read)
             else:
-                sums[half // deep], read = add_int4(*given, of_half(offsets, part), own, read)
+                sums[half // deep], read = add(*given, of_half(operands.offsets, part), own, read)
         position = self.ring.release(position, self.warp, self.lane.equals(0), read)
         return position, sums
 
-    def store_sums(self, first: Int, sums: list[list[Any]]) -> None:
+    def store_sums(self, first: Int, sums: list[list[Any]], scales: Any) -> None:
         """Give the sums of groups of 16 columns, from the call's group `first` on."""
         for i, half in enumerate(sums):
             half = half if len(half) == 4 else [arith.addf(half[n], half[4 + n]) for n in range(4)]
+            half = half if scales is None else self.fixed.weigh(half, scales[1])
             self.sums.store(first + i, self.warp, self.lane, half)
+
+
+class _Operands(NamedTuple):
+    """Pieces, and what a group's sums begin with in int4."""
+
+    pieces: list[list[Any]]
+    offsets: list[list[Any]]
+    is_fixed: bool
 
 
 def _part(values: list[Any], part: int, parts: int) -> list[Any]:

@@ -35,17 +35,10 @@ from jaxtrain_kernels.matmul.streamed.plan import (
 
 MOST_ROWS = 8
 SHARED_BYTES = 224 * 1024  # of a block, for slots and sums
-# Copies of 8 KB that a loader has in flight during an exchange, and else, for 1, 2, 4 or 8 rows.
-FLIGHT = {
-    ("int8", 1): (2, 4),
-    ("int8", 2): (2, 4),
-    ("int8", 4): (2, 4),
-    ("int8", 8): (2, 4),
-    ("int4", 1): (2, 4),
-    ("int4", 2): (2, 4),
-    ("int4", 4): (2, 4),
-    ("int4", 8): (2, 4),
-}
+# Copies of 8 KB that a loader has in flight during an exchange, and else. With 5 and more rows the
+# inputs, which each multiprocessor reads, queue behind codes all the time.
+FLIGHT = 2, 4
+FLIGHT_OF_MANY_ROWS = {"int8": (2, 3), "int4": (2, 2)}
 
 
 def supports(on: Target, x: Any, phases: Sequence[StreamPhase]) -> str | None:
@@ -72,7 +65,7 @@ def plan_of(
 ) -> StreamPlan:
     """The plan with as many slots as shared memory has room for."""
     plan = StreamPlan(form, rows, phases, blocks, 0, (0, 0), eps)
-    plan = plan._replace(flight=FLIGHT[form, plan.most_rows])
+    plan = plan._replace(flight=FLIGHT if rows <= 4 else FLIGHT_OF_MANY_ROWS[form])
     slots = (SHARED_BYTES - sum(plan.shared_bytes)) // (plan.warps * plan.slot_bytes)
     return plan._replace(slots=slots)
 

@@ -7,10 +7,9 @@ different columns. Slots of a panel of columns are adjacent: 16 columns, or 32.
 
 A half has pieces of 32 inputs. Lane (g, t) of a warp, g < 8 and t < 4, has columns 2 g and
 2 g + 1 of a piece's inputs 8 t .. 8 t + 7. int8: four 32-bit words; a word has the bytes of both
-columns for one input, then those for the next. int4: two words, each of four inputs k: from the
-lowest 4 bits on, both columns for k 0, both for k 2, both for k 1, both for k 3; a lane's words of
-two pieces are adjacent. In int4 the scales follow both halves: of each half, 16 in
-bfloat16 of each group of 128 inputs.
+columns for one input, then those for the next. int4: a word for each column; from the lowest 4 bits
+on it has inputs 0, 2, 4, 6, 1, 3, 5, 7 of the lane's. A lane's words of two pieces are adjacent. In
+int4 the scales follow both halves: of each half, 16 in bfloat16 of each group of 128 inputs.
 """
 
 from typing import Any
@@ -67,12 +66,12 @@ def to_stream(form: str, codes: jax.Array, scales_GN: Any = None) -> jax.Array:
         a = codes.reshape(deep, pieces, 4, 4, 2, panels, across, 8, 2)
         a = a.transpose(5, 0, 6, 1, 7, 2, 3, 4, 8)  # .., piece, g, t, word, input, column
         return jax.lax.bitcast_convert_type(a.reshape(*slots, -1, 4), jnp.int32)
-    # half, pair of pieces, piece, t, word, pair of inputs, panel, half across, g, column
-    a = codes.reshape(deep, pieces // 2, 2, 4, 2, 2, panels, across, 8, 2).astype(jnp.uint32)
-    a = a.transpose(6, 0, 7, 1, 8, 3, 2, 4, 5, 9)  # .., g, t, piece, word, pair of inputs, column
-    shifts = _shifts(a.ndim).astype(jnp.uint32)
+    # half, pair of pieces, piece, t, pair of inputs, panel, half across, g, column
+    a = codes.reshape(deep, pieces // 2, 2, 4, 4, panels, across, 8, 2).astype(jnp.uint32)
+    a = a.transpose(5, 0, 6, 1, 7, 3, 2, 8, 4)  # .., g, t, piece, column, pair of inputs
+    shifts = jnp.expand_dims(4 * jnp.arange(4, dtype=jnp.uint32), range(a.ndim - 1))
     words = ((a & 15) << shifts) | ((a >> 4) << (shifts + 16))
-    words = words.sum((-2, -1), dtype=jnp.uint32).reshape(*slots, -1)
+    words = words.sum(-1, dtype=jnp.uint32).reshape(*slots, -1)
     s = scales_GN.astype(jnp.bfloat16).reshape(deep, pieces * PIECE // GROUP, panels, across, 8, 2)
     s = s.transpose(2, 0, 3, 1, 4, 5).reshape(*slots, -1, 2)
     both = (
@@ -93,16 +92,10 @@ def from_stream(form: str, K: int, words: jax.Array) -> tuple[jax.Array, jax.Arr
         return a.transpose(1, 3, 5, 6, 7, 0, 2, 4, 8).reshape(-1, N), None
     count = 2 * half_words(form)
     codes, scales = words[..., :count], words[..., count:]
-    a = codes.reshape(*front, pieces // 2, 8, 4, 2, 2, 1, 1)
-    shifts = _shifts(a.ndim)
-    a = ((a >> shifts) & 15) | (((a >> (shifts + 16)) & 15) << 4)  # .., pair of inputs, column
-    a = a.transpose(1, 3, 6, 5, 7, 8, 0, 2, 4, 9).astype(jnp.uint8).reshape(-1, N)
+    a = codes.reshape(*front, pieces // 2, 8, 4, 2, 2, 1)
+    shifts = jnp.expand_dims(4 * jnp.arange(4), range(a.ndim - 1))
+    a = ((a >> shifts) & 15) | (((a >> (shifts + 16)) & 15) << 4)  # .., column, pair of inputs
+    a = a.transpose(1, 3, 6, 5, 8, 0, 2, 4, 7).astype(jnp.uint8).reshape(-1, N)
     s = jax.lax.bitcast_convert_type(scales, jnp.bfloat16)
     s = s.reshape(*front, -1, COLUMNS).transpose(1, 3, 0, 2, 4)
     return a, s.reshape(-1, N)
-
-
-def _shifts(rank: int) -> jax.Array:
-    """First bit of int4's codes in a word, by pair of inputs and column, in the last two dims."""
-    shifts = jnp.arange(2)[:, None] * 8 + jnp.arange(2)[None] * 4
-    return jnp.expand_dims(shifts, range(rank - 2))

@@ -25,6 +25,10 @@ EXCHANGE_LINE = 128  # bytes of device memory before the values that blocks exch
 CLAIMS = 32  # lanes of a warp: most panels that a block claims, and marks of their end
 SPARE = 3  # panels of a block's share that blocks claim when they need them, where it has enough
 NOT_CLAIMED, NO_MORE = -2, -1
+FIXED = True
+DIGITS = 3  # of an input as an integer
+DIGIT_WORDS = 72  # of a warp's in shared memory: 2 of each 8 inputs, in banks of their own
+FIXED_BYTES = DIGITS * DIGIT_WORDS * 4
 
 
 class StreamPhase(NamedTuple):
@@ -110,6 +114,11 @@ class StreamPlan(NamedTuple):
         """Pairs of rows."""
         return max(1, self.most_rows // 2)
 
+    def is_fixed(self, phase: StreamPhase) -> bool:
+        """Whether a phase's inputs are integers, and their products of `fixed`."""
+        loads = phase.turns * self.pieces * phase.deep / 8
+        return FIXED and self.form == "int4" and self.rows == 1 and loads <= 8
+
     @property
     def sums_bytes(self) -> int:
         """Of 16 columns, by one warp."""
@@ -128,13 +137,17 @@ class StreamPlan(NamedTuple):
             8 * SUMS,
             len(self.phases) * self.warps * 8 * 4,
             len(self.phases) * CLAIMS * 4,
+            self.warps * FIXED_BYTES if any(map(self.is_fixed, self.phases)) else 128,
         )
 
     def claimed(self, phase: StreamPhase) -> int:
-        """Panels that blocks claim. Blocks whose codes come faster, as they do by 15%, get more."""
+        """Panels that blocks claim. Blocks whose codes come faster, as they do by 15%, get more.
+        With one or two rows all are as late without claims."""
         panels = phase.N // phase.panel_columns
         share = panels // self.blocks - SPARE
-        return panels - share * self.blocks if share > 0 and phase.turns == 1 else 0
+        if share <= 0 or phase.turns > 1 or self.rows <= 2:
+            return 0
+        return panels - share * self.blocks
 
     @property
     def exchange_offsets(self) -> list[int]:
@@ -164,7 +177,7 @@ class PhaseRefs(NamedTuple):
 class Memory(NamedTuple):
     """Shared memory. ring: slots; full, free: their barriers. sums: of columns by warps;
     sums_full, sums_free: their barriers. squares: sums of each phase's rows by warps. claims: of
-    panels in each phase."""
+    panels in each phase. fixed: inputs as integers, by warps."""
 
     ring: Any
     full: Any
@@ -174,3 +187,4 @@ class Memory(NamedTuple):
     sums_free: Any
     squares: Any
     claims: Any
+    fixed: Any

@@ -51,10 +51,9 @@ def add_int4(
         parts = [offsets[group] * 2, [zero() for _ in range(4)]]
         for block in range(group * each, (group + 1) * each):
             read = read | Int(words[block][0])
-            for i, word in enumerate(words[block]):
-                x = xs[2 * block + i // 2][2 * (i % 2) : 2 * (i % 2) + 2]
-                a = [_bf16_of_4(word, shift) for shift in (0, 4, 8, 12)]
-                parts[i % 2] = _mma(a, x, parts[i % 2])
+            for i, x in enumerate(zip(*xs[2 * block : 2 * block + 2], strict=True)):
+                a = [_bf16_of_4(word, 4 * i) for word in words[block]]
+                parts[i % 2] = _mma(a, list(x), parts[i % 2])
         for i in range(4):
             part = arith.addf(parts[0][i], parts[1][i])
             sums[i] = ptx(
