@@ -126,26 +126,26 @@ class RolesDevice(emulated_threads.Device):
         self.mask = outer
         return Raw(before, "i32")
 
-    def settle(self, place, is_first, panel):
+    def settle(self, offset, is_first, panel):
         outer = self.mask
         self.mask = outer & (is_first.values == 1)
-        self.access(place, 4, panel.words[..., None].view(np.uint8).reshape(*outer.shape, 4))
+        self.access(offset, 4, panel.words[..., None].view(np.uint8).reshape(*outer.shape, 4))
         self.mask = self.mask & (panel.values < 0)
         data = panel.words[..., None].view(np.uint8).reshape(*outer.shape, 4)
-        self.access(Raw(place.values + 4, "i32"), 4, data)
+        self.access(Raw(offset.values + 4, "i32"), 4, data)
         self.mask = outer & (is_first.values != 1)
-        found = self.read_claim(place, None)
+        found = self.read_claim(offset, None)
         self.mask = outer
         return Raw(np.where(is_first.values == 1, panel.values, found.values), "i32")
 
-    def read_claim(self, place, number):
+    def read_claim(self, offset, number):
         """Claims in shared memory, when they are there; 0 for negative numbers."""
         outer, found = self.mask, np.zeros(self.mask.shape, np.int64)
         wanted = outer & (number.values >= 0) if number is not None else outer
 
         def ready():
             self.mask = wanted
-            found[:] = self.access(place, 4).view(np.int32)[..., 0]
+            found[:] = self.access(offset, 4).view(np.int32)[..., 0]
             self.mask = outer
             return not (found[wanted] == NOT_CLAIMED).any()
 
@@ -185,17 +185,17 @@ class RolesDevice(emulated_threads.Device):
 
         self.roles.wait(ready)
 
-    def poll(self, start, words, places):
-        """Words of loads from these places on, when none of 16 bits is -1."""
-        words, size = np.stack([x.words for x in words], -1), len(words) // len(places)
+    def poll(self, start, words, offsets):
+        """Words of loads from these offsets on, when none of 16 bits is -1."""
+        words, size = np.stack([x.words for x in words], -1), len(words) // len(offsets)
 
         def all_there():
             halves = np.ascontiguousarray(words).view(np.uint16)
             return not (halves[self.mask] == 0xFFFF).any()
 
         def ready():
-            for i, place in enumerate(places):
-                found = self.access(Raw(start.values + place, "i64"), 4 * size)
+            for i, offset in enumerate(offsets):
+                found = self.access(Raw(start.values + offset, "i64"), 4 * size)
                 words[..., i * size : (i + 1) * size] = found.view(WORD)
             return all_there()
 
@@ -217,8 +217,8 @@ class RolesDevice(emulated_threads.Device):
         elif "try_wait" in code:
             self.wait(*given)
         elif "CHECK" in code:
-            places = map(int, re.findall(r"\[\$\d+\+(\d+)\]", code))
-            return self.poll(given[0], given[1:], list(places))
+            offsets = map(int, re.findall(r"\[\$\d+\+(\d+)\]", code))
+            return self.poll(given[0], given[1:], list(offsets))
         elif "atom." in code:
             return self.ask(*given, int(re.search(r"q, \$3, (\d+)", code)[1]))
         elif "READ" in code:

@@ -138,12 +138,12 @@ def test_the_threads_of_all_blocks_compute_the_products(monkeypatch, form, M, ph
     assert device.copied == 2 * sum(m.codes.nbytes for m in matrices)  # each byte once a call
 
 
-@pytest.mark.parametrize(("place", "value"), [(5, 1000), (4095, np.inf), (70, np.nan)])
-def test_one_row_of_unequal_inputs(monkeypatch, place, value):
-    """int4's products of one row have integers in the inputs' place."""
+@pytest.mark.parametrize(("column", "value"), [(5, 1000), (4095, np.inf), (70, np.nan)])
+def test_one_row_of_unequal_inputs(monkeypatch, column, value):
+    """int4's products of one row have integers in the inputs' column."""
     phases = (StreamPhase(4096, 96),)
     x, stream, rows, matrices = example("int4", 1, phases)
-    x = x.at[0, place].set(value)
+    x = x.at[0, column].set(value)
     device = emulated_roles(monkeypatch, WARPS["int4"] + LOADERS + FINISHERS)
     plan = StreamPlan("int4", 1, phases, BLOCKS, 3, (1, 3), EPS)
     exchanged = device.put(np.full(plan.exchange_words, -1, np.int32))

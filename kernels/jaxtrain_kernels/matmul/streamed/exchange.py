@@ -62,15 +62,15 @@ class Exchange:
         ptx(f"red.relaxed.gpu.global.inc.u32 [$0], {most};", self.start)
 
 
-def load(start: Int, loads: int, stride: int) -> list[Any]:
+def load_words(start: Int, loads: int, stride: int) -> list[Any]:
     """A lane's 16 bytes each `stride` bytes, as words."""
     code = "ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [$4];"
     return [word for n in range(loads) for word in ptx(code, start + n * stride, out="rrrr")]
 
 
-def complete(start: Int, words: Sequence[Any], stride: int) -> list[Any]:
-    """The words of `load`; those that were not there are loaded again until all lanes of the warp
-    have all of theirs."""
+def complete_words(start: Int, words: Sequence[Any], stride: int) -> list[Any]:
+    """The words of `load_words`; those that were not there are loaded again until all lanes of the
+    warp have all of theirs."""
     count = len(words)
     moves = [f"mov.b32 ${i}, ${count + 1 + i};" for i in range(count)]
     pieces = [range(i, i + 4) for i in range(0, count, 4)]

@@ -42,7 +42,7 @@ class WarpInputs:
         self.count = self.in_turn * phase.turns
         self.lanes = 32 // plan.most_rows  # of a row
         self.each = self.lanes // 4  # pieces of a row in a load
-        self.row, self.place = lane // self.lanes, (lane % self.lanes) // 4
+        self.row, self.piece = lane // self.lanes, (lane % self.lanes) // 4
         self.t = lane & 3
         # The lane that has the first piece of a load which this lane multiplies.
         self.from_lane = ((lane >> 2) & (plan.most_rows - 1)) * self.lanes + self.t
@@ -55,7 +55,7 @@ class WarpInputs:
 
     def address(self, n: Int) -> Int:
         """Of the lane's 16 bytes of load n; lanes without a piece have the last one."""
-        piece, last = n * self.each + self.place, const(self.count - 1)
+        piece, last = n * self.each + self.piece, const(self.count - 1)
         if self.count % self.each:
             piece = select(piece < self.count, piece, last)
         most = const(self.plan.rows - 1)
@@ -69,13 +69,13 @@ class WarpInputs:
 
     def load(self, first: Int, loads: int) -> list[Any]:
         """Words of some loads of a turn from number `first` on; some may not have been written."""
-        return exchange.load(self.address(first), loads, self.stride)
+        return exchange.load_words(self.address(first), loads, self.stride)
 
     def complete(self, first: Int, words: list[Any]) -> list[Any]:
         """The words of `load`, when all are there."""
         if not self.exchanged:
             return words
-        return exchange.complete(self.address(first), words, self.stride)
+        return exchange.complete_words(self.address(first), words, self.stride)
 
     def await_some(self) -> None:
         """Wait until some of the inputs are there: many rows are not loaded again and again."""
@@ -86,8 +86,8 @@ class WarpInputs:
 
     def load_gains(self, gain: Int, loads: int) -> list[Any]:
         """Gains of the lane's inputs, for a norm."""
-        place = self.place & (self.count - 1) if self.count < self.each else self.place
-        return exchange.load(gain + self.offset(place).wide(), loads, self.stride)
+        piece = self.piece & (self.count - 1) if self.count < self.each else self.piece
+        return exchange.load_words(gain + self.offset(piece).wide(), loads, self.stride)
 
     def put_squares(self, words: list[Any], squares: Int) -> None:
         """Write the sums of squares of the warp's inputs, which `words` are, to shared memory."""
@@ -97,7 +97,7 @@ class WarpInputs:
             totals[i % 4] = ptx(square, x, totals[i % 4], out="f", effects=False)
         total = functools.reduce(arith.addf, totals)
         if self.count < self.each:
-            total = select(self.place < self.count, Int(total), Int(zero())).value
+            total = select(self.piece < self.count, Int(total), Int(zero())).value
         for distance in (1, 2, 4, 8, 16):
             if distance < self.lanes:
                 total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
@@ -109,10 +109,10 @@ class WarpInputs:
         """Operands of some pieces of loads, without the first ones: 4 words each."""
         found = []
         for n in range(skipped, skipped + count):
-            load, place = words[n // self.each * 4 :][:4], n % self.each
+            load, piece = words[n // self.each * 4 :][:4], n % self.each
             if self.each > 1:
                 shuffle = "shfl.sync.idx.b32 $0, $1, $2, 31, -1;"
-                lane = self.from_lane + 4 * place
+                lane = self.from_lane + 4 * piece
                 load = [ptx(shuffle, word, lane, out="r", effects=False) for word in load]
             found.append(load)
         return found

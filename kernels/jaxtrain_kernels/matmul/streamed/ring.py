@@ -141,11 +141,11 @@ class Ring:
         return loop(steps - done, state, fast)
 
     def await_earlier(
-        self, number: Int, index: Int, parity: Int, place: int, groups: Sequence[Int]
+        self, number: Int, index: Int, parity: Int, offset: int, groups: Sequence[Int]
     ) -> None:
-        """Wait for the copy `place` copies after that of slot `number` of the first group: an
+        """Wait for the copy `offset` copies after that of slot `number` of the first group: an
         earlier one, as it is negative."""
-        back, other = -(place // len(groups)), place % len(groups)
+        back, other = -(offset // len(groups)), offset % len(groups)
         earlier = index - back
         wraps = earlier < 0
         earlier = select(wraps, earlier + self.plan.slots, earlier)
