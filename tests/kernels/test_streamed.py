@@ -164,14 +164,11 @@ def run_emulated(device, plan, x, stream, matrices, exchanged):
         gain = device.put(m.norm.gain_K) if m.norm else None
         outs = [device.put(np.full((len(x), N), np.nan, jnp.bfloat16)) for N in p.outputs]
         refs.append(PhaseRefs(device.put(m.codes), scales, gain, outs))
-    starts, top = [], 0
-    for size in plan.shared_bytes:
-        starts.append(Int(Raw(top, "i32")))
-        top += -(-size // 1024) * 1024
+    *starts, top = plan.shared_offsets
     assert top <= SHARED
     device.shared.fill(255)
     operands = StreamRefs(device.put(x), x.shape[1], device.put(stream), exchanged, refs)
-    StreamBlock(plan, operands, Memory(*starts)).run()
+    StreamBlock(plan, operands, Memory(*(Int(Raw(at, "i32")) for at in starts))).run()
     return [out for ref in refs for out in ref.outs]
 
 

@@ -65,11 +65,11 @@ class StreamRefs(NamedTuple):
 
 
 class StreamBlock:
-    """A block's registers, and what its threads do."""
+    """A block's registers, and what its threads do. memory: addresses."""
 
     def __init__(self, plan: StreamPlan, operands: StreamRefs, memory: Memory):
         self.plan, self.refs = plan, tuple(operands.phases)
-        self.memory = Memory(*map(address, memory))
+        self.memory = memory
         self.ring, self.sums = Ring(plan, self.memory), Sums(plan, self.memory)
         self.source, self.width = address(operands.x), operands.width
         self.stream, self.exchanged = address(operands.stream), address(operands.exchanged)

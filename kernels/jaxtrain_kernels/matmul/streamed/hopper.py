@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target, mesh_devices
 from jaxtrain_kernels.matmul.streamed.block import StreamBlock, StreamRefs
+from jaxtrain_kernels.matmul.streamed.emit import address
 from jaxtrain_kernels.matmul.streamed.order import HALVES_INPUTS
 from jaxtrain_kernels.matmul.streamed.plan import (
     FINISHERS,
@@ -66,7 +67,7 @@ def plan_of(
     """The plan with as many slots as shared memory has room for."""
     plan = StreamPlan(form, rows, phases, blocks, 0, (0, 0), eps)
     plan = plan._replace(flight=FLIGHT if rows <= 4 else FLIGHT_OF_MANY_ROWS[form])
-    slots = (SHARED_BYTES - sum(plan.shared_bytes)) // (plan.warps * plan.slot_bytes)
+    slots = (SHARED_BYTES - plan.shared_offsets[-1]) // (plan.warps * plan.slot_bytes)
     return plan._replace(slots=slots)
 
 
@@ -98,28 +99,25 @@ def call_streamed(
     flat, tree = jax.tree.flatten(arrays)
     count, sizes = len(flat), [N for p in plan.phases for N in p.outputs]
 
-    def streamed_products(x_ref, stream_ref, exchanged_ref, *refs, **memory):
-        given, rest = [], list(refs[count:])
+    def streamed_products(x_ref, stream_ref, exchanged_ref, *refs):
+        given, rest = [], list(refs[count:-1])
         for phase, triple in zip(plan.phases, tree.unflatten(refs[:count]), strict=True):
             codes, scales, gain = triple
             given.append(PhaseRefs(codes, scales, gain, [rest.pop(0) for _ in phase.outputs]))
-        arguments = x_ref, stream_ref, exchanged_ref, given, Memory(**memory)
+        arguments = x_ref, stream_ref, exchanged_ref, given, refs[-1]
         types = jax.tree.map(lambda _: plgpu.RefType(), arguments)
 
         def run(_, x_ref, stream_ref, exchanged_ref, given, memory):
             operands = StreamRefs(x_ref, x.shape[-1], stream_ref, exchanged_ref, given)
-            StreamBlock(plan, operands, memory).run()
+            parts = [address(memory) + at for at in plan.shared_offsets[:-1]]
+            StreamBlock(plan, operands, Memory(*parts)).run()
 
         plgpu.inline_mgpu(arg_types=types)(run)(*arguments)
 
-    scratch = {
-        name: plgpu.SMEM((size // 4,), jnp.int32)
-        for name, size in zip(Memory._fields, plan.shared_bytes, strict=True)
-    }
     return hopper.pallas_kernel(
         streamed_products,
         out_type=[jax.ShapeDtypeStruct((plan.rows, N), x.dtype) for N in sizes],
-        scratch_types=scratch,
+        scratch_types=[plgpu.SMEM((plan.shared_offsets[-1] // 4,), jnp.int32)],
         grid=(plan.blocks,),
         grid_names=("block",),
         num_threads=(plan.warps + LOADERS + FINISHERS) // 4,

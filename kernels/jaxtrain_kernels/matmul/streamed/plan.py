@@ -140,6 +140,13 @@ class StreamPlan(NamedTuple):
             self.warps * FIXED_BYTES if any(map(self.is_fixed, self.phases)) else 128,
         )
 
+    @property
+    def shared_offsets(self) -> list[int]:
+        """First byte of each part of `Memory`, and the bytes of all: in one array, as Pallas
+        aligns each to 1,024 bytes."""
+        sizes = [-(-size // 128) * 128 for size in self.shared_bytes]
+        return [0, *itertools.accumulate(sizes)]
+
     def claimed(self, phase: StreamPhase) -> int:
         """Panels that blocks claim. Blocks whose codes come faster, as they do by 15%, get more.
         With one or two rows all are as late without claims."""
