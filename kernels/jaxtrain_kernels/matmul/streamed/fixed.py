@@ -77,16 +77,24 @@ class FixedInputs:
         self.digit = select(digit < DIGITS, digit, const(DIGITS - 1))
 
     def pieces(self, words: list[Any], scale: Any) -> list[list[Any]]:
-        """Operands of the 8 pieces of a load of the warp: for bytes of codes, for lower halves."""
+        """Operands of the 8 pieces of each load of the warp: for bytes of codes, for lower
+        halves."""
+        found = []
+        for n in range(0, len(words), 4):
+            self.put(words[n : n + 4], scale)
+            begin = self.memory + self.digit * (DIGIT_WORDS * 4) + (self.lane & 3) * 4
+            load = lambda at: ptx("ld.shared.b32 $0, [$1];", at, out="r")
+            found += [[load(begin + 16 * i + 128 * kind) for kind in range(2)] for i in range(8)]
+        return found
+
+    def put(self, words: list[Any], scale: Any) -> None:
+        """Write a load's digits to shared memory, when those of the load before are read."""
         ptx("bar.warp.sync -1;")
         for digit, pair in enumerate(digits(words, scale)):
             for kind, word in enumerate(pair):
                 at = self.memory + (digit * DIGIT_WORDS + kind * 32) * 4 + self.lane * 4
                 ptx("st.shared.b32 [$0], $1;", at, word)
         ptx("bar.warp.sync -1;")
-        begin = self.memory + self.digit * (DIGIT_WORDS * 4) + (self.lane & 3) * 4
-        load = lambda at: ptx("ld.shared.b32 $0, [$1];", at, out="r")
-        return [[load(begin + 16 * n + 128 * kind) for kind in range(2)] for n in range(8)]
 
     def weigh(self, four: list[Any], inverse: Any) -> list[Any]:
         """Sums of two columns of codes, whose digits two lanes have."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 COLUMNS = 16
 HALVES_INPUTS = 2048  # of a half of each warp
-WARPS = {"int8": 8, "int4": 8}  # of a block, that multiply
+WARPS = {"int8": 8, "int4": 16}  # of a block, that multiply
 PIECE = 32  # inputs
 GROUP = 128  # inputs with one scale in int4
 DEEP_INPUTS = 2 * HALVES_INPUTS  # of a product whose slots have different inputs in their halves
