@@ -25,7 +25,6 @@ EXCHANGE_LINE = 128  # bytes of device memory before the values that blocks exch
 CLAIMS = 32  # lanes of a warp: most panels that a block claims, and marks of their end
 SPARE = 3  # panels of a block's share that blocks claim when they need them, where it has enough
 NOT_CLAIMED, NO_MORE = -2, -1
-FIXED = True
 DIGITS = 3  # of an input as an integer
 DIGIT_WORDS = 72  # of a warp's in shared memory: 2 of each 8 inputs, in banks of their own
 FIXED_BYTES = DIGITS * DIGIT_WORDS * 4
@@ -117,7 +116,7 @@ class StreamPlan(NamedTuple):
     def is_fixed(self, phase: StreamPhase) -> bool:
         """Whether a phase's inputs are integers, and their products of `fixed`."""
         loads = phase.turns * self.pieces * phase.deep / 8
-        return FIXED and self.form == "int4" and self.rows == 1 and loads <= 8
+        return self.form == "int4" and self.rows == 1 and loads <= 8
 
     @property
     def sums_bytes(self) -> int:
