@@ -8,7 +8,7 @@ out = model(tokens_BT, mode=Paged(cache))                        # tokens of seq
 
 from typing import NamedTuple
 
-from jaxtrain_kernels.decode_layers import PackedLayers
+from jaxtrain_kernels.decode_layers import LayersWeights
 from jaxtyping import Array
 
 from jaxtrain.model.branches import Branches
@@ -68,7 +68,7 @@ class Paged(NamedTuple):
     other, with the kernels for whole sequences."""
 
     cache: PagedCache
-    packed: PackedLayers | None = None
+    packed: LayersWeights | None = None
     first_chunk: bool = False
 
 

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtrain_kernels import decode_layers as kernels
-from jaxtrain_kernels.decode_layers import LayersShape, PackedLayers
-from jaxtrain_kernels.dispatch import target
+from jaxtrain_kernels.decode_layers import LayersShape, LayersWeights
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxtrain.model.config import ResolvedModel
@@ -77,8 +76,15 @@ def why_not_packed(
     leaves = jax.tree.leaves(params, is_leaf=is_weight)
     if any(is_weight(x) or (x.ndim > 1 and x.dtype != jnp.bfloat16) for x in leaves):
         return "needs plain matrices in bfloat16, without adapters"
+    return kernel_of(c, params, pages)[1]
+
+
+def kernel_of(
+    c: ResolvedModel, params: Params, pages: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+) -> tuple[str, str | None]:
+    """Name of the kernel for the model's layers, and None; or the reason why there is none."""
     x0_D = jax.ShapeDtypeStruct((c.width,), params["embed"].dtype)
-    return kernels.BACKENDS["triton"].supports(target(), layers_shape(c), x0_D, pages)
+    return kernels.choose_kernel(layers_shape(c), x0_D, pages)
 
 
 def unstacked(leaf: Any) -> Sequence[Array]:
@@ -86,9 +92,10 @@ def unstacked(leaf: Any) -> Sequence[Array]:
     return leaf.layers if is_apart(leaf) else list(leaf)
 
 
-@jax.jit(static_argnames="graphdef")
-def pack_layers(graphdef: nnx.GraphDef, params: Params) -> PackedLayers:
-    """Copy the layers' matrices into the kernel's layout; `params` is not changed."""
+@jax.jit(static_argnames=("kernel", "graphdef"))
+def pack_layers(kernel: str, graphdef: nnx.GraphDef, params: Params) -> LayersWeights:
+    """Copy the layers' matrices into the layout of a kernel (`kernel_of`); `params` is not
+    changed."""
     model = nnx.merge(graphdef, params)
     c, block = model.config, model.blocks
     shape = layers_shape(c)
@@ -102,10 +109,9 @@ def pack_layers(graphdef: nnx.GraphDef, params: Params) -> PackedLayers:
             gate_DK = gate_DK.at[: len(gate_cK), : c.kv_heads].set(gate_cK.astype(gate_DK.dtype))
         qkv.append(jnp.concatenate([*matrices, gate_DK], axis=1))
     scales = [jnp.stack(layers(x)) for x in (model.residual_scale, model.x0_scale)]
-    pack = lambda param: kernels.pack_weights(layers(param))
-    out, up, down = (pack(x) for x in (block.attention.out, block.ffn.up, block.ffn.down))
+    others = map(layers, (block.attention.out, block.ffn.up, block.ffn.down))
     scales_L2 = jnp.stack(scales, axis=1).astype(jnp.float32)
-    return PackedLayers(kernels.pack_weights(qkv), out, up, down, scales_L2)
+    return kernels.pack_matrices(kernel, shape, (qkv, *others), scales_L2)
 
 
 def run_stacked(
@@ -128,7 +134,7 @@ def run_stacked(
 
 
 def run_packed(
-    model: "Transformer", packed: PackedLayers, x_11D: Float[Array, "1 1 D"],
+    model: "Transformer", packed: LayersWeights, x_11D: Float[Array, "1 1 D"],
     tokens_11: Int[Array, "1 1"], cache: PagedCache,
 ) -> tuple[Array, Array, StackedPages, Bool[Array, ""]]:  # fmt: skip
     """The stream [1, 1, D] after the last and after the middle layer, the pages with the new

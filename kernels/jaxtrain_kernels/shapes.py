@@ -122,6 +122,7 @@ ATTENTION_BENCH = (
     AttentionShape("b4_t8192_d128", 4, 8192, 12, 12, 128),
     AttentionShape("b32_t2048_h6_d128", 32, 2048, 6, 6, 128),
     AttentionShape("b16_t2048_gqa_d64", 16, 2048, 16, 4, 64),
+    AttentionShape("b1_t8192_gqa_d128", 1, 8192, 32, 8, 128),
     AttentionShape("b4_t8192_d128_packed", 4, 8192, 12, 12, 128, documents=documents(8192, 512, 0)),
 )
 

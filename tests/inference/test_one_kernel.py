@@ -34,8 +34,8 @@ def engine_with(options, fields):
     return Engine(*parts(**fields), letters(), options=options)
 
 
-def serve_by(monkeypatch, run):
-    """The kernel's backend serves everything, on a CPU; its calls."""
+def serve_by(monkeypatch, run, kernel="triton"):
+    """A kernel's backend serves everything, on a CPU; its calls."""
     calls = []
 
     def noted(*args, **kwargs):
@@ -43,7 +43,7 @@ def serve_by(monkeypatch, run):
         return run(*args, **kwargs)
 
     backend = types.SimpleNamespace(supports=lambda *_: None, decode_layers=noted)
-    monkeypatch.setitem(decode_layers.BACKENDS, "triton", backend)
+    monkeypatch.setitem(decode_layers.BACKENDS, kernel, backend)
     return calls
 
 
@@ -92,6 +92,14 @@ def test_a_step_without_finite_states_ends_the_engine(monkeypatch, late, message
 def test_several_steps_of_a_call_have_the_same_tokens(by_reference):
     assert_same_tokens({"depth": 2}, steps=3)
     assert by_reference
+
+
+def test_the_weights_are_packed_for_the_fastest_kernel_that_serves(monkeypatch, by_reference):
+    fields = {"depth": 1, "width": 128, "head_dim": 64, "qk_scale": 1.3}
+    packed = lambda: engine_with(ONE_ROW, fields).programs.packed
+    assert isinstance(packed(), decode_layers.PackedLayers)
+    serve_by(monkeypatch, reference.decode_layers, "hopper")
+    assert isinstance(packed(), decode_layers.StreamedLayers)
 
 
 def test_one_slot_has_it_by_default_where_it_serves(by_reference, caplog):

@@ -86,3 +86,24 @@ def test_candidates_are_tilings_with_the_default_among_them():
             shape.H
         )
         assert len(forward) + len(backward) == len(tilings) > 4
+
+
+@pytest.mark.parametrize("used", ["out", "lse", "both"])
+def test_cotangents_of_zeros_are_made_for_the_output_alone(used, monkeypatch):
+    given = []
+
+    def backward(q, k, v, ids, out, lse, dout, dlse, **options):
+        given.append((dout, dlse))
+        return q, k, v
+
+    monkeypatch.setattr(backward_kernel, "backward", backward)
+
+    def loss(q):
+        out, lse = ours(q, q, q, return_lse=True)
+        parts = {"out": out.sum(), "lse": lse.sum(), "both": out.sum() + lse.sum()}
+        return parts[used].astype(jnp.float32)
+
+    with on_target(*HOPPER):
+        jax.eval_shape(jax.grad(loss), qkv(1))
+    ((dout, dlse),) = given
+    assert dout.shape == qkv(1).shape and (dlse is None) == (used == "out")

@@ -14,7 +14,7 @@ from jaxtrain_kernels.attention.hopper import backward_inline as inline
 from jaxtrain_kernels.attention.hopper import backward_keys as keys
 from jaxtrain_kernels.attention.hopper.backward_plan import BackwardTiling, KeyPlan, QueryTiling
 from jaxtrain_kernels.attention.hopper.backward_stats import NO_KEYS, row_stats
-from jaxtrain_kernels.attention.hopper.common import Mask
+from jaxtrain_kernels.attention.hopper.common import Mask, heads_together
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.shapes import AttentionShape
 
@@ -287,6 +287,42 @@ def test_outputs_are_staged_once_earlier_stores_have_read_their_memory(
     assert "".join(events).endswith(
         "CCC" + finish
     )  # after dq of the loop and of the last two steps
+
+
+@pytest.mark.parametrize(
+    "heads, fit, tiles, blocks, together",
+    [
+        (8, 0, 64, 132, 2),  # one head fits, but has fewer tiles than there are CUDA blocks
+        (8, 0, 128, 132, 1),
+        (32, 0, 32, 132, 4),
+        (48, 13, 64, 132, 12),
+        (48, 100, 64, 132, 48),
+        (6, 1, 16, 132, 6),
+    ],
+)
+def test_heads_are_scheduled_together_that_occupy_the_gpu_or_fit_its_cache(
+    heads, fit, tiles, blocks, together
+):
+    assert heads_together(heads, fit, tiles, blocks) == together
+
+
+def test_grouped_queries_issue_dv_first_and_a_softcap_does_not():
+    q, k = (jax.ShapeDtypeStruct((1, 512, n, 128), jnp.bfloat16) for n in (4, 2))
+    make = lambda softcap: backward.make_backward_plan(
+        KeyPlan, q, k, None, Mask(True, None), softcap, 1.0, BackwardTiling(), False
+    )
+    assert make(None).dv_first and not make(15.0).dv_first
+
+
+@pytest.mark.parametrize("documents, together", [(False, 2), (True, 8)])
+def test_documents_share_less_of_the_cache(documents, together):
+    q = jax.ShapeDtypeStruct((8, 4096, 1, 128), jnp.bfloat16)
+    tiling = BackwardTiling(blocks=16, l2_bytes=10 << 20)
+    ids = q if documents else None
+    plan = backward.make_backward_plan(
+        KeyPlan, q, q, ids, Mask(True, None), None, 1.0, tiling, False
+    )
+    assert plan.group == together
 
 
 @pytest.mark.parametrize("block_q", [32, 192, 256])

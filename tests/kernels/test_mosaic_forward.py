@@ -140,6 +140,39 @@ def test_block_ranges_cover_what_is_visible(mask, documents):
             assert visited <= max(1, np.ptp(np.append(j[some], -1)[:-1]) + 1 if some.any() else 1)
 
 
+@pytest.mark.parametrize("mask", [Mask(True, None), Mask(False, None), Mask(True, 230)])
+def test_full_blocks_of_documents_are_all_that_need_no_mask(mask):
+    lengths, side = (500, 12, 300), 64
+    ids = np.pad(np.repeat(np.arange(1, 4), lengths), (0, 960 - sum(lengths)))
+    ranges = block_ranges(mask, 960, side, side, jnp.asarray(ids)[None])
+    t, s = np.arange(960)[:, None], np.arange(960)[None]
+    seen = (ids[:, None] == ids) & (ids > 0) & ((s <= t) | (not mask.causal))
+    seen &= s >= t - (mask.window or 960)
+    blocks = seen.reshape(15, side, 15, side)
+    some, full = blocks.any((1, 3)), blocks.all((1, 3))
+    for i, (lo, full_lo, full_hi, hi) in enumerate(zip(*(x[0].tolist() for x in ranges))):
+        expected = np.flatnonzero(some[i]) if some[i].any() else [i if mask.causal else 0]
+        assert (lo, hi - 1) == (expected[0], expected[-1])
+        # The last block that is visited always has the mask.
+        assert full_hi - full_lo == full[i, : hi - 1].sum() and full[i, full_lo:full_hi].all()
+
+
+def test_packed_documents_share_less_of_the_cache_than_rows(monkeypatch):
+    plans = []
+
+    def call(plan, arrays, interpret):
+        plans.append(plan)
+        return arrays[0], jnp.zeros((8, 1, 4096))
+
+    monkeypatch.setattr(forward, "_call", call)
+    tiling = ForwardTiling(blocks=16, l2_bytes=5 << 20)
+    q, ids = jnp.zeros((8, 4096, 1, 128), jnp.bfloat16), jnp.ones((8, 4096), jnp.int32)
+    run = functools.partial(forward.forward.__wrapped__, softcap=None, scale=1.0, tiling=tiling)
+    for given in (None, ids):
+        jax.eval_shape(lambda q, ids=given: run(q, q, q, ids, causal=True, window=None)[0], q)
+    assert [plan.group for plan in plans] == [2, 8]
+
+
 ALL = AttentionShape("all", 2, 2049, 12, 4, 128, True, 768, 15.0, documents=(700, 900))
 
 

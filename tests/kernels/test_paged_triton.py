@@ -155,7 +155,9 @@ def test_programs_fill_a_gpu_and_splits_stop_there():
     rows = lambda B, tokens: tile(8 * B, tokens, 256)
     assert rows(2, 16384) == PageTile(64, 16) and rows(1, 16384).splits == 33
     assert rows(256, 640).splits == 1 and rows(1, 64).splits == 1
+    assert rows(64, 4096) == PageTile(64, 1, stages=4)  # several waves
     assert tile(16, 16384, 128) == PageTile(128, 16)  # 8 bits
+    assert tile(512, 4096, 128).stages == 6
     assert tile(16, 16384, 256, results=64 * 256) == PageTile(32, 16, warps=8)
 
 

@@ -13,7 +13,7 @@ from jaxtrain.config.resolve import resolve, vocab_size_of
 from jaxtrain.model import Paged, PagedCache, Transformer, split
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.kv_cache import StackedPages, page_shapes
-from jaxtrain.model.packed import ANY, NEEDED, pack_layers, why_not_packed
+from jaxtrain.model.packed import ANY, NEEDED, kernel_of, pack_layers, why_not_packed
 from jaxtrain.model.stack import take_apart
 
 PAGE, PAGES = 8, 12
@@ -40,9 +40,9 @@ def reason(c, params):
         return why_not_packed(c, params, (one, one))
 
 
-def check_tokens(c, graphdef, params, prompt, new):
+def check_tokens(kernel, c, graphdef, params, prompt, new):
     """Logits of a prompt and of more tokens, with the pages apart and with one kernel."""
-    packed = pack_layers(graphdef, params)
+    packed = pack_layers(kernel, graphdef, params)
     layers = page_shapes(c, jnp.bfloat16, PAGE)
     pages = -(-(prompt + new) // PAGE)
     apart = jax.tree.map(lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype), layers)
@@ -73,15 +73,19 @@ def check_tokens(c, graphdef, params, prompt, new):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_heads", [4, 1])
-def test_new_tokens_are_those_of_layers_one_by_one(kv_heads):
-    check_tokens(*model_of(*SMALL, f"model.kv_heads={kv_heads}"), prompt=37, new=5)
+@pytest.mark.parametrize(("kernel", "kv_heads"), [("hopper", 4), ("triton", 4), ("triton", 1)])
+def test_new_tokens_are_those_of_layers_one_by_one(kernel, kv_heads):
+    check_tokens(kernel, *model_of(*SMALL, f"model.kv_heads={kv_heads}"), prompt=37, new=5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("overrides", [[], ["model.depth=24"], ["model.kv_heads=1"]], ids=str)
 def test_on_a_gpu_gpt_gives_the_same_logits(overrides):
-    check_tokens(*model_of(*overrides), prompt=600, new=8)
+    c, graphdef, params = model_of(*overrides)
+    one = jax.ShapeDtypeStruct((c.depth, 1, PAGE, c.kv_heads, c.head_dim), jnp.bfloat16)
+    kernel, _ = kernel_of(c, params, (one, one))
+    assert kernel == ("triton" if c.kv_heads == 1 else "hopper")
+    check_tokens(kernel, c, graphdef, params, prompt=600, new=8)
 
 
 def test_each_field_of_a_model_is_known():

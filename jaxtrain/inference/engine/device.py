@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtrain_kernels.decode_layers import PackedLayers
+from jaxtrain_kernels.decode_layers import LayersWeights
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxtrain.cluster.xla_flags import jit
@@ -225,7 +225,7 @@ def decode_slots(
     steps: int,
     drafts: int,
     sampler: Sampler,
-    packed: PackedLayers | None = None,
+    packed: LayersWeights | None = None,
 ) -> tuple[DeviceState, Sampled]:
     """Decode the next tokens of some slots in `steps` steps; a full sequence gets none. rows: of
     all slots. An idle row has a slot out of range. packed: megakernel layers, for stacked pages."""
@@ -258,7 +258,7 @@ def decode_step(
     table_SW: Int[Array, "S W"],
     drafts: int,
     sampler: Sampler,
-    packed: PackedLayers | None = None,
+    packed: LayersWeights | None = None,
 ) -> tuple[DeviceState, Draw, tuple[Int[Array, "S"], Int[Array, "S"]]]:
     """Decode the next token of every active slot, and up to `drafts` accepted draft tokens. Returns
     the samples [S, T, ..], the number of new tokens, and the number of tokens tried.

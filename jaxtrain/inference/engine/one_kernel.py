@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtrain_kernels.decode_layers import PackedLayers
+from jaxtrain_kernels.decode_layers import LayersWeights
 from jaxtyping import PyTree
 
 from jaxtrain.inference.engine.pages import bytes_of, free_bytes
 from jaxtrain.inference.engine.programs import EngineModel
 from jaxtrain.inference.engine.requests import EngineOptions
-from jaxtrain.model.packed import pack_layers, why_not_packed
+from jaxtrain.model.packed import kernel_of, pack_layers, why_not_packed
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def packed_layers(
     options: EngineOptions, graphdefs: Sequence[nnx.GraphDef], models: Sequence[EngineModel],
     page: PyTree, pages: int, mesh: Mesh | None,
-) -> PackedLayers | None:  # fmt: skip
+) -> LayersWeights | None:  # fmt: skip
     """Packed layers of the first model. None if the megakernel is off or unsupported; the latter is
     logged if it was requested. page: page shapes of the first model's layers (`page_shapes`),
     pages: their number per layer."""
@@ -30,7 +30,16 @@ def packed_layers(
         if options.megakernel:
             log.warning("megakernel is off: one kernel for all layers %s", why)
         return None
-    return pack_layers(graphdefs[0], models[0].params)
+    c, params = models[0].config, models[0].params
+    kernel, _ = kernel_of(c, params, page_stack(page, pages))
+    return pack_layers(kernel, graphdefs[0], params)
+
+
+def page_stack(page: PyTree, pages: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Keys and values of all layers, whose pages are equal."""
+    one = jax.tree.leaves(page[0])[0]
+    stack = jax.ShapeDtypeStruct((len(page), pages, *one.shape[1:]), one.dtype)
+    return stack, stack
 
 
 def why_not_engine(
@@ -58,6 +67,4 @@ def why_not_engine(
     arrays = [jax.tree.leaves(layer) for layer in page]
     if any(len(layer) != 2 or layer[0].shape != arrays[0][0].shape for layer in arrays):
         return "needs pages of keys and values, equal in all layers"
-    one = arrays[0][0]
-    stack = jax.ShapeDtypeStruct((len(page), pages, *one.shape[1:]), one.dtype)
-    return why_not_packed(c, params, (stack, stack))
+    return why_not_packed(c, params, page_stack(page, pages))

@@ -32,7 +32,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtrain_kernels.attention.paged import triton
-from jaxtrain_kernels.decode_layers import PackedLayers
+from jaxtrain_kernels.decode_layers import LayersWeights
 from jaxtrain_kernels.dispatch import target
 from jaxtyping import Array, PyTree
 
@@ -192,7 +192,7 @@ class Programs(NamedTuple):
     virtual: int
     sizes: tuple[int, ...]
     state_dim: int
-    packed: PackedLayers | None = None
+    packed: LayersWeights | None = None
     first_chunks: bool = False
 
     @property

@@ -56,6 +56,22 @@ class PackedLayers(NamedTuple):
     scales_L2: Float[Array, "L 2"]  # of the stream and of x0, before each layer
 
 
+class StreamedLayers(NamedTuple):
+    """Matrices of all layers in the order of `hopper.order`, and the scales of the residual stream.
+
+    A matrix has units of 4 outputs, a unit has slots, and a slot has words of two weights.
+    """
+
+    qkv_LUSW: Int[Array, "L U S W"]
+    out_LUSW: Int[Array, "L V T W"]
+    up_LUSW: Int[Array, "L X S W"]
+    down_LUSW: Int[Array, "L V Y W"]
+    scales_L2: Float[Array, "L 2"]
+
+
+LayersWeights = PackedLayers | StreamedLayers
+
+
 def pack_weights(matrices: Sequence[Float[Array, "I O"]]) -> Int[Array, "L O i"]:
     """Pack matrices of equal shape, one per layer, in bfloat16 as `PackedLayers` describes."""
     return jnp.stack([_pack_one(matrix) for matrix in matrices])

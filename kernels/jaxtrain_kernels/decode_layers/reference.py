@@ -3,13 +3,15 @@
 Matmuls have float32 precision on a GPU, too, where XLA would use TF32 by default.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxtrain_kernels.decode_layers.packing import LayersShape, unpack_weights
+from jaxtrain_kernels.decode_layers.hopper.order import from_stream, slot_shape
+from jaxtrain_kernels.decode_layers.packing import LayersShape, PackedLayers, unpack_weights
 from jaxtrain_kernels.dispatch import Target
 
 Pages = tuple[Array, Array]
@@ -36,8 +38,11 @@ def wide(x: Array) -> Array:
 
 def packed_matmul(packed_Oi: Array, x_I: Array) -> Array:
     """Multiply a packed matrix by a vector: [O], in float32."""
-    w_OI = wide(unpack_weights(packed_Oi))
-    return jnp.matmul(w_OI, wide(x_I), precision=jax.lax.Precision.HIGHEST)
+    return exact_matmul(unpack_weights(packed_Oi), x_I)
+
+
+def exact_matmul(w_OI: Array, x_I: Array) -> Array:
+    return jnp.matmul(wide(w_OI), wide(x_I), precision=jax.lax.Precision.HIGHEST)
 
 
 def rms_normed(s: LayersShape, x: Array) -> Array:
@@ -94,16 +99,18 @@ def decode_layers(shape, weights, x0_D, cos_h, sin_h, values_LC, pages, table_W,
     dtype, s = x0_D.dtype, shape
     token = TokenPlace(cos_h, sin_h, table_W, start, count)
     x_D, middle_D, branch_D, kept = x0_D, x0_D, jnp.zeros_like(x0_D), []
+    is_packed, slot = isinstance(weights, PackedLayers), slot_shape(s)
+    rows = unpack_weights if is_packed else functools.partial(from_stream, slot)
     for layer, window in enumerate(s.windows):
-        qkv, out, up, down = (w[layer] for w in weights[:4])
+        qkv, out, up, down = (rows(w[layer]) for w in weights[:4])
         x_D = add_scaled(weights.scales_L2[layer], x_D + branch_D, x0_D)
-        y_R = packed_matmul(qkv, rms_normed(s, x_D)).astype(dtype)
+        y_R = exact_matmul(qkv, rms_normed(s, x_D)).astype(dtype)
         own = pages[0][layer], pages[1][layer]
         y_C, own = attend_token(s, y_R, values_LC[layer], token, own, window)
         kept.append(own)
-        x_D = x_D + packed_matmul(out, y_C.astype(dtype)).astype(dtype)
-        h_F = squared_relu(packed_matmul(up, rms_normed(s, x_D)).astype(dtype)).astype(dtype)
-        branch_D = packed_matmul(down, h_F).astype(dtype)
+        x_D = x_D + exact_matmul(out, y_C.astype(dtype)).astype(dtype)
+        h_F = squared_relu(exact_matmul(up, rms_normed(s, x_D)).astype(dtype)).astype(dtype)
+        branch_D = exact_matmul(down, h_F).astype(dtype)
         if layer == s.middle:
             middle_D = x_D + branch_D
     pages = tuple(jnp.stack(x) for x in zip(*kept))

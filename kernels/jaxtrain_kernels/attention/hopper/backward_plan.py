@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from jax.typing import DTypeLike
 
 from jaxtrain_kernels import hopper
+from jaxtrain_kernels.attention.hopper import common
 from jaxtrain_kernels.attention.hopper.common import Heads, Mask
 
 
@@ -113,12 +114,13 @@ class BackwardPlan:
 
     def handed_out(self) -> Any:
         """Return the plan with `blocks` and `group` set."""
-        fit = max(1, self.tiling.l2_bytes // self.head_bytes)
-        heads = self.B * self.heads
-        group = max(d for d in range(1, min(fit, heads) + 1) if heads % d == 0)
         wanted = self.tiling.blocks
-        wanted = hopper.sm_count() if wanted is None else wanted or self.n_tiles
-        return dataclasses.replace(self, group=group, blocks=min(wanted, self.n_tiles))
+        blocks = hopper.sm_count() if wanted is None else wanted or self.n_tiles
+        blocks = min(blocks, self.n_tiles)
+        # Documents are shorter than rows, and so is what their tiles share.
+        fit = self.tiling.l2_bytes * (4 if self.segments else 1) // self.head_bytes
+        group = common.heads_together(self.B * self.heads, fit, self.tile_blocks, blocks)
+        return dataclasses.replace(self, group=group, blocks=blocks)
 
 
 class KeyPlan(BackwardPlan):
@@ -132,9 +134,9 @@ class KeyPlan(BackwardPlan):
     def dv_first(self) -> bool:
         """Whether dV is issued before dS is computed, and a tile's first step is compiled apart.
 
-        Both take registers, of which more queries, grouped heads or a softcap leave too few.
+        Both take registers, of which more queries or a softcap leave too few.
         """
-        return self.tiling.block_q <= 64 and self.N == self.K and self.softcap is None
+        return self.tiling.block_q <= 64 and self.softcap is None
 
     @property
     def warpgroups(self) -> int:

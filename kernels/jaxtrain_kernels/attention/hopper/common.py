@@ -43,6 +43,17 @@ def of_separate(q_BTNH: Any, k_BSKH: Any) -> Heads:
     return Heads(q_BTNH.shape[2], k_BSKH.shape[2])
 
 
+def heads_together(heads: int, fit: int, tiles: int, blocks: int) -> int:
+    """Number of heads whose tiles are scheduled together, heaviest first: a divisor of `heads`.
+
+    fit: heads that fit the L2 cache. tiles: of each head. With fewer tiles than `blocks` CUDA
+    blocks, the next heads' tiles run beside them anyway, and their longest ones would end last.
+    """
+    divisors = [d for d in range(1, heads + 1) if heads % d == 0]
+    enough = next((d for d in divisors if 10 * d * tiles >= 9 * blocks), heads)
+    return max(enough, *(d for d in divisors if d <= max(fit, 1)))
+
+
 def rows_to(x_T: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcast one value per row over the matrix."""
     return lax.broadcast_in_dim(x_T, like.shape, [0])
@@ -109,15 +120,17 @@ def block_ranges(
         some, full = _block_ids(ids_BT, length, rows, columns)
         j = jnp.arange(n_columns)[None, None]
         inside = some & (lo[..., None] <= j) & (j < hi[..., None])
-        hi = jnp.maximum(jnp.where(inside, j + 1, 0).max(-1), 1)
+        if not mask.causal:  # else the diagonal block is the last
+            hi = jnp.maximum(jnp.where(inside, j + 1, 0).max(-1), 1)
+            full_hi = jnp.minimum(full_hi, hi - 1)
         lo = jnp.minimum(jnp.where(inside, j, n_columns).min(-1), hi - 1)
-        full &= (full_lo[..., None] <= j) & (j < full_hi[..., None]) & (j < hi[..., None] - 1)
-        full_hi = jnp.where(full, j + 1, 0).max(-1)
-        # Keep only the last run of full blocks.
+        # The full blocks are the last run of them, up to the limit without ids.
+        full &= full_lo[..., None] <= j
         full_lo = jnp.where(~full & (j < full_hi[..., None]), j + 1, 0).max(-1)
     full_hi = xp.clip(full_hi, lo, hi - 1)
     full_lo = xp.clip(full_lo, lo, full_hi)
-    return BlockRanges(*(xp.asarray(x, xp.int32) for x in (lo, full_lo, full_hi, hi)))
+    ranges = xp.broadcast_arrays(lo, full_lo, full_hi, hi)
+    return BlockRanges(*(xp.asarray(x, xp.int32) for x in ranges))
 
 
 def _block_ids(ids_BT: Any, length: int, rows: int, columns: int) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
 
 from jaxtrain_kernels.attention.call import Call, kept
 from jaxtrain_kernels.attention.hopper import backward, forward
@@ -43,32 +44,45 @@ def flash(o: FlashOptions, q_BTNH, k_BSKH, v_BSKH, ids_BT):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash(options: FlashOptions, q_BTNH, k_BSKH, v_BSKH, ids_BT):
-    return _flash_fwd(options, q_BTNH, k_BSKH, v_BSKH, ids_BT)[0]
+    return _forward(options, q_BTNH, k_BSKH, v_BSKH, ids_BT)
 
 
-def _flash_fwd(o: FlashOptions, q_BTNH, k_BSKH, v_BSKH, ids_BT):
+def _forward(o: FlashOptions, q_BTNH, k_BSKH, v_BSKH, ids_BT):
     def run(q, k, v, ids):
         return forward.forward(
             q, k, v, ids, causal=o.causal, window=o.window, softcap=o.softcap, scale=o.scale,
             tiling=o.forward,
         )  # fmt: skip
 
-    out_BTNH, lse_BNT = kept(*folding(run)(q_BTNH, k_BSKH, v_BSKH, ids_BT))
-    return (out_BTNH, lse_BNT), (q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT)
+    return kept(*folding(run)(q_BTNH, k_BSKH, v_BSKH, ids_BT))
+
+
+def _flash_fwd(o: FlashOptions, *primals):
+    # With symbolic zeros, a primal is an object with its value.
+    inputs = [None if x is None else x.value for x in primals]
+    out_BTNH, lse_BNT = _forward(o, *inputs)
+    return (out_BTNH, lse_BNT), (*inputs, out_BTNH, lse_BNT)
 
 
 def _flash_bwd(o: FlashOptions, residuals, cotangents):
+    """dq, dk, dv, None; a cotangent of zeros costs nothing for the LSE, which few callers use."""
+    dout, dlse = cotangents
+    if isinstance(dout, SymbolicZero):
+        dout = jnp.zeros_like(residuals[4])
+    if isinstance(dlse, SymbolicZero):
+        dlse = None
+
     def run(q, k, v, ids, out, lse, dout, dlse):
         return backward.backward(
             q, k, v, ids, out, lse, dout, dlse, causal=o.causal, window=o.window,
             softcap=o.softcap, scale=o.scale, deterministic=o.deterministic, tiling=o.backward,
         )  # fmt: skip
 
-    dq_BTNH, dk_BSKH, dv_BSKH = folding(run)(*residuals, *cotangents)
+    dq_BTNH, dk_BSKH, dv_BSKH = folding(run)(*residuals, dout, dlse)
     return dq_BTNH, dk_BSKH, dv_BSKH, None
 
 
-_flash.defvjp(_flash_fwd, _flash_bwd)
+_flash.defvjp(_flash_fwd, _flash_bwd, symbolic_zeros=True)
 
 
 def gradients(o: FlashOptions, q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT, dout_BTNH):
@@ -76,7 +90,7 @@ def gradients(o: FlashOptions, q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT
     sign = -1 if o.scale < 0 else 1
     o = o._replace(scale=sign * o.scale)
     residuals = sign * q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT
-    dq_BTNH, dk_BSKH, dv_BSKH, _ = _flash_bwd(o, residuals, (dout_BTNH, jnp.zeros_like(lse_BNT)))
+    dq_BTNH, dk_BSKH, dv_BSKH, _ = _flash_bwd(o, residuals, (dout_BTNH, None))
     return sign * dq_BTNH, dk_BSKH, dv_BSKH
 
 

@@ -6,7 +6,7 @@ of this one together, and computes the softmax of the first while the second sti
 may take turns at issuing, so that one's softmax overlaps another's matmuls. Blocks are persistent:
 the load warpgroup prefetches the next tile while the others finish the last one, and these issue
 the next tile's first matmul before they store their output. Tiles are scheduled heaviest first,
-within groups of heads whose keys and values fit the L2 cache.
+within groups of heads whose keys and values fit the L2 cache, or whose tiles occupy the GPU.
 """
 
 from typing import Any
@@ -30,6 +30,8 @@ from jaxtrain_kernels.attention.hopper.forward_load import (
     ForwardTiling,
     load,
 )
+
+NEVER = 2**30  # beyond any key: the first key of a query that sees none
 
 
 def default_tiling(head_dim: int, segments: bool = False) -> ForwardTiling:
@@ -80,13 +82,18 @@ def forward(
         segments=ids_BT is not None,
         tiling=tiling,
         blocks=0,
-        group=_heads_together(B * N, N // heads.K, T * H * 4, tiling.l2_bytes),
+        group=1,
         extra_masked=ids_BT is not None or _extra_masked(ranges),
         interpret=bool(interpret),
         heads=heads,
     )
     wanted = hopper.sm_count() if tiling.blocks is None else tiling.blocks or plan.n_tiles
-    plan = plan._replace(blocks=min(wanted, plan.n_tiles))
+    blocks = min(wanted, plan.n_tiles)
+    # Documents are shorter than rows, and so are the keys that their tiles share.
+    l2_bytes = tiling.l2_bytes * (8 if plan.segments else 1)
+    fit = l2_bytes // (T * H * 4) * (N // heads.K)
+    group = common.heads_together(B * N, fit, plan.row_blocks, blocks)
+    plan = plan._replace(blocks=blocks, group=group)
     # TMA needs multiples of 8 tokens. Outside the arrays it reads zeros and drops writes.
     pad = lambda x: jnp.pad(x, [(0, -T % 8 if d == 1 else 0) for d in range(x.ndim)])
     arrays = [pad(x) for x in (q_BTNH, k_BSKH, v_BSKH)]
@@ -98,12 +105,6 @@ def forward(
     arrays.insert(3, jnp.stack((*ranges, runs), -1))
     out_BTNH, lse_BNT = _call(plan, arrays, interpret)
     return out_BTNH[:, :T], lse_BNT[:, :, :T]
-
-
-def _heads_together(heads: int, shared_by: int, kv_bytes: int, l2_bytes: int) -> int:
-    """Largest divisor of `heads` such that the keys and values of so many heads fit `l2_bytes`."""
-    fit = max(1, l2_bytes // kv_bytes * shared_by)
-    return max(d for d in range(1, min(fit, heads) + 1) if heads % d == 0)
 
 
 def _extra_masked(ranges: common.BlockRanges) -> bool:
@@ -126,7 +127,7 @@ def _limits(mask: Mask, ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     if mask.causal:
         last = jnp.broadcast_to(t, (B, T))
     some = ids_BT > 0
-    limits = jnp.where(some, first, 0), jnp.where(some, last + 1, 0), ids_BT
+    limits = jnp.where(some, first, NEVER), jnp.where(some, last + 1, 0), ids_BT
     earlier = jnp.pad(_running_max(jnp.maximum(ids_BT, 0))[:, :-1], ((0, 0), (1, 0)))
     return jnp.stack(limits, 1), (~(some & is_first) | (ids_BT > earlier)).all(1)
 

@@ -120,7 +120,7 @@ def _key_blocks(work: ForwardWork, state: SoftmaxState) -> SoftmaxState:
 
     if plan.extra_masked and not plan.halves_left:
         masked = tile["hi"] - tile["full_hi"] + tile["full_lo"] - tile["lo"]
-        state = lax.fori_loop(done, masked, step(plan.mask), state)
+        state = lax.fori_loop(done, masked, step(plan.earlier_mask), state)
         done = jnp.maximum(done, masked)
     return lax.fori_loop(done, work.blocks(), step(None), state)
 
@@ -136,7 +136,7 @@ def _diagonal(work: ForwardWork, state: SoftmaxState) -> tuple[SoftmaxState, Ind
 
     def towards_first(i, state):
         at = (work.warpgroup - i) * 64
-        mask = plan.mask if some_hidden else None
+        mask = plan.earlier_mask if some_hidden else None
         return _step(work, Keys(0, at - 64, 64), Keys(0, at, 64), state, mask, False)
 
     state = lax.fori_loop(0, work.warpgroup, towards_first, state)
@@ -165,7 +165,7 @@ def _diagonal(work: ForwardWork, state: SoftmaxState) -> tuple[SoftmaxState, Ind
         before, t = Keys(at_edge, at_edge * (plan.rows - 64), 64), at_edge + 1
 
     def another(state):
-        mask = plan.mask if plan.extra_masked and not plan.halves_left else None
+        mask = plan.earlier_mask if plan.extra_masked and not plan.halves_left else None
         return _step(work, work.all(t), before, state, mask)
 
     def none(state):

@@ -94,6 +94,13 @@ class ForwardPlan(NamedTuple):
         return self.halves and aligned and not self.segments
 
     @property
+    def earlier_mask(self) -> Mask:
+        """Mask of blocks before the diagonal, of which documents' ends hide nothing."""
+        if self.segments and self.halves:
+            return self.mask._replace(causal=False)
+        return self.mask
+
+    @property
     def ahead(self) -> bool:
         return self.tiling.ahead and self.tiling.q_stages > 1
 

@@ -239,8 +239,10 @@ def _masked(work: ForwardWork, scores, keys: Keys, mask: Mask):
         return _within(scores, *_limits(plan, mask, t0, s0))
 
     def by_limits(scores):
-        start, end = (_load_rows(work, i) - s0 for i in (0, 1))
-        return _within(scores, *(common.rows_to(x, _columns()) for x in (start, end)))
+        start = common.rows_to(_load_rows(work, 0) - s0, _columns())
+        if plan.mask.causal and not mask.causal:
+            return _within(scores, start, None)
+        return _within(scores, start, common.rows_to(_load_rows(work, 1) - s0, _columns()))
 
     def by_ids(scores):
         key_ids = work.memory.k_ids.at[work.k_slot(keys.t), keys.slice()]

@@ -97,15 +97,19 @@ def tile_of(programs: int, tokens: int, bytes_each: int, results: int, kind: str
 
     A step reads 32 KiB of keys and values, while the loads of two more steps are in flight. Two
     programs fit on a multiprocessor: the splits make one such wave, of at least two steps each.
+    More sequences make more waves: then three programs with one step more in flight each read
+    16-bit keys of 128 channels faster (64 x 4,096 by 19%), and 8-bit ones slower.
 
-    So an H100 reads bf16 at 83% (2 x 16,384 tokens) to 97% (256 x 640) of a copy's rate. At 64 x
-    4,096, 4 splits gain 7% in bf16 and lose 5% in 8 bits. Other step sizes were not tried.
+    So an H200 reads bf16 at 79% (2 x 16,384 tokens) to 96% (64 x 4,096) of a copy's rate, int8 at
+    44% to 54%. No other step, number of warps or splits was faster (LOG.md).
     """
     many = results > MANY_RESULTS
     step = min(128, max(32, 2 ** round(math.log2(2**14 / bytes_each)))) // (1 + many)
     splits = min(max(1, tokens // (2 * step)), max(1, 2 * PROCESSORS // programs))
+    waves = programs * splits > 2 * PROCESSORS and bytes_each >= 256 and not many
     # Because the page index is loaded first, Triton has (stages - 2) / 2 steps in flight.
-    return PageTile(step, splits, warps=8 if many else 4, stages=4 if kind == "small" else 6)
+    stages = 4 if kind == "small" or waves else 6
+    return PageTile(step, splits, warps=8 if many else 4, stages=stages)
 
 
 def paged_attention(
