@@ -11,7 +11,6 @@ import pytest
 from engine_cases import GREEDY, MODELS, OPTIONS, SINGLE, letters, prompts, run
 from jax.sharding import AbstractDevice, AbstractMesh
 from jaxtrain_kernels.dispatch import Target, on_target
-from jaxtrain_kernels.matmul import streamed
 from jaxtrain_kernels.matmul.few_rows import InputNorm, Operations
 from jaxtrain_kernels.matmul.streamed import hopper, reference
 from tiny import build
@@ -62,13 +61,7 @@ def streamed_of(params):
 
 
 @pytest.fixture
-def many_rows(monkeypatch):
-    """As if the kernel were the default of up to 8 rows."""
-    monkeypatch.setattr(streamed, "DEFAULT_ROWS", 8)
-
-
-@pytest.fixture
-def calls(monkeypatch, many_rows):
+def calls(monkeypatch):
     """The reference in the kernel's place, on a CPU; the products of each call."""
     found = []
 
@@ -200,7 +193,7 @@ def test_operations_that_the_kernel_lacks_follow_it(activation, calls):
     assert all(call == [(2048, 64, False, None, False)] for call in calls)
 
 
-def test_which_matrices_may_stream(many_rows):
+def test_which_matrices_may_stream():
     q, out, up, down = stacks("int8", 2048, 2048, 2048, 2048)
     four = stacks("int4", 2048)[0]
     with on_target(*HOPPER):
@@ -211,13 +204,6 @@ def test_which_matrices_may_stream(many_rows):
         group = jax.lax.map(lambda w: quantize_int4(w, 64), jnp.ones((1, 2048, 64), jnp.bfloat16))
         assert may_stream([[four]], 8) and not may_stream([[group]], 8)
     assert not may_stream([[q, out], [up], [down]], 8)  # no GPU
-
-
-@pytest.mark.parametrize("form", ["int8", "int4"])
-def test_one_row_streams_by_default(form):
-    stacked = stacks(form, 2048)
-    with on_target(*HOPPER):
-        assert may_stream([stacked], 1) and not may_stream([stacked], 2)
 
 
 @pytest.mark.parametrize("between", ["attention_scale", "ffn_post_gain"])

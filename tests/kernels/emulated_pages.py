@@ -11,7 +11,6 @@ import numpy as np
 from emulated_threads import WORD, Int, Raw
 from jaxtrain_kernels.attention.paged.hopper import block, join, ring, scores
 from jaxtrain_kernels.matmul.streamed import registers
-from jaxtrain_kernels.matmul.streamed import ring as streamed_ring
 
 
 class PageDevice(emulated_threads.Device):
@@ -121,7 +120,7 @@ def emulated_pages(monkeypatch, blocks, warpgroups, multiply) -> Any:
     }  # fmt: skip
     for name, value in more.items():
         setattr(stand_ins.arith, name, value)
-    for module in (block, join, ring, scores, registers, streamed_ring):
+    for module in (block, join, ring, scores, registers):
         for name in names:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(stand_ins, name))

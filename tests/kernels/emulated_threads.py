@@ -1,9 +1,7 @@
 """Threads of a few CUDA blocks in NumPy, which run the kernel of `streamed` without a GPU.
 
 All blocks run in lockstep: an array has a value for each block and thread, and a mask says which
-threads are active. Loads to shared memory are queued, and the next one of a barrier completes
-when a warp that multiplies waits for it. So this tests what is computed where, not the order of
-accesses.
+threads are active. Loads to shared memory are queued until a thread waits for their barrier.
 """
 
 import collections
@@ -12,9 +10,19 @@ import types
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtrain_kernels.matmul.streamed import block, emit, plan, registers, ring
+from jaxtrain_kernels.matmul.streamed import (
+    block,
+    claims,
+    emit,
+    exchange,
+    finish,
+    fixed,
+    inputs,
+    registers,
+    ring,
+)
 
-BLOCKS, THREADS = 5, 32 * (plan.WARPS + plan.LOADERS)
+BLOCKS, THREADS = 5, 0  # threads of a block: set by each test
 SHARED = 1 << 18
 WORD, HALF = np.uint32, 0xFFFF0000
 KINDS = {"r": "i32", "f": "f32"}
@@ -113,6 +121,78 @@ def mma(operands):
     return [Raw(np.float32(x + c.values), "f32") for x, c in zip(parts, operands[6:], strict=True)]
 
 
+def integer_mma(operands):
+    """m16n8k32 of unsigned and signed bytes, with PTX's layout of the operands, of each warp."""
+    warps, n = (BLOCKS, THREADS // 32, 8, 4), BLOCKS * THREADS // 32
+    a, b = np.zeros((n, 2, 8, 2, 4, 4), np.int64), np.zeros((n, 8, 2, 4, 4), np.int64)
+    for i, x in enumerate(operands[:4]):  # row: half and g; byte: half, t and place
+        a[:, i % 2, :, i // 2] = bytes_of(x.words, np.uint8).reshape(n, *warps[2:], 4)
+    for i, x in enumerate(operands[4:6]):
+        b[:, :, i] = bytes_of(x.words, np.int8).reshape(n, *warps[2:], 4)
+    d = np.einsum("wrk,wck->wrc", a.reshape(n, 16, 32), b.reshape(n, 8, 32))
+    d = d.reshape(n, 2, 8, 4, 2)
+    parts = [d[:, i // 2, :, :, i % 2].reshape(BLOCKS, -1) for i in range(4)]
+    return [Raw(x + c.values, "i32") for x, c in zip(parts, operands[6:], strict=True)]
+
+
+def bytes_of(words, kind):
+    return np.ascontiguousarray(words)[..., None].view(kind)
+
+
+def permuted(a, b, selector):
+    """prmt.b32: bytes of a and b."""
+    source = np.concatenate([bytes_of(a, np.uint8), bytes_of(b, np.uint8)], -1)
+    chosen = [source[..., int(selector) >> 4 * i & 7] for i in range(4)]
+    return np.stack(chosen, -1).view(WORD)[..., 0]
+
+
+WORDS = {
+    "mov.b32": lambda a: a,
+    "and.b32": np.bitwise_and,
+    "xor.b32": np.bitwise_xor,
+    "shl.b32": np.left_shift,
+    "shr.u32": np.right_shift,
+    "add.s32": np.add,
+    "sub.s32": np.subtract,
+    "sub.u32": np.subtract,
+    "max.u32": np.maximum,
+    "setp.eq.u32": np.equal,
+    "selp.b32": lambda a, b, p: np.where(p, a, b),
+    "fma.rn.f32": lambda a, b, c: fused(*(x.view(np.float32) for x in (a, b, c))),
+    "redux.sync.max.u32": lambda a, _: a.reshape(BLOCKS, -1, 32).max(-1).repeat(32, 1),
+}
+
+
+def fused(a, b, c):
+    return (a.astype(np.float64) * b + c).astype(np.float32).view(WORD)
+
+
+def straight_line(code, args, out):
+    """Results of PTX without branches, whose registers are words."""
+    registers = {f"${len(out) + i}": x.words for i, x in enumerate(args)}
+    lines = [line.strip().removeprefix("{ ") for line in code.split("\n")[1].split(";")]
+
+    def value(x):
+        if x in registers:
+            return registers[x]
+        number = int(x[2:], 16) if x.startswith("0f") else int(x, 0)
+        return np.full((BLOCKS, THREADS), number & 0xFFFFFFFF, WORD)
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        for line in lines:
+            if line and not line.startswith((".reg", "}")):
+                op, rest = line.split(" ", 1)
+                target, *operands = [x.strip() for x in rest.split(",")]
+                if op == "prmt.b32":
+                    *words, selector = operands
+                    registers[target] = permuted(*map(value, words), int(selector, 16))
+                else:
+                    registers[target] = WORDS[op](*map(value, operands))
+    found = [np.ascontiguousarray(registers[f"${i}"]) for i in range(len(out))]
+    kinds = zip(found, out, strict=True)
+    return [Raw(x.view(np.float32) if k == "f" else x, KINDS[k]) for x, k in kinds]
+
+
 ARITHMETIC = {
     "fma.rn.f32 $0, $1, $1": lambda a, c: a * a + c,
     "fma.rn.f32 $0, $1, $2": lambda a, b, c: a * b + c,
@@ -130,7 +210,7 @@ class Device:
         self.arrays, self.mask = [], np.ones((BLOCKS, THREADS), bool)
         self.shared = np.zeros((BLOCKS, SHARED), np.uint8)
         self.queues, self.copied = collections.defaultdict(collections.deque), 0
-        self.block_z, self.freed = 0, None  # %ctaid.z; addresses of the barriers signalled last
+        self.block_z = 0  # %ctaid.z
 
     def put(self, array):
         """Address of an array's copy in device memory."""
@@ -141,6 +221,10 @@ class Device:
         outer, self.mask = self.mask, self.mask & condition.values
         body()
         self.mask = outer
+
+    def concurrently(self, *roles):
+        for condition, body in roles:
+            self.run_if(condition, body)
 
     def loop(self, count, carried, body):
         outer = self.mask
@@ -171,33 +255,15 @@ class Device:
                 memory[at : at + size] = data[b, t]
         return found
 
-    def add(self, address):
-        """Increment a counter once for each active thread; return the values before."""
-        memory, at = self.element(address)
-        before = np.zeros((BLOCKS, THREADS), np.int64)
-        before[self.mask] = memory[at] + np.arange(self.mask.sum())
-        memory[at] += self.mask.sum()
-        return Raw(before, "i32")
-
-    def ptx(self, code, *args, out="", effects=True):
+    def ptx(self, code, *args, out="", effects=True, early=False):
         given = [x.value if isinstance(x, Int) else x for x in args]
         op = code.split()[0]
-        if op.startswith("mbarrier.arrive.release"):
-            self.freed = given[0].values
-        if "try_wait" in code:
-            return self.complete(given[0])
         if op.startswith(("mbarrier", "fence", "bar.")):
             return None
         if "%ctaid.z" in code:
             return Raw(self.block_z, "i32")
         if op.startswith("cp.async.bulk"):
             return self.copy(code, *given)
-        if op.startswith(("red.", "atom.")):
-            return self.add(given[0])
-        if "ld.acquire" in code:
-            memory, at = self.element(given[0])
-            assert memory[at] >= BLOCKS, "a block would wait for ever"
-            return None
         if op.startswith("ld."):
             words = self.access(given[0], 4 * len(out)).view(WORD)
             kinds = [(words[..., i], KINDS[x]) for i, x in enumerate(out)]
@@ -206,13 +272,22 @@ class Device:
         if "st." in code:
             return self.store(code, given)
         if op.startswith("mma"):
-            return mma(given)
+            return (integer_mma if "u8.s8" in code else mma)(given)
+        if code.startswith("// "):
+            return straight_line(code, given, out)
+        if "0x0F0F0F0F" in code:
+            return Raw(given[0].words & WORD(0x0F0F0F0F), "i32")
         if "lop3" in code:
             return Raw(dequantized(code, given[0].words), "i32")
         if op.startswith("mul.rn.bf16x2"):
             return Raw(to_word(floats(given[0].words) * floats(given[1].words)), "i32")
         if op.startswith("cvt"):
             return Raw(to_word(np.stack([x.values for x in given], -1)), "i32")
+        if op.startswith("shfl.sync.idx"):
+            lanes = given[1].values & 31 | np.arange(THREADS) & ~31
+            return Raw(np.take_along_axis(given[0].values, lanes, 1), "i32")
+        if op == "mov.b32":
+            return Raw(given[0].words, "i32")
         if op in ("shl.b32", "and.b32"):
             bits = floats(given[0].words)[..., int(op == "and.b32")]
             return Raw(bits.view(WORD), "i32")
@@ -229,23 +304,13 @@ class Device:
             self.queues[b, key].append((to, memory[at : at + size]))
             self.copied += size
 
-    def complete(self, barrier):
-        """Complete the next load of each barrier that a warp that multiplies waits for."""
-        warps = self.mask[:, : 32 * plan.WARPS : 32]
-        for b, warp in zip(*np.nonzero(warps), strict=True):
-            to, data = self.queues[b, int(barrier.values[b, 32 * warp])].popleft()
-            self.shared[b, to : to + len(data)] = data
-
     def store(self, code, given):
         address, *values = given
         if "cvt.rn.bf16.f32" in code:
             data = (rounded(values[0].values).view(WORD) >> WORD(16)).astype(np.uint16)[..., None]
         else:
-            data = (
-                np.stack([x.words for x in values], -1)
-                if values
-                else np.zeros((BLOCKS, THREADS, 1), WORD)
-            )
+            values = values * (4 if "v4" in code and len(values) == 1 else 1)
+            data = np.stack([x.words for x in values], -1)
         data = np.ascontiguousarray(data).view(np.uint8)
         self.access(address, data.shape[-1], data)
 
@@ -256,8 +321,9 @@ def emulated(monkeypatch):
     real = lambda f: staticmethod(lambda a, b: Raw(np.float32(f(a.values, b.values)), "f32"))
 
     class Arithmetic:
-        addf, mulf = real(np.add), real(np.multiply)
+        addf, subf, mulf = real(np.add), real(np.subtract), real(np.multiply)
         andi = staticmethod(lambda a, b: Raw(a.values & b.values, "i1"))
+        ori = staticmethod(lambda a, b: Raw(a.values | b.values, "i1"))
         index_cast = staticmethod(lambda _, x: x)
         bitcast = staticmethod(lambda _, x: Raw(x.words.view(np.float32), "f32"))
 
@@ -276,6 +342,7 @@ def emulated(monkeypatch):
     stand_ins = {
         "Int": Int,
         "address": lambda x: x,
+        "concurrently": device.concurrently,
         "const": lambda x: Int(Raw(x, "i32")),
         "int_type": lambda: None,
         "loop": device.loop,
@@ -293,7 +360,7 @@ def emulated(monkeypatch):
         ),
         "ir": space(F32Type=space(get=lambda: None)),
     }
-    for module in (block, ring, registers):
+    for module in (block, claims, emit, exchange, finish, fixed, inputs, registers, ring):
         for name, value in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)

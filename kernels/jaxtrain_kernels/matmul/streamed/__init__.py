@@ -23,10 +23,6 @@ from jaxtrain_kernels.matmul.streamed.plan import StreamPhase
 
 # The first backend that can serve the call is the default.
 BACKENDS = {"hopper": hopper, "reference": reference}
-# Most rows for which the kernel is the default. At 8 rows int4's results were wrong on a GPU before
-# the end of a slot's loads freed it (`ring`), and have not been compared with the reference since;
-# 2 to 7 rows never ran on one.
-DEFAULT_ROWS = 1
 
 __all__ = [
     "BACKENDS",
@@ -66,10 +62,7 @@ class StreamedMatrix(NamedTuple):
 
 
 def has_stream_kernel(rows: int, dtype: DTypeLike, phases: Sequence[StreamPhase]) -> bool:
-    """Whether the device has a kernel that is the default for products of so many rows in `dtype`,
-    or would."""
-    if rows > DEFAULT_ROWS:
-        return False
+    """Whether the device has a kernel for products of so many rows in `dtype`."""
     x = jax.ShapeDtypeStruct((rows, 0), dtype)
     return hopper.supports(target(), x, phases) is None
 

@@ -100,13 +100,13 @@ def address(ref: Any) -> Int:
     return Int(llvm.ptrtoint(int_type() if space == 3 else long_type(), pointer))
 
 
-def ptx(code: str, *args: Any, out: str = "", effects: bool = True) -> Any:
-    """Inline PTX. out: a letter for each result, r (int32) or f (float32). Returns raw values, a
-    list if there are several results."""
+def ptx(code: str, *args: Any, out: str = "", effects: bool = True, early: bool = False) -> Any:
+    """Inline PTX. out: a letter for each result, r (int32) or f (float32). early: results are
+    written before all arguments are read. Returns raw values, a list if there are several."""
     kinds = [{"r": int_type, "f": float_type, "l": long_type}[x]() for x in out]
     raw = [x.value if isinstance(x, Int) else x for x in args]
     letter = lambda x: "f" if x.type == float_type() else "l" if x.type == long_type() else "r"
-    constraints = [f"={x}" for x in out] + [letter(x) for x in raw]
+    constraints = [f"=&{x}" if early else f"={x}" for x in out] + [letter(x) for x in raw]
     result: Any = ir.Type.parse("!llvm.void")
     if kinds:
         result = kinds[0] if len(kinds) == 1 else llvm.StructType.get_literal(kinds)
@@ -140,3 +140,48 @@ def loop(count: Int, carried: Sequence[Any], body: Callable[[Int, list], Sequenc
         results = body(Int(op.induction_variable), list(op.inner_iter_args))
         scf.yield_(list(results))
     return list(op.results)
+
+
+def loop_while(
+    carried: Sequence[Any], condition: Callable[[list], Any], body: Callable[[list], Sequence[Any]]
+) -> list:
+    """body(carried) -> carried, while condition(carried); carried: raw values."""
+    types = [x.type for x in carried]
+    op = scf.WhileOp(types, list(carried))
+    before, after = op.before.blocks.append(*types), op.after.blocks.append(*types)
+    with ir.InsertionPoint(before):
+        scf.condition(condition(list(before.arguments)), list(before.arguments))
+    with ir.InsertionPoint(after):
+        scf.yield_(list(body(list(after.arguments))))
+    return list(op.results)
+
+
+def concurrently(*roles: tuple[Any, Callable[[], None]]) -> None:
+    """Each body by the threads of its condition. Threads of different ones may wait for each
+    other."""
+    for condition, body in roles:
+        run_if(condition, body)
+
+
+def init_barrier(barrier: Int, arrivals: int) -> None:
+    ptx(f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", barrier)
+
+
+def arrive(barrier: Int) -> None:
+    ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", barrier)
+
+
+def wait_barrier(barrier: Int, parity: Int) -> None:
+    """Wait for the end of a barrier's phase: the first, of parity 0, or a later one."""
+    ptx(
+        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
+        " @!p bra AGAIN; }",
+        barrier, parity,
+    )  # fmt: skip
+
+
+def after(address: Int, read: Int) -> Int:
+    """The address, known only with `read`, which depends on loads: they have ended before it is
+    used. %ctaid.z is 0, which the compiler does not know."""
+    zero = Int(ptx("mov.u32 $0, %ctaid.z;", out="r", effects=False))
+    return address + (read & zero)

@@ -6,7 +6,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from jaxtrain_kernels.matmul.streamed.emit import Int, const, float_const, ptx, zero
-from jaxtrain_kernels.matmul.streamed.order import HALF_WORDS, PIECES, SCALE_WORDS
+from jaxtrain_kernels.matmul.streamed.order import GROUP, PIECE, half_words, scale_words
 
 LOG2E = 1.4426950408889634
 MINUS_136 = 0xC308C308 - (1 << 32)  # twice, in bfloat16
@@ -18,8 +18,8 @@ def add_int8(
 ) -> tuple[list[Any], Int]:
     """Add the products of a half of a slot to two accumulators of four. xs: words of each piece.
     Returns the sums, and `read` joined with a word of each load, so that it depends on all."""
-    codes = begin + (lane * 16 + half * (4 * HALF_WORDS["int8"]))
-    words = [ptx(LOAD, codes + 512 * b, out="rrrr") for b in range(PIECES)]
+    codes = begin + (lane * 16 + half * (4 * half_words("int8")))
+    words = [ptx(LOAD, codes + 512 * b, out="rrrr") for b in range(len(xs))]
     for w, x in zip(words, xs, strict=True):
         read = read | Int(w[0])
         for i in range(2):
@@ -38,22 +38,22 @@ def add_int4(
     sums: list[Any],
     read: Int,
 ) -> tuple[list[Any], Int]:
-    """Add the products of a half of a slot, times the scales of its two groups, to four sums.
+    """Add the products of a half of a slot, times the scales of its groups, to four sums.
     offsets: `offsets_of_groups` of the inputs. Returns what `add_int8` does."""
-    codes, blocks = begin + (lane * 16 + half * (4 * HALF_WORDS["int4"])), PIECES // 2
+    codes, blocks = begin + (lane * 16 + half * (4 * half_words("int4"))), len(xs) // 2
     words = [ptx(LOAD, codes + 512 * b, out="rrrr") for b in range(blocks)]
-    of_scales = 4 * (2 * HALF_WORDS["int4"] + half * SCALE_WORDS["int4"])
-    for group in range(2):
+    of_scales = 4 * (2 * half_words("int4") + half * scale_words("int4"))
+    each = GROUP // PIECE // 2
+    for group in range(blocks // each):
         at = begin + (of_scales + 32 * group) + (lane >> 2) * 4
         pair = ptx("ld.shared.b32 $0, [$1];", at, out="r")
         scales, read = floats(pair), read | Int(pair)
         parts = [offsets[group] * 2, [zero() for _ in range(4)]]
-        for block in range(group * blocks // 2, (group + 1) * blocks // 2):
+        for block in range(group * each, (group + 1) * each):
             read = read | Int(words[block][0])
-            for i, word in enumerate(words[block]):
-                x = xs[2 * block + i // 2][2 * (i % 2) : 2 * (i % 2) + 2]
-                a = [_bf16_of_4(word, shift) for shift in (0, 4, 8, 12)]
-                parts[i % 2] = mma(a, x, parts[i % 2])
+            for i, x in enumerate(zip(*xs[2 * block : 2 * block + 2], strict=True)):
+                a = [_bf16_of_4(word, 4 * i) for word in words[block]]
+                parts[i % 2] = mma(a, list(x), parts[i % 2])
         for i in range(4):
             part = arith.addf(parts[0][i], parts[1][i])
             sums[i] = ptx(
@@ -65,13 +65,13 @@ def add_int4(
 
 def offsets_of_groups(xs: list[list[Any]]) -> list[list[Any]]:
     """Sums of -136 times each group's inputs, of the lane's two rows; `_bf16_of_4` adds 136."""
-    a, each, found = [const(MINUS_136).value] * 4, PIECES // 2, []
+    a, each, found = [const(MINUS_136).value] * 4, GROUP // PIECE, []
     for group in range(len(xs) // each):
-        sums = [zero() for _ in range(4)]
+        parts = [[zero() for _ in range(4)] for _ in range(2)]
         for x in xs[group * each : (group + 1) * each]:
             for i in range(2):
-                sums = mma(a, x[2 * i : 2 * i + 2], sums)
-        found.append(sums[:2])
+                parts[i] = mma(a, x[2 * i : 2 * i + 2], parts[i])
+        found.append([arith.addf(parts[0][i], parts[1][i]) for i in range(2)])
     return found
 
 

@@ -4,8 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain_kernels.attention.paged.hopper.plan import PageMemory, PageStreamPlan
-from jaxtrain_kernels.matmul.streamed.emit import Int, const, ptx, run_if, select
-from jaxtrain_kernels.matmul.streamed.ring import await_phase
+from jaxtrain_kernels.matmul.streamed.emit import (
+    Int,
+    after,
+    const,
+    ptx,
+    run_if,
+    select,
+    wait_barrier,
+)  # fmt: skip
 
 
 def lane_value(x: Int, lane: Int) -> Int:
@@ -45,7 +52,7 @@ class PageRing:
         keys, 1 of values. arrays: values and scales. token: number of the first, int64."""
         plan, (number, index, parity) = self.plan, map(Int, position)
         full, free = self.barriers(index)
-        run_if(number.compare("sge", plan.slots), lambda: await_phase(free, parity ^ 1))
+        run_if(number.compare("sge", plan.slots), lambda: wait_barrier(free, parity ^ 1))
         begin = self.first_byte(index)
         size = plan.tokens * plan.row_bytes + plan.scale_bytes
         copy = (
@@ -80,15 +87,14 @@ class PageRing:
     def await_slot(self, position: Sequence[Any]) -> Int:
         """First byte of the slot at a position (index, parity), once it is loaded."""
         index, parity = map(Int, position)
-        await_phase(self.barriers(index)[0], parity)
+        wait_barrier(self.barriers(index)[0], parity)
         return self.first_byte(index)
 
     def release(self, position: Sequence[Any], lane: Int, read: Int) -> list[Any]:
         """Free the slot for this warp; return the next position. read: as in the streamed
         products' ring, depends on every load from the slot."""
         index, parity = map(Int, position)
-        zero = Int(ptx("mov.u32 $0, %ctaid.z;", out="r", effects=False))
-        free = self.barriers(index)[1] + (read & zero)
+        free = after(self.barriers(index)[1], read)
         ptx("bar.warp.sync -1;")
         arrive = "mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];"
         run_if(lane.equals(0), lambda: ptx(arrive, free))
