@@ -28,15 +28,18 @@ class PageDevice(emulated_threads.Device):
     def ptx(self, code, *args, out="", effects=True):
         given = [x.value if isinstance(x, Int) else x for x in args]
         op = code.split()[0]
+        if code.startswith("{") and "try_wait" in code:
+            return self.complete(given[0])
+        if op.startswith(("red.", "atom.")):
+            return self.add(given[0])
         if "ld.acquire" in code:
             count = self.access(given[0], 4).view(np.int32)[..., 0]
             assert (count >= given[1].values)[self.mask].all(), "a block would wait for ever"
             return None
         if "expect_tx" in code:
             return self.expect(int(code.split("[$0], ")[1][:-1]), given[0])
-        if op.startswith("shfl"):
-            lane = self.lanes(given[1].values) % 32
-            return self.raw(np.take_along_axis(self.lanes(given[0].values), lane, -1), "i32")
+        if op.startswith("st.") and "], 0;" in code:
+            return self.store(code, [*given, Raw(0, "i32")])
         if op.startswith("redux"):
             x = self.lanes(given[0].values)
             return self.raw(np.broadcast_to(x.sum(-1, keepdims=True), x.shape), "i32")
