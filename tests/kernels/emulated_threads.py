@@ -59,7 +59,9 @@ class Int(emit.Int):
 
     def compare(self, how, x):
         x = x.value.values if isinstance(x, Int) else x
-        operation = {"slt": np.less, "sge": np.greater_equal, "eq": np.equal}[how]
+        operation = {
+            "slt": np.less, "sge": np.greater_equal, "sgt": np.greater, "eq": np.equal,
+        }[how]  # fmt: skip
         return Raw(operation(self.value.values, x), "i1")
 
     def __lt__(self, x):
@@ -97,7 +99,7 @@ def to_word(pairs):
 
 
 def dequantized(code, word):
-    """`registers._bf16` and `_bf16_of_4`, by their masks."""
+    """`registers.bf16_of_int8` and `_bf16_of_4`, by their masks."""
     shift = re.search(r"shr\.u32 t, \$1, (\d+)", code)
     t = word >> WORD(int(shift[1]) if shift else 0)
     operands = re.findall(r"lop3\.b32 \S+ t, (\w+), (\w+), 0xEA", code)

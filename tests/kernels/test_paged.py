@@ -91,7 +91,7 @@ def test_an_unknown_backend_is_one_line():
     q, _, (k, v), table = arrays(4, 2)
     rows = jnp.array(STARTS), jnp.array(COUNTS)
     with pytest.raises(
-        ValueError, match="no backend 'fast'; it has triton, xla, reduce, reference"
+        ValueError, match="no backend 'fast'; it has hopper, triton, xla, reduce, reference"
     ):
         paged_attention(q, k, v, table, *rows, implementation="fast")
 

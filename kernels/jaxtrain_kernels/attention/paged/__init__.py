@@ -1,19 +1,24 @@
 """Attention of new tokens, one or many per sequence, over a paged KV cache.
 
-`triton` reads the pages in place, best with a few new tokens per sequence. `xla` (any number of
-tokens) and `reduce` (one token) first gather the pages into a copy.
+`hopper` (one token) and `triton` (a few) read the pages in place. `xla` (any number of tokens) and
+`reduce` (one token) first gather the pages into a copy.
 """
 
 from jaxtyping import Array, Float, Int
 
 from jaxtrain_kernels.attention import reference
 from jaxtrain_kernels.attention.decode import Quantized
-from jaxtrain_kernels.attention.paged import triton
+from jaxtrain_kernels.attention.paged import hopper, triton
 from jaxtrain_kernels.attention.paged.xla import Pages, reduce, xla
 from jaxtrain_kernels.dispatch import choose_backend, target
 
 # Fastest first.
-BACKENDS = {"triton": triton.paged_attention, "xla": xla, "reduce": reduce}
+BACKENDS = {
+    "hopper": hopper.paged_attention,
+    "triton": triton.paged_attention,
+    "xla": xla,
+    "reduce": reduce,
+}
 
 
 def paged_attention(
@@ -37,13 +42,16 @@ def paged_attention(
     already in the pages. Other entries of the pages are masked, but must be finite. window, softcap
     and scale as in `attention`. Queries from counts_B on (padding, an idle slot) give 0.
 
-    implementation: `triton`, `xla`, `reduce` or `reference`; None = `triton` where it can serve,
-    else `xla`.
+    implementation: `hopper`, `triton`, `xla`, `reduce` or `reference`; None = `hopper` where it can
+    serve and was measured to be faster (`hopper.slower`), else `triton` where it can, else `xla`.
     """
     values = k_PpKH.values_BSKH if isinstance(k_PpKH, Quantized) else k_PpKH
     W, H = table_BW.shape[1], q_BTNH.shape[-1]
     signature = f"{q_BTNH.dtype}{list(q_BTNH.shape)} pages={values.dtype}{list(values.shape)} W={W}"
-    name = choose_backend("paged_attention", reasons(q_BTNH, k_PpKH), implementation, signature)
+    why_not = reasons(q_BTNH, k_PpKH, softcap)
+    if implementation is None and why_not["hopper"] is None:
+        why_not["hopper"] = hopper.slower(values, table_BW.size * values.shape[1])
+    name = choose_backend("paged_attention", why_not, implementation, signature)
     backend = reference.paged_attention if name == "reference" else BACKENDS[name]
     return backend(
         q_BTNH, k_PpKH, v_PpKH, table_BW, starts_B, counts_B, window=window, softcap=softcap,
@@ -51,10 +59,13 @@ def paged_attention(
     )  # fmt: skip
 
 
-def reasons(q_BTNH: Float[Array, "B T N H"], k_PpKH: Pages) -> dict[str, str | None]:
+def reasons(
+    q_BTNH: Float[Array, "B T N H"], k_PpKH: Pages, softcap: float | None = None
+) -> dict[str, str | None]:
     """Reasons why each backend cannot serve such queries and pages; None = it can."""
     values = k_PpKH.values_BSKH if isinstance(k_PpKH, Quantized) else k_PpKH
     return {
+        "hopper": hopper.supports(target(), q_BTNH, values, softcap),
         "triton": triton.supports(target(), q_BTNH, values),
         "xla": None,
         "reduce": None if q_BTNH.shape[1] == 1 else "takes one token a row",

@@ -116,7 +116,7 @@ def ptx(code: str, *args: Any, out: str = "", effects: bool = True, early: bool 
         code,
         ",".join(constraints),
         has_side_effects=effects or not kinds,
-        convergent=any(x in code for x in ("bar.", "mma.", "vote.", "shfl.")),
+        convergent="bar." in code or ".sync" in code,
     )
     if not kinds:
         return None

@@ -23,9 +23,9 @@ def add_int8(
     for w, x in zip(words, xs, strict=True):
         read = read | Int(w[0])
         for i in range(2):
-            a = [_bf16(w[2 * i + n], shift) for n in range(2) for shift in (0, 8)]
+            a = [bf16_of_int8(w[2 * i + n], shift) for n in range(2) for shift in (0, 8)]
             four = slice(4 * i, 4 * i + 4)
-            sums[four] = _mma(a, x[2 * i : 2 * i + 2], sums[four])
+            sums[four] = mma(a, x[2 * i : 2 * i + 2], sums[four])
     return sums, read
 
 
@@ -53,7 +53,7 @@ def add_int4(
             read = read | Int(words[block][0])
             for i, x in enumerate(zip(*xs[2 * block : 2 * block + 2], strict=True)):
                 a = [_bf16_of_4(word, 4 * i) for word in words[block]]
-                parts[i % 2] = _mma(a, list(x), parts[i % 2])
+                parts[i % 2] = mma(a, list(x), parts[i % 2])
         for i in range(4):
             part = arith.addf(parts[0][i], parts[1][i])
             sums[i] = ptx(
@@ -70,7 +70,7 @@ def offsets_of_groups(xs: list[list[Any]]) -> list[list[Any]]:
         parts = [[zero() for _ in range(4)] for _ in range(2)]
         for x in xs[group * each : (group + 1) * each]:
             for i in range(2):
-                parts[i] = _mma(a, x[2 * i : 2 * i + 2], parts[i])
+                parts[i] = mma(a, x[2 * i : 2 * i + 2], parts[i])
         found.append([arith.addf(parts[0][i], parts[1][i]) for i in range(2)])
     return found
 
@@ -100,7 +100,7 @@ def gated(activation: str, gate: Any, up: Any) -> Any:
     return arith.mulf(ptx("div.full.f32 $0, $1, $2;", gate, below, out="f", effects=False), up)
 
 
-def _mma(a: list, b: list, sums: list) -> list:
+def mma(a: list, b: list, sums: list) -> list:
     """Sums of 16 columns and 8 rows plus the products of 16 inputs."""
     return ptx(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3},"
@@ -109,7 +109,7 @@ def _mma(a: list, b: list, sums: list) -> list:
     )  # fmt: skip
 
 
-def _bf16(word: Any, shift: int) -> Any:
+def bf16_of_int8(word: Any, shift: int) -> Any:
     """int8 codes of one column and two inputs, as bfloat16: bytes 0 and 2 of the word, or 1 and 3.
 
     A byte's lower 7 bits are the mantissa of 128 + bits; its top bit is the lowest of the exponent
