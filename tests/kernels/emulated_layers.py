@@ -12,7 +12,7 @@ import emulated_threads
 import numpy as np
 from emulated_threads import WORD, Int, Raw
 from jaxtrain_kernels.decode_layers.hopper import attend, block, exchange, keys, registers, ring
-from jaxtrain_kernels.matmul.streamed import registers as words
+from jaxtrain_kernels.hopper import words
 
 PLACE = r"\[\$\d+\+(\d+)\]"
 

@@ -10,7 +10,7 @@ import emulated_threads
 import numpy as np
 from emulated_threads import WORD, Int, Raw
 from jaxtrain_kernels.attention.paged.hopper import block, join, ring, scores
-from jaxtrain_kernels.matmul.streamed import registers
+from jaxtrain_kernels.hopper import words
 
 
 class PageDevice(emulated_threads.Device):
@@ -123,7 +123,7 @@ def emulated_pages(monkeypatch, blocks, warpgroups, multiply) -> Any:
     }  # fmt: skip
     for name, value in more.items():
         setattr(stand_ins.arith, name, value)
-    for module in (block, join, ring, scores, registers):
+    for module in (block, join, ring, scores, words):
         for name in names:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(stand_ins, name))

@@ -12,7 +12,8 @@ from typing import Any
 import emulated_threads
 import numpy as np
 from emulated_threads import WORD, Int, Raw
-from jaxtrain_kernels.matmul.streamed import block, emit, finish, ring
+from jaxtrain_kernels.hopper import emit
+from jaxtrain_kernels.matmul.streamed import block, finish, ring
 from jaxtrain_kernels.matmul.streamed.plan import NOT_CLAIMED
 
 

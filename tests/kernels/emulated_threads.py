@@ -10,10 +10,10 @@ import types
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtrain_kernels.hopper import emit, words
 from jaxtrain_kernels.matmul.streamed import (
     block,
     claims,
-    emit,
     exchange,
     finish,
     fixed,
@@ -360,7 +360,7 @@ def emulated(monkeypatch):
         ),
         "ir": space(F32Type=space(get=lambda: None)),
     }
-    for module in (block, claims, emit, exchange, finish, fixed, inputs, registers, ring):
+    for module in (block, claims, emit, exchange, finish, fixed, inputs, registers, ring, words):
         for name, value in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)

@@ -26,7 +26,7 @@ from jaxtrain_kernels.decode_layers.hopper.registers import (
     sum_of,
 )
 from jaxtrain_kernels.decode_layers.hopper.ring import await_all
-from jaxtrain_kernels.matmul.streamed.emit import (
+from jaxtrain_kernels.hopper.emit import (
     Int,
     const,
     float_const,
@@ -36,7 +36,7 @@ from jaxtrain_kernels.matmul.streamed.emit import (
     select,
     zero,
 )  # fmt: skip
-from jaxtrain_kernels.matmul.streamed.registers import floats, to_word
+from jaxtrain_kernels.hopper.words import floats, to_word
 
 if TYPE_CHECKING:
     from jaxtrain_kernels.decode_layers.hopper.block import LayersBlock

@@ -30,14 +30,13 @@ from jaxtrain_kernels.decode_layers.hopper.registers import (
     fma,
     inverse_rms,
     load_floats,
-    mma,
     mul,
     over_lanes,
     select_float,
     sum_of,
 )
 from jaxtrain_kernels.decode_layers.hopper.ring import SlotRing, await_all, fence_init
-from jaxtrain_kernels.matmul.streamed.emit import (
+from jaxtrain_kernels.hopper.emit import (
     Int,
     address,
     const,
@@ -48,7 +47,7 @@ from jaxtrain_kernels.matmul.streamed.emit import (
     select,
     zero,
 )  # fmt: skip
-from jaxtrain_kernels.matmul.streamed.registers import floats, to_word
+from jaxtrain_kernels.hopper.words import floats, mma, to_word
 
 BATCH_CHUNKS = 12  # that a warp reads at once
 NAN_WORD = 0x7FC07FC0  # two bfloat16

@@ -12,7 +12,7 @@ earlier ones.
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain_kernels.matmul.streamed.emit import Int, ptx
+from jaxtrain_kernels.hopper.emit import Int, ptx
 
 
 def poll(places: Sequence[tuple[Int, int]], tag: Int, left: Int) -> tuple[list[Any], Int]:

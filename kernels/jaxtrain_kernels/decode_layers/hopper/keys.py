@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlib.mlir.dialects import arith
 
-from jaxtrain_kernels.matmul.streamed.emit import Int, const, loop, ptx, select
+from jaxtrain_kernels.hopper.emit import Int, const, loop, ptx, select
 
 if TYPE_CHECKING:
     from jaxtrain_kernels.decode_layers.hopper.block import LayersBlock

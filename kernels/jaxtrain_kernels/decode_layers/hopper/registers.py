@@ -6,8 +6,8 @@ from typing import Any
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith
 
-from jaxtrain_kernels.matmul.streamed.emit import Int, float_const, ptx
-from jaxtrain_kernels.matmul.streamed.registers import floats, to_word
+from jaxtrain_kernels.hopper.emit import Int, float_const, ptx
+from jaxtrain_kernels.hopper.words import floats, to_word
 
 LOG2E = 1.4426950408889634
 
@@ -65,15 +65,6 @@ def rounded(x: Any) -> Any:
 def add_words(x: Any, y: Any) -> Any:
     """Sums of two bfloat16, rounded."""
     return to_word(*(add(a, b) for a, b in zip(floats(x), floats(y), strict=True)))
-
-
-def mma(a: Sequence[Any], b: Sequence[Any], sums: Sequence[Any]) -> list[Any]:
-    """Sums [16, 8] plus the products of operands [16, 16] and [16, 8]."""
-    return ptx(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3},"
-        " {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-        *a, *b, *sums, out="ffff", effects=False,
-    )  # fmt: skip
 
 
 def load_floats(at: Int, count: int) -> list[Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxtrain_kernels.matmul.streamed.emit import Int, const, loop, ptx, run_if, select
+from jaxtrain_kernels.hopper.emit import Int, const, loop, ptx, run_if, select
 
 COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {}, [$2];"
 

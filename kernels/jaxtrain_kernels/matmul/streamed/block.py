@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, gpu
 
-from jaxtrain_kernels.matmul.streamed.claims import Claims
-from jaxtrain_kernels.matmul.streamed.emit import (
+from jaxtrain_kernels.hopper.emit import (
     Int,
     address,
     concurrently,
@@ -26,6 +25,7 @@ from jaxtrain_kernels.matmul.streamed.emit import (
     select,
     zero,
 )  # fmt: skip
+from jaxtrain_kernels.matmul.streamed.claims import Claims
 from jaxtrain_kernels.matmul.streamed.exchange import Exchange
 from jaxtrain_kernels.matmul.streamed.finish import Finisher, Sums
 from jaxtrain_kernels.matmul.streamed.fixed import (

@@ -6,7 +6,7 @@ shared memory, in order, and two marks behind the last one: warps that finish ta
 
 from typing import Any
 
-from jaxtrain_kernels.matmul.streamed.emit import Int, const, ptx, select
+from jaxtrain_kernels.hopper.emit import Int, const, ptx, select
 from jaxtrain_kernels.matmul.streamed.plan import (
     CLAIMS,
     NO_MORE,

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain_kernels.matmul.streamed.emit import Int, const, loop, ptx, run_if, select
+from jaxtrain_kernels.hopper.emit import Int, const, loop, ptx, run_if, select
 from jaxtrain_kernels.matmul.streamed.plan import EXCHANGE_LINE, FINISHERS, StreamPlan
 
 POLLS = 1 << 22  # of a word, some seconds, before a block ends the program with an error

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith
 
-from jaxtrain_kernels.matmul.streamed.claims import Claims
-from jaxtrain_kernels.matmul.streamed.emit import (
+from jaxtrain_kernels.hopper.emit import (
     Int,
     address,
     after,
@@ -27,10 +26,12 @@ from jaxtrain_kernels.matmul.streamed.emit import (
     wait_barrier,
     zero,
 )  # fmt: skip
+from jaxtrain_kernels.hopper.words import floats, to_word
+from jaxtrain_kernels.matmul.streamed.claims import Claims
 from jaxtrain_kernels.matmul.streamed.exchange import Exchange, complete_word
 from jaxtrain_kernels.matmul.streamed.order import COLUMNS
 from jaxtrain_kernels.matmul.streamed.plan import FINISHERS, SUMS, Memory, PhaseRefs, StreamPlan
-from jaxtrain_kernels.matmul.streamed.registers import floats, gated, to_word
+from jaxtrain_kernels.matmul.streamed.registers import gated
 
 
 class Sums:

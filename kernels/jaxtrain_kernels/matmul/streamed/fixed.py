@@ -13,10 +13,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from jaxtrain_kernels.matmul.streamed.emit import Int, const, float_const, ptx, select, zero
+from jaxtrain_kernels.hopper.emit import Int, const, float_const, ptx, select, zero
+from jaxtrain_kernels.hopper.words import LOAD, floats
 from jaxtrain_kernels.matmul.streamed.order import GROUP, PIECE, half_words, scale_words
 from jaxtrain_kernels.matmul.streamed.plan import DIGIT_WORDS, DIGITS
-from jaxtrain_kernels.matmul.streamed.registers import LOAD, floats
 
 UNIT = 12582912.0  # a float32 whose lowest bit is 1
 UNIT_BITS = 0x4B400000

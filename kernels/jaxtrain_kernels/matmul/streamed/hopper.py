@@ -21,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target, mesh_devices
+from jaxtrain_kernels.hopper.emit import address
 from jaxtrain_kernels.matmul.streamed.block import StreamBlock, StreamRefs
-from jaxtrain_kernels.matmul.streamed.emit import address
 from jaxtrain_kernels.matmul.streamed.order import HALVES_INPUTS
 from jaxtrain_kernels.matmul.streamed.plan import (
     FINISHERS,

@@ -12,11 +12,11 @@ from typing import Any
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith
 
+from jaxtrain_kernels.hopper.emit import Int, const, ptx, run_if, select, zero
+from jaxtrain_kernels.hopper.words import floats
 from jaxtrain_kernels.matmul.streamed import exchange
-from jaxtrain_kernels.matmul.streamed.emit import Int, const, ptx, run_if, select, zero
 from jaxtrain_kernels.matmul.streamed.order import PIECE
 from jaxtrain_kernels.matmul.streamed.plan import StreamPlan
-from jaxtrain_kernels.matmul.streamed.registers import floats
 
 PIECE_BYTES = 2 * PIECE
 

@@ -2,15 +2,14 @@
 
 from typing import Any
 
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from jaxtrain_kernels.matmul.streamed.emit import Int, const, float_const, ptx, zero
+from jaxtrain_kernels.hopper.emit import Int, const, float_const, ptx, zero
+from jaxtrain_kernels.hopper.words import LOAD, bf16_of_int8, floats, mma
 from jaxtrain_kernels.matmul.streamed.order import GROUP, PIECE, half_words, scale_words
 
 LOG2E = 1.4426950408889634
 MINUS_136 = 0xC308C308 - (1 << 32)  # twice, in bfloat16
-LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 
 
 def add_int8(
@@ -75,17 +74,6 @@ def offsets_of_groups(xs: list[list[Any]]) -> list[list[Any]]:
     return found
 
 
-def floats(word: Any) -> list:
-    """The lower and the upper bfloat16 of a word, in float32."""
-    shift = "shl.b32 $0, $1, 16;", "and.b32 $0, $1, -65536;"
-    bits = [ptx(code, word, out="r", effects=False) for code in shift]
-    return [arith.bitcast(ir.F32Type.get(), x) for x in bits]
-
-
-def to_word(low: Any, high: Any) -> Any:
-    return ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high, out="r", effects=False)
-
-
 def gated(activation: str, gate: Any, up: Any) -> Any:
     """SwiGLU or GeGLU: gate times the logistic function of z, times up; z is the gate, or for GELU
     by tanh a polynomial of it."""
@@ -98,29 +86,6 @@ def gated(activation: str, gate: Any, up: Any) -> Any:
     )
     below = arith.addf(float_const(1), power)
     return arith.mulf(ptx("div.full.f32 $0, $1, $2;", gate, below, out="f", effects=False), up)
-
-
-def mma(a: list, b: list, sums: list) -> list:
-    """Sums of 16 columns and 8 rows plus the products of 16 inputs."""
-    return ptx(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3},"
-        " {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-        *a, *b, *sums, out="ffff", effects=False,
-    )  # fmt: skip
-
-
-def bf16_of_int8(word: Any, shift: int) -> Any:
-    """int8 codes of one column and two inputs, as bfloat16: bytes 0 and 2 of the word, or 1 and 3.
-
-    A byte's lower 7 bits are the mantissa of 128 + bits; its top bit is the lowest of the exponent
-    of 128, or of 256. Their difference is the code.
-    """
-    first = f"shr.u32 t, $1, {shift};" if shift else "mov.b32 t, $1;"
-    return ptx(
-        "{ .reg .b32 t, m, s; " + first + " lop3.b32 m, t, 0x007F007F, 0x43004300, 0xEA;"
-        " lop3.b32 s, t, 0x00800080, 0x43004300, 0xEA; sub.rn.bf16x2 $0, m, s; }",
-        word, out="r", effects=False,
-    )  # fmt: skip
 
 
 def _bf16_of_4(word: Any, shift: int) -> Any:

@@ -10,8 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxtrain_kernels.matmul.streamed.claims import Claims
-from jaxtrain_kernels.matmul.streamed.emit import (
+from jaxtrain_kernels.hopper.emit import (
     Int,
     address,
     after,
@@ -25,6 +24,7 @@ from jaxtrain_kernels.matmul.streamed.emit import (
     select,
     wait_barrier,
 )  # fmt: skip
+from jaxtrain_kernels.matmul.streamed.claims import Claims
 from jaxtrain_kernels.matmul.streamed.plan import (
     EXCHANGE_STEPS,
     LOADERS,

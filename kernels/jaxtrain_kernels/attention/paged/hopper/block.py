@@ -17,7 +17,7 @@ from jaxtrain_kernels.attention.paged.hopper.plan import (
 )
 from jaxtrain_kernels.attention.paged.hopper.ring import PageRing, lane_value, sum_of_lanes
 from jaxtrain_kernels.attention.paged.hopper.scores import HeadTile, Queries
-from jaxtrain_kernels.matmul.streamed.emit import (
+from jaxtrain_kernels.hopper.emit import (
     Int,
     address,
     const,

@@ -12,7 +12,7 @@ from jaxtrain_kernels.attention.paged.hopper.plan import (
     PageStreamPlan,
     Segment,
 )
-from jaxtrain_kernels.matmul.streamed.emit import (
+from jaxtrain_kernels.hopper.emit import (
     Int,
     address,
     const,
@@ -23,7 +23,7 @@ from jaxtrain_kernels.matmul.streamed.emit import (
     select,
     zero,
 )  # fmt: skip
-from jaxtrain_kernels.matmul.streamed.registers import to_word
+from jaxtrain_kernels.hopper.words import to_word
 
 AHEAD = 10  # parts that a warp has in flight
 MANY = 8  # parts of a sequence from which on all warps of a block join one head

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxtrain_kernels.matmul.streamed.emit import Int
+from jaxtrain_kernels.hopper.emit import Int
 
 HEAD = 128  # channels of a head
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain_kernels.attention.paged.hopper.plan import PageMemory, PageStreamPlan
-from jaxtrain_kernels.matmul.streamed.emit import (
+from jaxtrain_kernels.hopper.emit import (
     Int,
     after,
     const,

@@ -11,7 +11,7 @@ from jaxlib.mlir.dialects import arith
 
 from jaxtrain_kernels.attention.paged.hopper.plan import HEAD, PageStreamPlan
 from jaxtrain_kernels.attention.paged.hopper.ring import PageRing
-from jaxtrain_kernels.matmul.streamed.emit import (
+from jaxtrain_kernels.hopper.emit import (
     Int,
     const,
     float_const,
@@ -19,7 +19,7 @@ from jaxtrain_kernels.matmul.streamed.emit import (
     select,
     zero,
 )  # fmt: skip
-from jaxtrain_kernels.matmul.streamed.registers import LOAD, bf16_of_int8, mma, to_word
+from jaxtrain_kernels.hopper.words import LOAD, bf16_of_int8, mma, to_word
 
 MASKED = -3e38
 

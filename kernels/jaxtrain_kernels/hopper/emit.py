@@ -1,4 +1,4 @@
-"""Integers, floats and PTX of `kernel`, as operations of MLIR on values of one thread."""
+"""Integers, floats and PTX of Hopper kernels, as operations of MLIR on values of one thread."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
