@@ -50,6 +50,7 @@ def weights_of(tree):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.quick("int4")
 def test_the_text_is_that_of_codes_in_rows(form):
     c, graphdef, specs, params = quantized(form)
     requests = [Request("a", prompts(9)[0], GREEDY._replace(max_tokens=5))]

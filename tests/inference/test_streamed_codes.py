@@ -99,6 +99,7 @@ def test_the_text_is_that_of_codes_in_rows(form, name, calls):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.quick("int8")
 def test_a_layer_is_one_kernel_beside_attention(form):
     """Products between two attentions have one kernel; nothing else reads the stream."""
     c, graphdef, params = arranged(form, **MODELS["llama 2"] | WIDE)

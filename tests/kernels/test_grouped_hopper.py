@@ -155,6 +155,7 @@ def test_few_groups_are_split_where_that_saves_rounds():
 
 
 @pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.quick("3")
 def test_gradients_of_parts_are_added(parts):
     """Parts that are empty, that begin inside a step's rows, and one of a whole group."""
     x, _, dy, sizes = arrays((70, 0, 200, 3), 280, 128, 128, after=np.nan)
